@@ -1,4 +1,4 @@
-"""Preconditions and effects of each action, and the rank it belongs on: the rules that `verify` applies."""
+"""Preconditions, effects and rank of each action: the rules that `verify` applies."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -28,7 +28,9 @@ Single: TypeAlias = Part | ComputeLoss | Transfer
 @final
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Facts that an action needs and makes true on its (stage, microbatch) pair; the latter must not hold before.
+    """Facts that an action needs, and facts that it makes true, on its (stage, microbatch) pair.
+
+    The facts that it makes true must not hold before.
 
     Attributes:
         towards: Offset of the adjacent stage that the action sends to or receives from: 1 is the next stage, -1 the

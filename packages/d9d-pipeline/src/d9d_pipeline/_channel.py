@@ -1,8 +1,7 @@
-"""Sends trees of tensors between pipeline ranks; their metadata is sent once per kind of message, then cached.
+"""Transfer of trees of tensors between pipeline ranks; metadata is sent once per kind of message, then cached.
 
-Both ranks process the same microbatches, so both know whether a kind of message was sent before. Only its first message
-is preceded by its metadata. Stages may thus return any tree, and shapes may change from batch to batch, without a shape
-inference pass.
+Both ranks process the same microbatches, so both know which message is the first of its kind. Stages may thus return
+any tree, and shapes may change from batch to batch, without a shape inference pass.
 """
 
 from collections import deque
@@ -25,11 +24,7 @@ Kind: TypeAlias = tuple[Hashable, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A message that is being received.
-
-    Attributes:
-        leaves: The leaves; their tensors are valid after `wait`.
-    """
+    """Message that is being received. The tensors in `leaves` are valid after `wait`."""
 
     description: Description
     leaves: list[Tensor | None]
@@ -44,7 +39,7 @@ class Arriving:
 
 @final
 class Channel:
-    """Sends and receives messages between this rank and the other ranks of its pipeline."""
+    """Point-to-point channel between this rank and the other ranks of its pipeline."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -53,11 +48,7 @@ class Channel:
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, leaves: Sequence[Any], description: Description, *, kind: Kind, peer: int) -> None:
-        """Start to send a message.
-
-        Raises:
-            UserError: If an earlier message of this kind had different metadata.
-        """
+        """Start to send a message; raise `UserError` if an earlier message of this kind had different metadata."""
         known = self._sent.setdefault(kind, description)
         if known is description:
             self._send_description(description, peer)
@@ -76,12 +67,9 @@ class Channel:
                 self._pending_sends.append((work, tensor))
 
     def send_gradients(self, gradients: Sequence[Tensor | None], *, kind: Kind, peer: int) -> None:
-        """Start to send gradients; see `send`.
+        """Start to send gradients; see `send`. None is sent as zeros if the first message of this kind had a tensor.
 
-        A gradient that is None, but was a tensor in the first message of this kind, is sent as zeros.
-
-        Raises:
-            UserError: If a gradient is a tensor, but was None in the first message of this kind.
+        Raises `UserError` for a tensor that was None in the first message.
         """
         known = self._sent.get(kind)
         if known is not None:

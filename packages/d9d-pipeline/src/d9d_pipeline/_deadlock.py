@@ -1,4 +1,4 @@
-"""Detects ranks that wait for each other, assuming that each transfer blocks both of its ranks until it completes."""
+"""Detection of ranks that wait for each other, if each transfer blocks both of its ranks until it completes."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from d9d_pipeline.program import Program
 def deadlock_problems(program: Program) -> list[str]:
     """Return a line that names the ranks and transfers of a deadlock of an otherwise correct program, if there is one.
 
-    If exactly one rank orders its transfers differently from `build`, the line starts with this rank. Ranks that wait
-    for the deadlocked ranks without being part of the cycle are not named.
+    If exactly one rank orders its transfers differently from `build`, the line starts with this rank. Ranks outside the
+    cycle are not named.
     """
     blocked = _blocked_transfers(program.ranks)
     if not blocked:
         return []
     cycle = _find_cycle(blocked, start=_moved_rank(program))
-    before = [cycle[-1], *cycle[:-1]]  # the rank that waits for each rank of the cycle
+    before = [cycle[-1], *cycle[:-1]]  # before[i] is the rank that waits for cycle[i]
     orders = [
         f"rank {rank} has {blocked[rank]!r} before {_counterpart(blocked[waiting], waiting)!r}"
         for rank, waiting in zip(cycle, before, strict=True)

@@ -15,8 +15,6 @@ from d9d_dist import UserError
 
 @final
 class Leaf(NamedTuple):
-    """Metadata of one tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
@@ -25,11 +23,7 @@ class Leaf(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Metadata of a message: its tree structure and the metadata of its leaves.
-
-    Attributes:
-        tree: Tree structure of the leaves; None for a flat list.
-    """
+    """Metadata of a message: the leaves, and their tree structure; `tree` is None for a flat list."""
 
     tree: pytree.TreeSpec | None
     leaves: tuple[Leaf | None, ...]
@@ -69,11 +63,7 @@ class Description:
 
 
 def check_can_be_sent(output: Any) -> None:
-    """Check that a stage's output can be sent to a stage on another rank.
-
-    Raises:
-        UserError: Naming the leaf or container type that cannot be sent.
-    """
+    """Raise `UserError` if a stage's output cannot be sent to another rank; names the leaf or container type."""
     Description.of(*pytree.tree_flatten(output)).to_json()
 
 

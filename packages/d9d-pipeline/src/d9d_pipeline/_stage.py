@@ -19,10 +19,8 @@ from d9d_dist import DeferredWeightGrads, SplitBackward, defer_gradient_sync, fi
 class ForwardState:
     """State kept from the forward of a microbatch for its backward.
 
-    Attributes:
-        received: For each input tensor that requires a gradient, the detached leaf that accumulates it.
-        sources: Gradient edge of each output tensor that requires a gradient, where backward starts. An edge does not
-            keep the output's memory alive.
+    `received` has a detached leaf for each input that requires a gradient, `sources` the gradient edge of each output
+    that requires one. Edges do not keep the outputs' memory alive.
     """
 
     received: list[Tensor]
@@ -31,12 +29,10 @@ class ForwardState:
 
 @final
 class Stage:
-    """Runs the forward and backward of a stage's module.
+    """Forward and backward of a stage's module.
 
-    Args:
-        last_backward: Microbatch of the stage's last backward in a step, which starts the gradient reduction; None if
-            there are no backwards.
-        splits: True if any backward of the stage is split into its two halves.
+    `last_backward` is the microbatch of the step's last backward, which starts the gradient reduction; None without
+    backwards. `splits` is True if any backward is split into its two halves.
     """
 
     def __init__(
@@ -62,11 +58,7 @@ class Stage:
         return self._last_backward is not None
 
     def forward(self, args: tuple[Any, ...], shared: Mapping[str, Any]) -> tuple[Any, ForwardState | None]:
-        """Run the forward of a microbatch; return the output, and the state for its backward if there is one.
-
-        On all stages but the first, tensors in `args` that require a gradient are detached and become leaves of a new
-        graph.
-        """
+        """Run the forward of a microbatch; return the output, and the state for its backward if there is one."""
         if not self.trains:
             with torch.no_grad():
                 return self._module(*args, **shared), None
@@ -118,7 +110,6 @@ def edges_of(tree: Any) -> list[GradientEdge]:
 
 
 def needs_gradient(leaf: object) -> bool:
-    """Return True if a leaf is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 

@@ -11,7 +11,7 @@ Mark: TypeAlias = float | torch.Event
 
 @final
 class Stopwatch:
-    """Records timestamps without host-device synchronization, and reads them later."""
+    """Recorder of timestamps, without host-device synchronization until they are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

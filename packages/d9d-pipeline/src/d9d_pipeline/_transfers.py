@@ -1,8 +1,8 @@
-"""Inserts the loss and the transfers between the computations of all ranks.
+"""Insertion of the loss and the transfers between the computations of all ranks.
 
-If every rank computes as early as it can, each output and gradient is available at a time on a common clock. A transfer
-is inserted at that time on both of its ranks. All ranks thus agree on one order of all transfers. No deadlock is
-possible, even if each transfer blocks both of its ranks until it completes.
+The ranks are simulated on a common clock, each computing as early as possible. Each transfer is inserted on both of its
+ranks at the time its tensor becomes available. All ranks thus order the transfers identically, so no deadlock is
+possible, even if a transfer blocks both ranks until it completes.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,9 @@ from d9d_pipeline.actions import (
 
 
 def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank with the loss and transfers.
-
-    Computations that can never run come last on their rank; `verify` reports the cause.
-    """
+    """Return each rank's actions with loss and transfers; computations that can never run come last."""
     times = earliest_times(ranks, stage_ranks, duration=_units)
-    # The rank of the loss comes first: no transfer of the same time may come between a forward and its loss.
+    # The rank of the loss comes first: no simultaneous transfer may come between a forward and its loss.
     order = sorted(range(len(ranks)), key=lambda rank: rank != stage_ranks[-1])
     ended = [
         (end, rank, part)
@@ -40,7 +37,7 @@ def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int
         for action, (_, end) in zip(ranks[rank], times[rank], strict=False)
         for part in parts(action)
     ]
-    ended.sort(key=itemgetter(0))  # by the common clock; the sort is stable, so ties have one order on all ranks
+    ended.sort(key=itemgetter(0))  # by the common clock; a stable sort, so ties have one order on all ranks
     placed: list[list[tuple[float, int, Action]]] = [
         [(start, 1, action) for action, (start, _) in zip(actions, spans, strict=False)]
         for actions, spans in zip(ranks, times, strict=True)

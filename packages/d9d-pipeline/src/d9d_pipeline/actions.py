@@ -1,4 +1,4 @@
-"""The actions that a rank performs in a step; a program is a list of them per rank.
+"""Actions that a rank performs in a step; a program is a list of them per rank.
 
 A schedule yields only the computations: `Forward`, `Backward` or its two halves, each alone or inside an `Overlap`.
 `build` adds the loss and the transfers.
@@ -10,12 +10,7 @@ from typing import ClassVar, TypeAlias, final
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """Action of one stage on one microbatch.
-
-    Attributes:
-        stage: Global index of the stage.
-        microbatch: Index of the microbatch within the step.
-    """
+    """Action of one stage (global index) on one microbatch (index within the step)."""
 
     letter: ClassVar[str]
     stage: int
@@ -27,11 +22,7 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True)
 class PeerAction(StageAction):
-    """Send or receive of a stage for one microbatch.
-
-    Attributes:
-        peer: Pipeline rank that receives or sends.
-    """
+    """Send or receive of a stage for one microbatch; `peer` is the other pipeline rank."""
 
     peer: int
 
@@ -41,63 +32,63 @@ class PeerAction(StageAction):
 
 @final
 class Forward(StageAction):
-    """Run a stage's forward pass on a microbatch."""
+    """Forward pass of a stage on a microbatch."""
 
     letter = "F"
 
 
 @final
 class Backward(StageAction):
-    """Compute the gradients of a stage's inputs and parameters for a microbatch."""
+    """Backward pass: gradients of a stage's inputs and parameters for a microbatch."""
 
     letter = "B"
 
 
 @final
 class BackwardInput(StageAction):
-    """Compute the gradients of a stage's inputs for a microbatch, and defer the gradients of its parameters."""
+    """First half of a backward: gradients of a stage's inputs; those of its parameters are deferred."""
 
     letter = "I"
 
 
 @final
 class BackwardWeight(StageAction):
-    """Compute the deferred parameter gradients of a stage for a microbatch, after its `BackwardInput`."""
+    """Second half of a backward, after its `BackwardInput`: the deferred gradients of a stage's parameters."""
 
     letter = "W"
 
 
 @final
 class ComputeLoss(StageAction):
-    """Pass the last stage's output of a microbatch to the output handler, which returns the loss in training."""
+    """Call of the output handler with the last stage's output; in training the handler returns the loss."""
 
     letter = "L"
 
 
 @final
 class SendOutput(PeerAction):
-    """Send a stage's output to the rank of the next stage."""
+    """Send of a stage's output to the rank of the next stage."""
 
     letter = "f>"
 
 
 @final
 class ReceiveInput(PeerAction):
-    """Receive a stage's input from the rank of the previous stage."""
+    """Receive of a stage's input from the rank of the previous stage."""
 
     letter = "f<"
 
 
 @final
 class SendInputGradient(PeerAction):
-    """Send the gradients of a stage's inputs to the rank of the previous stage."""
+    """Send of the gradients of a stage's inputs to the rank of the previous stage."""
 
     letter = "b>"
 
 
 @final
 class ReceiveOutputGradient(PeerAction):
-    """Receive the gradients of a stage's outputs from the rank of the next stage."""
+    """Receive of the gradients of a stage's outputs from the rank of the next stage."""
 
     letter = "b<"
 
@@ -105,12 +96,7 @@ class ReceiveOutputGradient(PeerAction):
 @final
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """An independent forward and backward that may run at the same time.
-
-    Attributes:
-        forward: The forward.
-        backward: The backward, of another stage or another microbatch than the forward.
-    """
+    """Forward and backward of different stages or microbatches, which may run at the same time."""
 
     forward: Forward
     backward: Backward | BackwardInput
@@ -133,10 +119,7 @@ Action: TypeAlias = Compute | ComputeLoss | Transfer
 
 
 def parts(action: Action) -> tuple[Part, ...]:
-    """Return the computations of an action, in the order in which they run if they cannot overlap.
-
-    An `Overlap` has two. A loss or a transfer has none.
-    """
+    """Return the computations of an action in sequential order: two for an `Overlap`, none for a loss or a transfer."""
     if isinstance(action, Overlap):
         return action.forward, action.backward
     return (action,) if isinstance(action, Part) else ()

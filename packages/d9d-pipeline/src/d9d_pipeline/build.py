@@ -1,4 +1,4 @@
-"""Turns a schedule into a verified program."""
+"""Conversion of a schedule to a verified program."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -45,7 +45,7 @@ _build_once = lru_cache(maxsize=32)(_build)
 
 
 def _compares_by_value(schedule: Schedule) -> bool:
-    """Return whether the schedule is hashable by value, so that equal schedules can share a cached program."""
+    """Return True if the schedule is hashable by value, so that equal schedules can share a cached program."""
     try:
         return hash(schedule) != object.__hash__(schedule)
     except TypeError:  # the schedule, or one of its fields, is unhashable

@@ -1,4 +1,4 @@
-"""Executes one rank of a program: an interpreter that works for any schedule."""
+"""Interpreter of one rank of a program, for any schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,10 +68,8 @@ _Pair: TypeAlias = tuple[int, int]
 class _Step:
     """State of one step; each entry is removed when it is used, so that its memory is freed.
 
-    Attributes:
-        kinds: For each microbatch the shapes and dtypes of its inputs, part of the key of cached message metadata.
-        stopwatch: Measures the step; None if it is not measured.
-        ready: In a measured step, the start of the current action, or the arrival of its input.
+    `kinds` has the shapes and dtypes of each microbatch's inputs, part of the key of cached message metadata. `ready`
+    is the start of the current action, or the arrival of its input, if the step is measured.
     """
 
     inputs: Sequence[Inputs]
@@ -94,7 +92,7 @@ class _Step:
 
 @final
 class Executor:
-    """Executes one rank of a program on the stages that this rank holds.
+    """Interpreter of one rank of a program on the stages that this rank holds.
 
     Gradients are summed over microbatches. Data-parallel gradients are reduced over ranks once per step, in each
     stage's last backward.
@@ -103,8 +101,8 @@ class Executor:
         program: The program.
         stages: This rank's stage modules by global stage index.
         group: Process group of the pipeline, with as many ranks as the program; None for a program of one rank.
-        device: Device that the stages compute on; by default the device of the first parameter, or the CPU if there is
-            none.
+        device: Device that the stages compute on; by default that of the first parameter, or the CPU without
+            parameters.
 
     Raises:
         UserError: If the sizes of the group and the program differ, or the program assigns other stages to this rank.
@@ -140,13 +138,12 @@ class Executor:
     def step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> None:
         """Execute the program once. Collective over the pipeline: all sends and receives of the program.
 
-        An exception ends the step; a note on it names the action, stage, microbatch and rank. If another rank failed,
-        the exception is that of a send or receive.
+        A note on an exception names the action, stage, microbatch and rank. If another rank failed, the exception is
+        that of a send or receive.
 
         Args:
             inputs: Inputs of each microbatch.
-            on_output: Called with each output of the last stage, on the rank that holds it. In training it returns the
-                loss.
+            on_output: Called with each output of the last stage, on its rank. In training it returns the loss.
 
         Raises:
             UserError: If the number of inputs differs from the program's microbatches, a loss does not require a
@@ -155,13 +152,10 @@ class Executor:
         self._execute(inputs, on_output, None)
 
     def measured_step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Timeline:
-        """Execute the program once, like `step`, and measure the time of every action.
+        """Execute the program like `step`; return start and end of every action on all pipeline ranks, in seconds.
 
-        Collective over the pipeline: a barrier before the step, and an all-gather of the times after it. The barrier
-        aligns the ranks' clocks.
-
-        Returns:
-            Start and end of every action on all ranks of the pipeline, in seconds.
+        Collective over the pipeline: a barrier before the step, which aligns the ranks' clocks, and an all-gather of
+        the times.
         """
         if self._group is not None:
             dist.barrier(self._group)
@@ -288,7 +282,6 @@ class Executor:
         step.gradients[stage + 1, microbatch] = [torch.ones_like(loss)]
 
     def _gradients_of(self, pair: _Pair, step: _Step) -> list[Tensor | None]:
-        """Return the gradients of a stage's outputs."""
         stage, microbatch = pair
         arriving = step.arriving_gradients.pop(pair, None)
         if arriving is None:  # the next stage, or the loss, is on this rank

@@ -1,4 +1,4 @@
-"""A pipeline that is called like the whole model and returns the result on every rank, for interactive use."""
+"""Pipeline that is called like the whole model and returns the result on every rank, for interactive use."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -18,7 +18,7 @@ from d9d_pipeline.schedules.fill_drain import ForwardOnly
 
 @final
 class PipelinedModel:
-    """Runs one batch through all stages without gradients, and returns the last stage's output on every rank.
+    """Model of all stages, without gradients; a call returns the last stage's output on every rank.
 
     Args:
         stages: This rank's stage modules by global stage index.
@@ -44,15 +44,12 @@ class PipelinedModel:
         self._executor = Executor(program, stages, group=group, device=device)
 
     def __call__(self, *first: Any, **shared: Any) -> Outputs:
-        """Run the model.
-
-        Collective over the pipeline: the forward's sends, then one send of the result to each other rank.
-        """
+        """Run the model. Collective over the pipeline: the forward's sends, then the result to each other rank."""
         outputs: list[Outputs] = []
         self._executor.step([Inputs(*first, **shared)], lambda output, _: outputs.append(output))
         if self._group is None or self._group.size() == 1:
             return outputs[0]
-        # A new channel sends the metadata on every call: in generation each result is one token longer.
+        # A new channel sends the metadata on every call, because in generation each result is one token longer.
         channel = Channel(self._group, self._device)
         if not outputs:
             arriving = channel.receive(kind=("result",), peer=self._last_rank)

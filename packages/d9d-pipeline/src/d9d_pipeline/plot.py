@@ -39,14 +39,9 @@ _MIN_FONT_POINTS = 4.0  # smallest readable number
 
 
 def plot_program(program: Program, target: Target, *, title: str = "") -> None:
-    """Plot a program with a forward and each half of a backward taking one unit of time.
+    """Plot a program, with lines from each computation to those on other ranks that need its result.
 
-    Lines connect each computation to the computation on another rank that needs its result.
-
-    Args:
-        program: The program to plot.
-        target: The file or axes to draw to.
-        title: Title of the plot, followed by the bubble.
+    A forward and each half of a backward take one unit of time. The bubble follows the title.
 
     Raises:
         ProgramError: If the program does not pass `verify`.
@@ -57,18 +52,7 @@ def plot_program(program: Program, target: Target, *, title: str = "") -> None:
 
 
 def plot_simulation(timeline: Timeline, target: Target, *, title: str = "") -> None:
-    """Plot a timeline, simulated or measured.
-
-    Transfers, if the timeline has any, are thin bars below the computations of the sending rank.
-
-    Args:
-        timeline: The timeline to plot.
-        target: The file or axes to draw to.
-        title: Title of the plot, followed by the bubble.
-
-    Raises:
-        ModuleNotFoundError: If `target` is a file and matplotlib is not installed.
-    """
+    """Plot a timeline, simulated or measured; see `plot_program`. Thin bars are transfers of the sending rank."""
     _draw(timeline, target, title=title, links=[])
 
 
@@ -139,7 +123,7 @@ def _draw_on(axes: "Axes", timeline: Timeline, *, title: str, links: list[_Link]
 
 
 class _Box(NamedTuple):
-    """A rectangle: (start, length) on the time axis, (upper edge, height) on the rank axis, and its style."""
+    """Rectangle: (start, length) on the time axis, (upper edge, height) on the rank axis, and its style."""
 
     span: tuple[float, float]
     rows: tuple[float, float]

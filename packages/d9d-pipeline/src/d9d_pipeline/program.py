@@ -1,4 +1,4 @@
-"""A program: all actions of all ranks in one step, as data to verify, simulate, plot and execute."""
+"""Program: all actions of all ranks in one step, as data to verify, simulate, plot and execute."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from d9d_pipeline.actions import Action, BackwardInput, Compute, ComputeLoss, Fo
 @final
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All actions of all ranks in one step. `build` creates it.
+    """All actions of all ranks in one step, created by `build`.
 
     Attributes:
-        ranks: The actions of each pipeline rank, in execution order.
-        stage_ranks: The rank that holds each stage, indexed by global stage.
+        ranks: Actions of each pipeline rank, in execution order.
+        stage_ranks: Rank of each stage, indexed by global stage.
         num_microbatches: Number of microbatches per step.
     """
 
@@ -35,7 +35,7 @@ class Program:
 
     @property
     def splits(self) -> bool:
-        """True if the program contains a `BackwardInput`, i.e. a backward split into its two halves."""
+        """True if the program contains a `BackwardInput`: a backward split into its two halves."""
         return any(
             isinstance(part, BackwardInput) for actions in self.ranks for action in actions for part in parts(action)
         )
@@ -45,7 +45,7 @@ class Program:
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
 
     def computed(self, rank: int) -> Iterator[Compute]:
-        """Return an iterator over a rank's computations in order: its actions without the loss and transfers."""
+        """Return an iterator over a rank's computations in order, without the loss and transfers."""
         return (action for action in self.ranks[rank] if not isinstance(action, ComputeLoss | Transfer))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The stages of one rank as a single module: the model that optimizers, checkpoints and exports use."""
+"""Stages of one rank as a single module: the model that optimizers, checkpoints and exports use."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn, final
@@ -51,10 +51,7 @@ class RankStages(nn.Module):
     def state_dict(
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state of this rank's stages with names of the whole model.
-
-        Copies of parameters that another stage owns are excluded.
-        """
+        """Return the state of this rank's stages with names of the whole model, without copies of shared parameters."""
         copied = self._copied()
         state = {} if destination is None else destination
         for stage in self.children():
@@ -64,18 +61,11 @@ class RankStages(nn.Module):
         return state
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise, because one rank's stages are not a whole model.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Raise `TypeError`, because one rank's stages are not a whole model."""
         raise TypeError("the stages of one rank are not a whole model; run them with an Executor or a PipelinedModel.")
 
     def _copied(self) -> set[int]:
-        """Return the ids of the parameters that another stage owns.
-
-        Ids also match tied parameters that have a second name on this rank.
-        """
+        """Return the ids of the parameters that another stage owns; ids also match their second names on this rank."""
         return {
             id(parameter)
             for index, names in self._copies.items()

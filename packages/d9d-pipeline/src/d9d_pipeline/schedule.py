@@ -1,4 +1,4 @@
-"""The contract of a schedule: the order of each rank's computations, from which `build` derives all other actions."""
+"""Contract of a schedule: the order of each rank's computations, from which `build` derives all other actions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ per rank, rank r holds stages r and 2p - 1 - r. Rank 0 then holds the first and 
 
 
 class Schedule(ABC):
-    """Yields the computations of each rank in order. Subclass it to define a schedule, and pass an instance.
+    """Base class of schedules, whose instances yield the computations of each rank in order.
 
     Attributes:
         stages_per_rank: Number of stages on each rank.
@@ -31,14 +31,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
-        """Return the computations of one rank in one step, in execution order.
-
-        The loss and the transfers are not included: `build` adds them.
-
-        Args:
-            rank: The pipeline rank.
-            num_ranks: Number of pipeline ranks.
-            num_microbatches: Number of microbatches per step.
+        """Return the computations of a pipeline rank in one step, in execution order; `build` adds the transfers.
 
         Raises:
             UserError: If the schedule does not support this number of ranks or microbatches.
@@ -46,11 +39,7 @@ class Schedule(ABC):
 
 
 def ranks_of_stages(placement: StagePlacement, *, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank of every stage, indexed by global stage.
-
-    Raises:
-        UserError: If `stages_per_rank` is less than 1, or the placement is unknown.
-    """
+    """Return the rank of each global stage; raise `UserError` for an unknown placement or `stages_per_rank` below 1."""
     if stages_per_rank < 1:
         raise UserError(f"got stages_per_rank = {stages_per_rank}; expected at least 1.")
     if placement not in get_args(StagePlacement):

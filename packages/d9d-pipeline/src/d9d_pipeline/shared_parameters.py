@@ -1,7 +1,6 @@
 """Parameters shared by several stages, such as tied embeddings: one stage owns the parameter, the others hold copies.
 
-The copies' gradients are added to the owner's, so the optimizer, the gradient norm, clipping and checkpoints see one
-tensor.
+The copies' gradients are added to the owner's, so optimizer, gradient norm, clipping and checkpoints see one tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,9 @@ from d9d_dist import canonical_name, local_tensor
 
 
 def shared_names(names_of_stages: Sequence[Mapping[str, object]]) -> dict[str, tuple[int, ...]]:
-    """Return the names that several stages have, each with these stages in order. The first one is the owner.
+    """Return the names that several stages have, each with these stages in order; the first one is the owner.
 
-    Args:
-        names_of_stages: For each stage the names of its parameters, e.g. `dict(stage.named_parameters())`.
+    `names_of_stages` has the parameter names of each stage, for example `dict(stage.named_parameters())`.
     """
     stages: dict[str, list[int]] = {}
     for index, names in enumerate(names_of_stages):
@@ -31,7 +29,7 @@ def shared_names(names_of_stages: Sequence[Mapping[str, object]]) -> dict[str, t
 @final
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """An owner and one of its copies; at least one of them is on this rank."""
+    """Owner and one of its copies; at least one of them is on this rank."""
 
     owner_rank: int
     owner: nn.Parameter | None
@@ -45,13 +43,13 @@ class _Pair:
 
 @final
 class SharedParameters:
-    """Sums gradients of shared parameters and copies their values between the stages of a pipeline.
+    """Synchronization of the gradients and values of parameters that several pipeline stages share.
 
     Args:
         shared: For each shared name the stages that have it, the owner first; equal on all ranks.
         stages: This rank's stage modules by global stage index, parallelized in the same way on all ranks of the
             pipeline.
-        stage_ranks: The pipeline rank that holds each stage.
+        stage_ranks: Pipeline rank of each stage.
         group: Process group of the pipeline; None for one rank.
     """
 
@@ -70,7 +68,7 @@ class SharedParameters:
             for index, stage in stages.items()
             for name, parameter in stage.named_parameters()
         }
-        # All ranks use the same order: the messages between two ranks have no other identification.
+        # All ranks use the same order, which alone identifies the messages between two ranks.
         pairs = [
             _Pair(stage_ranks[owner], own.get((name, owner)), stage_ranks[copy], own.get((name, copy)))
             for name, (owner, *copies) in sorted(shared.items())

@@ -1,4 +1,4 @@
-"""Simulates a step of a program from the costs of its actions: times, bubble and held activations."""
+"""Simulation of a program's step from the costs of its actions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,17 +56,15 @@ def simulate(
 ) -> Timeline:
     """Simulate a program in which each rank computes as early as its order and its inputs allow.
 
-    Transfers overlap with computation: a rank waits for a transfer only when it needs the result. Transfers do not slow
-    each other down. If `costs.transfer` is positive, the timeline of each sending rank includes its transfers.
+    A rank waits for a transfer only when it needs the result. Transfers do not slow each other down. If
+    `costs.transfer` is positive, the timeline of each sending rank includes its transfers. Times are in the unit of the
+    costs.
 
     Args:
         program: The program.
         costs: Durations of actions; `None` counts a forward and each half of a backward as 1, and transfers as 0.
         duration: Returns the duration of a computation, for stages of different cost. If given, only `transfer` of
             `costs` is used.
-
-    Returns:
-        Start and end of every computation, in the unit of the costs.
 
     Raises:
         ProgramError: If the program does not pass `verify`.

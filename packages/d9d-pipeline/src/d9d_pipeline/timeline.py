@@ -1,4 +1,4 @@
-"""Start and end time of each action of a step, simulated or measured, with the bubble and memory that follow."""
+"""Start and end time of each action of a step, simulated or measured, and the resulting bubble and memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,7 @@ from d9d_pipeline.actions import Action, Backward, BackwardWeight, Forward, Part
 @final
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action with its start and end time.
-
-    Attributes:
-        action: The action.
-        start: Start time, on a clock that all ranks share.
-        end: End time, on the same clock.
-    """
+    """Action with its start and end time, on a clock that all ranks share."""
 
     action: Action
     start: float
@@ -46,13 +40,13 @@ class Timeline:
 
     @property
     def waiting(self) -> tuple[float, ...]:
-        """For each rank, the time within the makespan in which it computes nothing: the bubble of GPipe and 1F1B."""
+        """Idle time of each rank within the makespan: the bubble of GPipe and 1F1B."""
         makespan = self.makespan
         return tuple(makespan - _busy(self.computed(rank)) for rank in range(len(self.ranks)))
 
     @property
     def waiting_between(self) -> tuple[float, ...]:
-        """For each rank, its idle time between its first and its last computation: the bubble of ZB-V, where it is 0.
+        """Idle time of each rank between its first and its last computation: the bubble of ZB-V, where it is 0.
 
         Idle time before and after can be used by the adjacent steps if steps overlap.
         """
@@ -67,7 +61,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the largest number of (stage, microbatch) pairs held at a time, as in `verify`."""
+        """Largest number of (stage, microbatch) pairs that each rank holds at a time, as in `verify`."""
         return tuple(_peak(self.computed(rank)) for rank in range(len(self.ranks)))
 
     def computed(self, rank: int) -> tuple[TimedAction, ...]:
@@ -80,14 +74,10 @@ class Timeline:
 
 
 def format_simulation(timeline: Timeline, *, width: int = 100) -> str:
-    """Draw a timeline as text, one line per rank, for terminals and logs.
+    """Draw a timeline as text of `width` characters, one line per rank, for terminals and logs.
 
-    Time runs to the right, and dots are idle time. An action is labeled as in a program if it fits, otherwise by its
-    type alone. Each line ends with the percentage of the makespan in which the rank is idle.
-
-    Args:
-        timeline: The timeline to draw.
-        width: Number of characters for the whole step.
+    Time runs to the right, and dots are idle time. An action is labeled as in a program if the label fits, otherwise by
+    its type alone. Each line ends with the percentage of the makespan in which the rank is idle.
     """
     makespan = timeline.makespan
     begin = min((timed.start for rank in range(len(timeline.ranks)) for timed in timeline.computed(rank)), default=0.0)

@@ -1,4 +1,4 @@
-"""Verifies that a program computes everything once, in a possible order, and that it cannot deadlock.
+"""Verification that a program computes everything once, in a possible order, and cannot deadlock.
 
 The checks read only the program's actions, so they also hold for a program that did not come from `build`.
 """
@@ -28,7 +28,7 @@ _MAX_PROBLEMS = 20  # most problems listed in an error
 
 
 class ProgramError(UserError):
-    """Raised for a program that would hang, or does not run every microbatch through every stage exactly once."""
+    """Error of a program that would hang, or does not run every microbatch through every stage exactly once."""
 
 
 @final
@@ -38,8 +38,7 @@ class Verified:
 
     Attributes:
         peak_activations: For each rank, the largest number of (stage, microbatch) pairs whose activations it holds at a
-            time. A pair is held from its forward until its weight gradients are computed. All zeros if the program has
-            no backward.
+            time: from the forward until the weight gradients are computed. All zeros if the program has no backward.
     """
 
     peak_activations: tuple[int, ...]
@@ -48,19 +47,18 @@ class Verified:
 def verify(program: Program, *, max_activations: int | None = None) -> Verified:
     """Verify that a program is correct and cannot deadlock.
 
-    - Every microbatch runs forward through every stage and into the loss exactly once, on the rank that holds the
-      stage.
+    - Every microbatch runs forward through every stage and into the loss exactly once, on the stage's rank.
     - If the program trains, every microbatch also runs backward through every stage once: a `Backward`, or a
-      `BackwardInput` followed by a `BackwardWeight`.
+    `BackwardInput` followed by a `BackwardWeight`.
     - The inputs of every action were computed earlier on its rank, or received.
     - Every output and gradient that another rank needs is sent once, and received there once.
     - All ranks finish even if every transfer blocks both of its ranks until it completes.
 
-    The first line of the error names the cause: an action that runs before its inputs are available, is repeated, is on
-    the wrong rank or is missing. If there is none, it names the transfers of a deadlock.
+    The first line of the error names the cause: an action that precedes its inputs, is repeated, misplaced or missing,
+    or the transfers of a deadlock.
 
     Args:
-        program: The program; it need not come from `build`.
+        program: The program, not necessarily from `build`.
         max_activations: Largest allowed number of (stage, microbatch) pairs whose activations a rank holds at a time;
             `None` for no bound.
 
@@ -74,7 +72,7 @@ def verify(program: Program, *, max_activations: int | None = None) -> Verified:
     checks = [_RankCheck(program, rank, placed, facts) for rank in range(len(program.ranks))]
     too_early = [check.too_early for check in checks if check.too_early is not None]
     wrong = [problem for check in checks for problem in check.wrong]
-    # `too_early` comes first: a misplaced action is the cause, and missing actions may only follow from it.
+    # `too_early` comes first: missing actions may only follow from a misplaced one.
     refuse(too_early + wrong + list(_missing(program, placed, facts)))
     refuse(deadlock_problems(program))
     peaks = tuple(check.peak for check in checks) if program.trains else (0,) * len(checks)
@@ -127,12 +125,10 @@ def _is_overlap(action: Any) -> bool:
 
 
 class _RankCheck:
-    """Checks the actions of one rank in order, assuming that every receive succeeds immediately.
+    """Check of one rank's actions in order, assuming that every receive succeeds immediately.
 
-    `facts` has the facts that hold for each (stage, microbatch) pair; it is updated for the stages of this rank.
-
-    Attributes:
-        too_early: Message for the first action that comes before another action that it needs.
+    `facts` has the facts that hold for each (stage, microbatch) pair, updated for the stages of this rank. `too_early`
+    is the message for the first action before another one that it needs.
     """
 
     def __init__(self, program: Program, rank: int, placed: Placed, facts: list[int]) -> None:
@@ -166,7 +162,7 @@ class _RankCheck:
         return True
 
     def _misplaced(self, part: Single, neighbor: int) -> str:
-        """Return the part of the message that says why an action is misplaced or invalid."""
+        """Return the part of the message with the reason why an action is misplaced or invalid."""
         last = len(self._stage_ranks) - 1
         if not (0 <= part.stage <= last and 0 <= part.microbatch < self._num_microbatches):
             return f", expected stages up to {last} and microbatches up to {self._num_microbatches - 1}"

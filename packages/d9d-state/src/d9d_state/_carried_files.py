@@ -21,7 +21,7 @@ MAX_CARRIED_BYTES = 256 * 2**20
 # Text files, and sentencepiece and tiktoken tokenizers. Neither source code nor weight formats.
 _SUFFIXES = {".bpe", ".jinja", ".json", ".jsonl", ".md", ".model", ".tiktoken", ".txt", ".vocab"}
 _NAMES_WITHOUT_SUFFIX = re.compile(r"(LICEN[CS]E|NOTICE).*", re.IGNORECASE)
-# Files that describe the folder's weight files, or the run that wrote them; and hidden files.
+# Hidden files, and files that describe the weight files or the run that wrote them.
 _NOT_CARRIED = re.compile(r".*\.index\.json|adapter_config\.json|trainer_state\.json|\..*")
 # Config entries that refer to files that are not copied: source code, and scales of quantized weights.
 _DROPPED_CONFIG_KEYS = ("auto_map", "quantization_config")
@@ -32,18 +32,11 @@ _logger = logging.getLogger(__name__)
 def add_carried_files(
     own: Mapping[str, JsonValue], source: Path, tensors: Iterable[TensorInfo]
 ) -> dict[str, JsonValue | bytes]:
-    """Merge the small files of a source folder with the files that an exporter writes.
+    """Merge the small files of a source folder with those in `own`, which an exporter writes and which take precedence.
 
-    If both have a file of the same name, the exporter's file is used. The exception is `config.json`: if both have the
-    same `model_type`, entries that only the source has are kept. `dtype` becomes the dtype of the exported tensors.
-
-    Args:
-        own: Files that the exporter writes, by name.
-        source: Folder that the weights were loaded from. Symlinks are followed, as in the Hugging Face cache.
-        tensors: The exported tensors, or some of them.
-
-    Raises:
-        UserError: If the folder or a file in it cannot be read, or its `config.json` is not a JSON object.
+    Exception: of two `config.json` files with the same `model_type`, entries that only the source has are kept, and
+    `dtype` becomes that of the exported tensors. Raises `UserError` if the source is unreadable or its `config.json` is
+    not an object.
     """
     try:
         carried = _read(source)

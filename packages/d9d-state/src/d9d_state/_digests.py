@@ -1,6 +1,6 @@
 """SHA-256 digests of file content, computed in threads so that hashing overlaps with writing.
 
-SHA-256 is used because processors compute it in hardware, twice as fast as BLAKE2b and about as fast as an SSD writes.
+Processors compute SHA-256 in hardware, twice as fast as BLAKE2b and about as fast as an SSD writes.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class PartRecord:
 
 @final
 class Digests:
-    """Context manager that hashes a file's parts, block by block. Leaving the context waits for the hashing threads."""
+    """Context manager that hashes a file's parts, block by block, and waits for the hashing threads on exit."""
 
     def __init__(self) -> None:
         self._hashes: list[Any] = []
@@ -60,7 +60,7 @@ class Digests:
         self._workers[index].add(self._hashes[-1], block)
 
     def records(self) -> tuple[PartRecord, ...]:
-        """Return size and digest of every part. Call it after the context has exited."""
+        """Return size and digest of every part, after the context has exited."""
         return tuple(
             PartRecord(size, digest.hexdigest()) for size, digest in zip(self._sizes, self._hashes, strict=True)
         )
@@ -68,8 +68,6 @@ class Digests:
 
 @final
 class _Worker:
-    """Thread that hashes the queued blocks in order."""
-
     def __init__(self) -> None:
         self._queue: Queue[tuple[Any, memoryview] | None] = Queue(_QUEUE_SIZE)
         self._thread = Thread(target=self._work, name="d9d-digests", daemon=True)

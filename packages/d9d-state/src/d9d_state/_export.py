@@ -1,6 +1,6 @@
 """Atomic export of a model folder in the Hugging Face layout, written by several ranks.
 
-All ranks know the content of every file before the first tensor is read. One rank writes each file, one tensor at a
+All ranks plan the content of every file before the first tensor is read. One rank writes each file, one tensor at a
 time. The main process writes the index last, then renames the folder to its final name.
 """
 
@@ -30,17 +30,13 @@ _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?
 
 @final
 class Export:
-    """The files of one export while it is being written, in a partial folder beside the final one.
+    """Files of one export while they are being written, in a partial folder beside the final one.
 
-    A rank that fails stores its error until `commit`, because the other ranks need it in their collectives until then.
+    A failed rank stores its error until `commit`, because the other ranks need it in their collectives until then.
     """
 
     def __init__(self, target: Path, files: Sequence[PlannedFile], ctx: DistributedContext | None) -> None:
-        """Create the partial folder. Collective.
-
-        Raises:
-            StateError: On every rank, if the folder cannot be created or a writing rank does not see it.
-        """
+        """Create the partial folder; raise `StateError` on every rank if a writing rank does not see it. Collective."""
         self._target = target
         self._partial = partial_of(target)
         self._plan = files
@@ -76,8 +72,7 @@ class Export:
     def commit(self, texts: Mapping[str, bytes]) -> None:
         """Write the extra files and the index, fsync everything, and rename the folder. Collective.
 
-        Raises:
-            StateError: On every rank, if any rank failed. An earlier export at the target then stays unchanged.
+        Raises `StateError` on every rank if any rank failed; an earlier export at the target then stays unchanged.
         """
         self.attempt(self._close)
         self._abandon()
@@ -104,12 +99,11 @@ class Export:
                 self._open.pop(plan.name).close()
 
     def _abandon(self) -> None:
-        """Close the files that a failure left open."""
         while self._open:
             self._open.popitem()[1].abandon()
 
     def _clear(self) -> None:
-        """Delete the partial folder after a failure, since the disk may be full. Ignore errors of the deletion."""
+        """Delete the partial folder after a failure, since the disk may be full; ignore errors of the deletion."""
         if is_main(self._ctx):
             with suppress(OSError):
                 discard_partial(self._partial)
@@ -145,11 +139,7 @@ class Export:
 
 
 def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes]:
-    """Encode the extra files beside the weights: JSON values as text, bytes unchanged.
-
-    Raises:
-        ValueError: If a name is not a plain file name or is reserved for weights, or a value is not JSON.
-    """
+    """Encode extra files: JSON values as text, bytes unchanged; raise `ValueError` for invalid names or values."""
     for name in extra_files:
         if name in ("", ".", "..") or "/" in name or _OWN_NAMES.fullmatch(name):
             raise ValueError(
@@ -162,11 +152,7 @@ def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes
 
 
 def refuse_foreign(target: Path, own: Iterable[str]) -> None:
-    """Refuse to replace a folder that holds anything but an earlier export.
-
-    Raises:
-        UserError: Listing the files that do not belong to an export.
-    """
+    """Raise a `UserError` that lists the files in `target` that do not belong to an earlier export."""
     known = set(own)
     for folder in (target, partial_of(target)):
         if not folder.exists():
@@ -182,7 +168,6 @@ def refuse_foreign(target: Path, own: Iterable[str]) -> None:
 
 
 def _num_bytes(plan: PlannedFile) -> int:
-    """Return the size of a file in bytes, including its header."""
     return FileLayout.of(plan.tensors, metadata=_METADATA).num_bytes
 
 

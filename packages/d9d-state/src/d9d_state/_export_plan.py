@@ -1,4 +1,4 @@
-"""Plan of an export: which tensors each file holds and which rank writes it. Every rank computes the same plan."""
+"""Plan of an export: the tensors of each file and the rank that writes it. Every rank computes the same plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,9 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tensors that one rank can write.
+    """Tensors that one rank can write.
 
-    Attributes:
-        part: Index of a set of ranks with the same values: the ranks of one pipeline stage, or a single rank.
-        produced: The mapper's outputs that the rank can compute, in order.
+    `part` is the index of a set of ranks with the same values: those of one pipeline stage, or a single rank.
     """
 
     part: int
@@ -42,7 +40,7 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file of an export."""
+    """File of an export."""
 
     name: str
     rank: int
@@ -50,12 +48,9 @@ class PlannedFile:
 
 
 def exchange_offers(offer: Offer, ctx: DistributedContext | None) -> tuple[Part, ...]:
-    """All-gather the offers and merge them into parts. Collective.
+    """All-gather the offers and merge them into parts; a tensor of several parts goes to the first part. Collective.
 
-    A tensor that several parts offer is assigned to the first of them.
-
-    Raises:
-        UserError: On every rank, with the error text of each rank that has one.
+    Raises `UserError` on every rank, with the problem of each rank that has one.
     """
     agree(None if offer.problem is None else UserError(offer.problem), alone=ctx is None)
     gathered = gather_json(_to_json(offer), alone=ctx is None)

@@ -1,7 +1,7 @@
 """All file system writes of this package, in one module so that tests can kill the process at each of them.
 
-Only `rename` and `exchange` are atomic; the callers build commits from these steps. The functions call `os` directly,
-so that tests can replace and count each call.
+Only `rename` and `exchange` are atomic; the callers build commits from these steps. Tests replace and count the direct
+calls of `os`.
 """
 
 import ctypes
@@ -18,16 +18,9 @@ _BLOCK = 1 << 22  # bytes hashed and written at a time
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
-    """Create a new file and fsync it.
+    """Create a new file and fsync it; return the size and digest of each part.
 
-    Background threads compute the digests; only the calling thread accesses the file.
-
-    Args:
-        path: Path of the file, which must not exist.
-        parts: Content of the file, in order. The caller must not change a part's memory before this returns.
-
-    Returns:
-        Size and digest of each part.
+    Background threads compute the digests. The caller must not change a part's memory before this returns.
     """
     with Digests() as digests:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -46,7 +39,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRec
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, and fsync each new directory entry. Existing folders are unchanged."""
+    """Create a folder and its missing parents, and fsync each new directory entry."""
     if not path.is_dir():
         make_folder(path.parent)
         os.mkdir(path)  # noqa: PTH102

@@ -15,11 +15,7 @@ def open_member(folder: Path, name: str) -> int:
     """Open a regular file directly inside a folder for reading; return its descriptor, which the caller closes.
 
     Symlinks are refused, except those of the Hugging Face cache: from `snapshots/<revision>/` to `blobs/` beside it.
-    The folder may itself be a symlink.
-
-    Raises:
-        UserError: If the name is not a plain file name, or the file does not exist, is not regular or cannot be read.
-        StateError: If a limit of the process or the system, such as the number of open files, prevents opening.
+    Raises `UserError`, or `StateError` at a process or system limit such as open files.
     """
     if not is_plain(name):
         raise UserError(f"{folder} names the file {name[:200]!r}; expected the plain name of a file in that folder.")

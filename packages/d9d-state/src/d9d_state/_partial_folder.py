@@ -15,18 +15,14 @@ from d9d_state.errors import StateError, describe
 
 
 def partial_of(target: Path) -> Path:
-    """Return the path used while a folder is being written, or while a checkpoint is being deleted."""
+    """Return the path of a folder while it is being written, or while a checkpoint is being deleted."""
     return target.with_name(f"{target.name}.partial")
 
 
 def make_partial(
     target: Path, ctx: DistributedContext | None, *, writes: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Create an empty partial folder, replacing an old one, and check that all writers see it. Collective.
-
-    Raises:
-        StateError: On every rank, if the folder cannot be created or a writing rank does not see it.
-    """
+    """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective."""
     partial, problem = partial_of(target), None
     try:
         if is_main(ctx):
@@ -53,12 +49,7 @@ def discard_partial(partial: Path) -> None:
 
 
 def check_sizes(partial: Path, sizes: Mapping[str, int]) -> None:
-    """Check that this process sees every file of a partial folder with the size that its rank wrote.
-
-    Raises:
-        OSError: If a file does not exist or cannot be accessed.
-        ValueError: If a file has a different size; names both sizes.
-    """
+    """Raise `OSError` or `ValueError` unless this process sees every file with the size that its rank wrote."""
     for name, size in sizes.items():
         found = os.stat(partial / name).st_size  # noqa: PTH116
         if found != size:

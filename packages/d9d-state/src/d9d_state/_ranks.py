@@ -6,11 +6,7 @@ from d9d_dist import DistributedContext
 
 
 def num_ranks(ctx: DistributedContext | None) -> int:
-    """Return the number of ranks.
-
-    Raises:
-        ValueError: If the default process group has several ranks but `ctx` is `None`.
-    """
+    """Return the number of ranks; raise `ValueError` if there are several but `ctx` is `None`."""
     if ctx is not None:
         return ctx.world_size
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -19,5 +15,5 @@ def num_ranks(ctx: DistributedContext | None) -> int:
 
 
 def is_main(ctx: DistributedContext | None) -> bool:
-    """Return True on the main process, which writes the files that exist once."""
+    """Return True on the main process, which writes the files that the job has only one copy of."""
     return ctx is None or ctx.is_main_process

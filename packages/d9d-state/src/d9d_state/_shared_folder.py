@@ -1,8 +1,8 @@
 """Check that all ranks see the same folder, before several ranks write to it.
 
 Hosts with local file systems may each have a folder of the same name, perhaps with files of a killed job. So the main
-process creates a file with a random name, and every rank looks for it. No rank looked up that name before, so no
-network file system has a cached answer for it.
+process creates a file with a random name, for which every rank looks. The name is new, so no network file system has a
+cached answer.
 """
 
 import os
@@ -27,13 +27,9 @@ _TOKEN = re.compile(r"\.shared-[0-9a-f]{32}")
 def sharing_problem(
     folder: Path, ctx: DistributedContext | None, *, needed: bool = True, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Check that the ranks see a folder of the main process. Collective.
+    """Return the error text, equal on all ranks, that names the ranks that do not see a folder, or `None`. Collective.
 
-    Returns:
-        Error text that names the ranks without access, equal on all ranks; `None` if all see the folder.
-
-    Raises:
-        StateError: On every rank, if the main process cannot write to the folder.
+    Raises `StateError` on every rank if the main process cannot write to the folder.
     """
     if ctx is None or ctx.world_size == 1:
         return None
@@ -50,12 +46,12 @@ def sharing_problem(
 
 
 def is_token(name: str) -> bool:
-    """Return True if a file name is that of a check file, which a killed job may leave behind."""
+    """Return True for the name of a check file, which a killed job may leave behind."""
     return _TOKEN.fullmatch(name) is not None
 
 
 def remove_tokens(folder: Path) -> None:
-    """Delete check files that killed jobs left in a folder. No other job may be using the folder."""
+    """Delete check files that killed jobs left in a folder. No other job may use the folder."""
     for path in folder.iterdir():
         if is_token(path.name):
             _files.remove_file(path)
@@ -78,7 +74,7 @@ def _attempt_to_remove(token: Path) -> str | None:
 
 
 def _why_unseen(token: Path) -> str | None:
-    """Return `None` if this rank sees the file, an empty string if the file is missing, or the error text of `stat`."""
+    """Return `None` if this rank sees the file, "" if the file is missing, or the error text of `stat`."""
     try:
         os.stat(token)  # noqa: PTH116
     except FileNotFoundError:

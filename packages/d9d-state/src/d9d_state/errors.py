@@ -11,11 +11,11 @@ class StateError(RuntimeError):
 
 
 class ProcessLimitError(StateError):
-    """Failure to open a file because of a limit of the process or system, such as open files. The file may be fine."""
+    """Failure to open a file because of a process or system limit, such as open files. The file may be intact."""
 
 
 def is_limit(error: OSError) -> bool:
-    """Return True if a limit on open files or memory caused the error, not the file itself."""
+    """Return True if a limit on open files or memory caused the error."""
     return error.errno in _LIMITS
 
 

@@ -27,9 +27,9 @@ def locked_folder(
 ) -> Generator["FolderLock"]:
     """Hold an exclusive lock on a folder while the body runs. Collective.
 
-    The main process holds the lock; the operating system releases it if that process dies. The folder is created if it
-    does not exist. All ranks are checked to see the same folder, so that a job whose hosts do not share a file system
-    fails before its first step.
+    The folder is created if it does not exist. The main process holds the lock; the operating system releases it if
+    that process dies. All ranks check that they see the same folder, so that a job without a shared file system fails
+    early.
 
     Args:
         folder: The folder, on a file system that all hosts mount.
@@ -37,7 +37,7 @@ def locked_folder(
         run_id: Id of the run, shown to a job that finds the folder locked; only that of the main process counts.
 
     Raises:
-        UserError: On every rank, if another job holds the lock (names its host and process), or if ranks do not see
+        UserError: On every rank, if another job holds the lock (names its host and process). Also if ranks do not see
             the main process's folder (names the ranks and their hosts).
         StateError: On every rank, if the folder cannot be created or locked.
     """
@@ -70,12 +70,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self, run_id: str | None) -> None:
-        """Acquire the lock without waiting. The folder is created if it does not exist.
-
-        Raises:
-            UserError: If another process holds the lock; names its host and process id.
-            OSError: If the lock file cannot be created.
-        """
+        """Acquire the lock without waiting; raise `UserError` with host and process id of another holder."""
         _files.make_folder(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -106,7 +101,7 @@ class FolderLock:
         self.forget()
 
     def keep(self) -> None:
-        """Hold the lock to the end of the process: `release` does nothing from now on."""
+        """Hold the lock to the end of the process: `release` has no effect any more."""
         self._descriptor = None
 
     def forget(self) -> None:
@@ -123,7 +118,7 @@ def _close_in_child(lock: "ref[FolderLock]") -> None:
 
 
 def _describe(data: bytes) -> str:
-    """Describe the lock's holder from the file's content; return an empty string if it is incomplete."""
+    """Describe the lock's holder from the file's content, which may be incomplete."""
     try:
         holder = parse_json(data)
     except ValueError:

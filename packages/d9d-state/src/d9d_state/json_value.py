@@ -12,14 +12,10 @@ _SHOWN = 100  # characters of untrusted text in a message
 
 
 def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
-    """Encode a value as canonical UTF-8 JSON: sorted keys, and no spaces unless indented.
+    """Encode a value as canonical UTF-8 JSON: sorted keys, and no spaces without `indent`.
 
-    Args:
-        value: Value to encode. `parse_json` restores floats bit for bit, and tuples as lists.
-        indent: Spaces per level, for files that people read; `None` for the shortest text.
-
-    Raises:
-        ValueError: If a part of the value is not JSON (names its path in the value), or the value contains itself.
+    `parse_json` restores floats bit for bit, and tuples as lists. Raises `ValueError` if a part of the value is not
+    JSON (names its path), or the value contains itself.
     """
     try:
         _validate(value, "value")
@@ -33,12 +29,7 @@ def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
 
 
 def parse_json(data: bytes) -> JsonValue:
-    """Parse UTF-8 JSON strictly.
-
-    Raises:
-        ValueError: If the data is not valid UTF-8 or JSON, repeats a key, or nests too deeply. Also if it contains a
-            non-finite number or an integer of thousands of digits.
-    """
+    """Parse UTF-8 JSON; raise `ValueError` for invalid JSON, repeated keys, and non-finite or huge numbers."""
     try:
         value: JsonValue = _DECODER.decode(data.decode())
     except RecursionError as error:

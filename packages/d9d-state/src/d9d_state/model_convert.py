@@ -33,8 +33,8 @@ def convert_model_state(
     """Convert a model folder with a mapper and write the result; both use the Hugging Face layout. Collective.
 
     The mapper's groups are distributed over the ranks, balanced by bytes. Each rank reads, transforms and writes one
-    group at a time, to its own files. The folder is renamed to its final name after everything is fsynced. An earlier
-    export at the target stays unchanged until then and is replaced atomically.
+    group at a time, to its own files. After everything is fsynced, the folder is renamed to its final name. Until then
+    an earlier export at the target stays unchanged; it is replaced atomically.
 
     Args:
         source: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.

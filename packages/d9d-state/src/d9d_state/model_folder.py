@@ -30,7 +30,7 @@ class ModelFolder:
         path: The folder.
         tensors: Shape and dtype of every tensor.
         files: Path of each tensor's file.
-        starts: Position of each tensor's first byte in its file.
+        starts: Byte offset of each tensor in its file.
     """
 
     path: Path
@@ -40,10 +40,7 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Read the index, if there is one, and the header of every file.
-
-        Args:
-            path: Folder with `model.safetensors.index.json` and the files that it lists, or with `model.safetensors`.
+        """Read the header of `model.safetensors`, or of every file in `model.safetensors.index.json`.
 
         Raises:
             UserError: If the folder has neither file, the index or a header is malformed, the index names a file

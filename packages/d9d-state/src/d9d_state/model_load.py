@@ -32,11 +32,10 @@ def load_model_state(
 
     The files' headers are checked against mapper and model before any value is written. Then each rank reads the bytes
     of its own shards directly into the parameters, and opens only the files that contain them. Operations that compute
-    (`cast`, `transform`) need temporary memory for the tensors of their group, or the required part of them. Issues no
-    collective.
+    (`cast`, `transform`) need temporary memory for the required part of their group. No collectives.
 
-    If the module is one pipeline stage, only the mapper's groups that fill the module are used. A tied parameter needs
-    only one of its names in the files. If several are present, the first that the mapper produces is loaded.
+    For a pipeline stage, only the mapper's groups that fill the module are used. A tied parameter needs only one of its
+    names in the files; of several, the first that the mapper produces is loaded.
 
     Args:
         model: Materialized module on any device, with plain tensors or `DTensor`s. Values are converted between

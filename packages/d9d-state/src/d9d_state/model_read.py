@@ -32,7 +32,7 @@ def read_model_state(
     num_readers: int = 4,
     progress: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over a mapper's output tensors, unsharded, computed from the tensors in a folder. Issues no collective.
+    """Iterate over a mapper's output tensors, unsharded, computed from the tensors in a folder. No collectives.
 
     Files and mapper are checked before the first tensor is read. Only one group is in memory at a time, in addition to
     the tensors that the caller keeps.
@@ -46,8 +46,7 @@ def read_model_state(
         progress: Show a progress bar on each rank if standard error is a terminal.
 
     Yields:
-        Name and tensor of every output, in the order of the mapper's groups. Outputs of `keep` have no value and are
-        skipped.
+        Name and tensor of every output, in the order of the mapper's groups. Outputs of `keep` are skipped.
 
     Raises:
         UserError: Listing every mismatch between files and mapper; or if the folder is malformed.
@@ -62,11 +61,7 @@ def read_model_state(
 def produced_tensors(
     mapper: StateMapper, source: ModelFolder, *, unused: Literal["error", "ignore"]
 ) -> dict[str, TensorInfo]:
-    """Infer shape and dtype of a mapper's outputs for a folder, in the order of its groups, from headers only.
-
-    Raises:
-        UserError: Listing every mismatch between files and mapper.
-    """
+    """Infer shape and dtype of a mapper's outputs for a folder; raise `UserError` that lists every mismatch."""
     infos: dict[str, TensorInfo] = {}
     for group in groups_with_values(mapper):
         if all(name in source.tensors for name in group.inputs):

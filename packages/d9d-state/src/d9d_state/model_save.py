@@ -35,27 +35,24 @@ def save_model_state(
 ) -> None:
     """Export a model's parameters and persistent buffers as a folder in the Hugging Face layout. Collective.
 
-    The ranks of each pipeline stage gather full tensors, one group of the mapper at a time, in the same order. One
-    rank writes each file, and a stage's files are assigned to its ranks round-robin. A rank holds the full tensors of
-    one group at a time. The folder is renamed to its final name after everything is fsynced. An earlier export at the
-    target stays unchanged until then and is replaced atomically.
+    The ranks of each pipeline stage gather full tensors, one group of the mapper at a time, so a rank holds one group
+    in memory. A stage's files are assigned to its ranks round-robin. After everything is fsynced, the folder is renamed
+    to its final name. Until then an earlier export at the target stays unchanged; it is replaced atomically.
 
     Args:
         model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
         folder: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export.
         mapper: Maps names and shapes in memory to those on disk, usually `load_mapper.inverse()`; `None` keeps them.
-            Every stage passes the mapper of the whole model. It must consume every tensor of the model; use `drop` for
-            tensors that should not be written. Outputs of `keep` (the inverse of `drop`) have no value and are not
-            written. All inputs of a group must be on one stage. If several stages hold a tensor, such as a tied
-            embedding, the first stage writes it.
+            Every stage passes the mapper of the whole model, which must consume every tensor; `drop` tensors that
+            should not be written. Outputs of `keep` are not written. All inputs of a group must be on one stage. Of
+            several stages with the same tensor, such as a tied embedding, the first writes it.
         ctx: Distributed context; `None` for a single process.
         max_shard_bytes: Maximum bytes of tensor data per file. A larger tensor gets a file of its own.
         extra_files: JSON files to write beside the weights, by name: `{"config.json": {...}}`.
-        source: Folder that the weights were loaded from; only the main process reads it. Its small files, such as
-            tokenizer and generation config, are copied unless `extra_files` has a file of the same name. A
-            `config.json` with the same `model_type` is merged: entries missing from `extra_files` are kept, and
-            `dtype` becomes the dtype of the exported weights. Source code, adapters and files above 256 MiB are not
-            copied, nor is the config entry `auto_map`, which refers to source code.
+        source: Folder of the original weights; only the main process reads it. Its small files, such as tokenizer and
+            generation config, are copied unless `extra_files` has the name. A `config.json` with the same `model_type`
+            is merged: entries missing from `extra_files` are kept, and `dtype` becomes the exported one. Source code,
+            the config entry `auto_map`, adapters and files above 256 MiB are not copied.
         progress: Show a progress bar on each rank if standard error is a terminal.
 
     Raises:
@@ -86,7 +83,7 @@ def save_model_state(
     tensors = module_tensors(model)
     with byte_bar("saving", sum(info.num_bytes for info in mine.tensors.values()), visible=progress) as bar:
         for group in groups:
-            # A failed rank continues to take part in the all-gathers, otherwise the other ranks would hang.
+            # A failed rank continues with the all-gathers; otherwise the other ranks would hang.
             whole = {name: full_tensor(tensors[name]) for name in group.inputs}
             if not export.names.isdisjoint(group.outputs):
                 export.attempt(partial(_write, export, mapper, whole))
@@ -100,7 +97,6 @@ def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -
 
 
 def _offer(model: nn.Module, mapper: StateMapper, stage: int) -> Offer:
-    """Describe the tensors that this rank can write."""
     tensors = module_tensors(model)
     infos = {name: TensorInfo.of(tensors[name]) for name in mapper.inputs if name in tensors}
     try:
@@ -134,11 +130,7 @@ def _produced(
 
 
 def _check_complete(mapper: StateMapper, parts: Sequence[Part]) -> None:
-    """Check that the mapper consumes every tensor of the model, and that each group's inputs are on one stage.
-
-    Raises:
-        UserError: Listing inputs that no stage holds, unconsumed tensors, and groups split over several stages.
-    """
+    """Raise `UserError` if the mapper and the model do not match, or a group's inputs are on several stages."""
     held = [frozenset(part.consumed) for part in parts]
     everything = frozenset().union(*held)
     absent = [name for name in mapper.inputs if name not in everything]

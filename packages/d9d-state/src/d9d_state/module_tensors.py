@@ -8,11 +8,8 @@ from d9d_dist import canonical_name
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by name; a tied tensor appears under each of its names.
 
-    The returned tensors share memory with the module. The name prefixes of `torch.compile` and activation
-    checkpointing wrappers are removed, so that the names do not depend on them.
-
-    Raises:
-        ValueError: If the state dict contains extra state that is not a tensor, which safetensors cannot store.
+    The tensors share memory with the module. Name prefixes of `torch.compile` and activation checkpointing wrappers are
+    removed. Raises `ValueError` for extra state that is not a tensor, which safetensors cannot store.
     """
     state = module.state_dict(keep_vars=True)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]

@@ -1,8 +1,7 @@
 """Reads of tensor regions from safetensors files directly into their destination, with `preadv`.
 
 `mmap` would be less code, but mapped pages count as process memory until the file is closed, and slicing a mapped
-tensor makes an extra copy. Several threads read here, directly into the target. Only if dtype, strides or device
-differ, the data passes through a buffer of a few MiB.
+tensor makes an extra copy. If dtype, strides or device differ, the data passes through a buffer of a few MiB.
 """
 
 import os
@@ -26,24 +25,17 @@ from d9d_state.model_folder import ModelFolder
 from d9d_state.tensor_info import TensorInfo
 
 _BLOCK = 1 << 22  # bytes per read, and size of the buffer if one is needed
-_GAP = 1 << 12  # bytes; smaller gaps between wanted runs are read too, since disks return whole pages
+_GAP = 1 << 12  # bytes; gaps of up to a page between wanted runs are read too, since disks return whole pages
 
 
 @final
 class RegionReader:
-    """Reader of tensor regions in a model folder. Thread-safe.
-
-    Attributes:
-        num_bytes_read: Number of bytes read from files so far.
-    """
+    """Reader of tensor regions in a model folder, thread-safe; `num_bytes_read` counts the bytes read so far."""
 
     def __init__(self, folder: ModelFolder, *, pool: Executor | None = None) -> None:
-        """Create the reader without opening a file; files are opened at their first read.
+        """Create the reader; files are opened at their first read.
 
-        Args:
-            folder: Index of the folder to read.
-            pool: Threads that read the blocks of a large region in parallel; `None` reads in the calling thread. Must
-                not be the pool that calls this reader, which could deadlock.
+        The threads of `pool` read the blocks of a large region in parallel; a call from one of them could deadlock.
         """
         self._folder = folder
         self._pool = pool
@@ -72,11 +64,8 @@ class RegionReader:
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
         """Read a region of a stored tensor into a plain tensor of its shape, on any device, with any strides.
 
-        Values are converted to the target's dtype as by `copy_`.
-
-        Raises:
-            StateError: If the file cannot be read or was truncated after its header was read; names tensor and file.
-            UserError: If the file no longer exists or is not a regular file.
+        Values are converted to the target's dtype as by `copy_`. Raises `StateError` if the file is unreadable or
+        truncated, and `UserError` if it no longer exists or is not a regular file.
         """
         assert tuple(target.shape) == region.sizes, f"{name}: target and region have different shapes"
         blocks = list(_blocks(self._folder.tensors[name], region, target))
@@ -164,7 +153,7 @@ def _with_small_gaps(info: TensorInfo, region: Region) -> Region:
 
 
 def _runs(info: TensorInfo, region: Region) -> Iterator[tuple[int, int]]:
-    """Iterate over a region's contiguous runs: start relative to the tensor's first byte, and length, in bytes."""
+    """Iterate over a region's contiguous runs: offset in the tensor's data and length, in bytes."""
     strides = [prod(info.shape[dim + 1 :]) * info.dtype.itemsize for dim in range(len(info.shape))]
     inner = len(info.shape)
     while inner and region.sizes[inner - 1] == info.shape[inner - 1]:

@@ -39,7 +39,7 @@ def rng_state() -> JsonValue:
 def set_rng_state(state: JsonValue) -> None:
     """Restore the generator states that `rng_state` returned.
 
-    The whole state is validated before any generator is changed. A generator is not changed if it is missing in this
+    The whole state is validated before any generator is changed. A generator stays unchanged if it is missing in this
     process or in the saved state.
 
     Raises:

@@ -17,12 +17,7 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class SafetensorsRecord:
-    """Sizes and digests of a written safetensors file.
-
-    Attributes:
-        header: Record of the header, which starts at the file's first byte.
-        tensors: Record of each tensor, in file order. Tensors are stored without gaps.
-    """
+    """Sizes and digests of a file's header and tensors, which are stored in this order, without gaps."""
 
     header: PartRecord
     tensors: Mapping[str, PartRecord]
@@ -31,19 +26,9 @@ class SafetensorsRecord:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> SafetensorsRecord:
-    """Write a new safetensors file and fsync it.
+    """Write plain tensors to a new safetensors file and fsync it; return the size and digest of each part.
 
-    Args:
-        path: Path of the file, which must not exist.
-        tensors: Plain tensors on any device, copied to the CPU one at a time. The caller must not change them before
-            this returns.
-        metadata: Entries of the header's `__metadata__`.
-
-    Returns:
-        Size and digest of the header and of each tensor.
-
-    Raises:
-        ValueError: If safetensors does not support a dtype.
+    Tensors are copied to the CPU one at a time and must not change before this returns.
     """
     layout = FileLayout.of({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, metadata=metadata)
     header, *records = write_file(path, _parts(layout, tensors))

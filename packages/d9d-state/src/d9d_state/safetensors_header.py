@@ -1,9 +1,9 @@
 """Headers of safetensors files: names, dtypes, shapes and byte ranges, parsed by the safetensors library.
 
-A file consists of an 8-byte little-endian header length, a JSON header of that length, and the tensors' bytes
-(https://github.com/safetensors/safetensors#format). The library refuses overlapping or non-contiguous byte ranges. It
-accepts repeated names and any number of dims, and some hostile headers take it 20 times their size in memory. So a scan
-without allocations comes first.
+A file consists of an 8-byte little-endian header length, a JSON header and the tensors' bytes
+(https://github.com/safetensors/safetensors#format). The library refuses overlapping or non-contiguous byte ranges.
+However, it accepts repeated names and any number of dims, and may need 20 times a hostile header's size in memory. So a
+scan without allocations comes first.
 """
 
 import os
@@ -49,7 +49,7 @@ _NAME_OF_DTYPE: Mapping[torch.dtype, str] = {
 }
 _DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
 _MAX_ELEMENTS = (1 << 63) - 1
-_PAIRS = "F4"  # torch packs two 4-bit numbers into one element, the format counts each number
+_PAIRS = "F4"  # torch packs two 4-bit numbers into one element; the format counts each number
 _MAX_NAME = 10_000  # characters
 _MAX_SHOWN = 300  # characters of a message about an untrusted header
 
@@ -91,12 +91,7 @@ def parse_shape(value: object) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        info: Shape and dtype.
-        start: Position of the first byte in the file. Elements are contiguous in row-major order.
-    """
+    """Tensor of a safetensors file, with the byte offset of its data: contiguous, in row-major order."""
 
     info: TensorInfo
     start: int
@@ -105,12 +100,8 @@ class StoredTensor:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name, in file order.
 
-    Args:
-        path: Regular file, or a symlink of the Hugging Face cache.
-
-    Raises:
-        UserError: If the file is missing or truncated, or its header is malformed.
-        StateError: If a limit of the process or the system prevents opening.
+    `path` may be a symlink of the Hugging Face cache. Raises `UserError` if the file is missing, truncated or
+    malformed, and `StateError` if a process or system limit prevents opening.
     """
     with open_member_file(path.parent, path.name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -144,7 +135,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _num_tensors(header: bytes) -> int:
-    """Count the tensors of a header; raise `ValueError` at the first entry that is not one of a safetensors header."""
+    """Count the tensors of a header; raise `ValueError` at the first malformed entry."""
     if re.fullmatch(rb"\{[ \t\n\r]*+\}[ \t\n\r]*+", header) is not None:
         return 0
     if not header.startswith(b"{"):

@@ -13,13 +13,7 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Layout of a safetensors file.
-
-    Attributes:
-        header: First bytes of the file: the 8-byte length and the JSON header.
-        starts: Position of each tensor's first byte in the file, in file order.
-        num_bytes: Size of the file in bytes.
-    """
+    """Layout of a safetensors file: its first bytes, the byte offset of each tensor, and its size."""
 
     header: bytes
     starts: Mapping[str, int]
@@ -27,11 +21,7 @@ class FileLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], *, metadata: Mapping[str, str] | None = None) -> Self:
-        """Compute the layout of a file; `metadata` has the entries of the header's `__metadata__`.
-
-        Raises:
-            ValueError: If safetensors does not support a dtype, or the header would exceed its size limit.
-        """
+        """Compute the layout; raise `ValueError` for unsupported dtypes and headers above the size limit."""
         # Each tensor must be aligned to its item size, so tensors with larger items come first.
         ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         header: dict[str, JsonValue] = {} if metadata is None else {"__metadata__": dict(metadata)}

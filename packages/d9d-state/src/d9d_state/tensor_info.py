@@ -11,19 +11,14 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a tensor.
-
-    Attributes:
-        shape: Shape; the global shape for a `DTensor`.
-        dtype: Element type.
-    """
+    """Shape and dtype of a tensor; the global shape of a `DTensor`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(tensor: Tensor) -> "TensorInfo":
-        """Return shape and dtype of a tensor; the global shape for a `DTensor`."""
+        """Return shape and dtype of a tensor."""
         return TensorInfo(tuple(tensor.shape), tensor.dtype)
 
     @property
@@ -36,5 +31,5 @@ class TensorInfo:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def describe(self) -> str:
-        """Return shape and dtype as text for messages: `[2, 3] float32`."""
+        """Return shape and dtype as text: `[2, 3] float32`."""
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""The command `d9d-infer` (`python -m d9d_loop.inference`): runs the inference job of a preset file."""
+"""Command `d9d-infer` (`python -m d9d_loop.inference`): runs the inference job of a preset file."""
 
 from d9d_loop.cli_main import cli_main
 from d9d_loop.config.preset import InferencePresetConfig, look_beside_preset, preset_inference

@@ -1,4 +1,4 @@
-"""Inference over a dataset, forward only. Each result is written once, in sample order, also after restarts."""
+"""Inference over a dataset. Each result is written once, in sample order, also after restarts."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -41,12 +41,7 @@ from d9d_state import locked_folder
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """Result of an inference job.
-
-    Attributes:
-        num_samples: Number of samples in `file`.
-        file: Results as JSON lines, one line per sample in the order of the dataset.
-    """
+    """Result of an inference job: number of samples, and file of JSON lines, one per sample in the dataset's order."""
 
     num_samples: int
     file: Path
@@ -54,12 +49,12 @@ class InferenceResult:
 
 @final
 class Inference:
-    """Runs a model over a dataset. The same script runs as one process and under torchrun.
+    """Inference over a dataset, in a single process or under torchrun with the same script.
 
-    A job that is started again computes only the missing parts. The number of ranks may differ between runs.
+    A restarted job computes only the missing parts. The number of ranks may differ between runs.
 
     Attributes:
-        events: Registry of event handlers: `inference.events.on(PartWritten, handler)`.
+        events: Event bus. Subscribe with `inference.events.on(PartWritten, handler)`.
 
     Args:
         config: Configuration of the job.
@@ -98,13 +93,10 @@ class Inference:
     def run(self) -> InferenceResult:
         """Compute the missing results and write the results file. Collective over all ranks.
 
-        Returns:
-            Number of samples and results file; equal on every rank.
-
         Raises:
-            UserError: If configuration, model, weights, data and existing results do not fit together, before a
-                process group starts; if the configuration differs between ranks; or if the task returns a wrong number
-                of results for a batch.
+            UserError: If configuration, model, weights, data and existing results do not fit together, before a process
+                group starts; if the configuration differs between ranks; or if the task returns a wrong number of
+                results for a batch.
         """
         plan = self._plan()
         hangs = self._config.resilience
@@ -121,7 +113,7 @@ class Inference:
         return InferenceResult(len(self._data), self._results.file)
 
     def _complete(self, plan: ModelPlan, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
-        """Compute the missing parts, and join all parts to one file on the main process."""
+        """Compute the missing parts, and concatenate all parts into one file on the main process."""
         found = (self._results.is_complete(), self._results.missing()) if ctx.is_main_process else None
         is_complete, missing = gather_json(found)[0]
         if is_complete:
@@ -174,7 +166,7 @@ class Inference:
         dp_size, config = ctx.size("batch", "dp"), self._config
         forward = _PartForward(pipeline, self._task, ctx)
         pace = Pace(ctx, watchdog)
-        # All ranks run the same number of batches, because they take part in collectives. Padding results are dropped.
+        # All ranks run the same number of batches, because of the collectives. Padding results are dropped.
         batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
         parts = [dict(enumerate(at_once)).get(ctx.coordinate("batch", "dp")) for at_once in own]
@@ -219,8 +211,6 @@ class Inference:
 
 @final
 class _PartForward:
-    """Runs the batches of a part through the model."""
-
     def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
         self._task, self._forward = task, ForwardRunner(pipeline, task, ctx)
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
@@ -230,20 +220,10 @@ class _PartForward:
     def __call__(
         self, batches: Iterator[Any], sizes: Sequence[int], *, each: Callable[[], AbstractContextManager[None]]
     ) -> list[JsonValue] | None:
-        """Compute the results of a part.
+        """Return the results of a part in order, padding batches included; `None` on ranks that do not write.
 
-        Collective over the ranks of the pipeline, tensor and context parallelism.
-
-        Args:
-            batches: Placed batches; the batches of the part are taken from it.
-            sizes: Number of samples of each batch of the part.
-            each: Returns the context of one executor step.
-
-        Returns:
-            Results of all samples in order, those of padding batches included; `None` on ranks that do not write.
-
-        Raises:
-            UserError: If the number of results of the task differs from the number of samples of the batch.
+        `sizes` has the number of samples of each batch, and `each` returns the context of one executor step. Collective
+        over the ranks of the pipeline, tensor and context parallelism.
         """
         results: list[JsonValue] = []
         at_a_time = self._forward.batches_per_step

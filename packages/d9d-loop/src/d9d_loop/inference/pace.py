@@ -17,11 +17,11 @@ _MOST_AHEAD = 4
 
 @final
 class Pace:
-    """Keeps ranks within `_MOST_AHEAD` batches of each other, so that a lost rank is noticed before the end.
+    """Limit of `_MOST_AHEAD` batches between the fastest and the slowest rank, so that a lost rank is noticed early.
 
-    After each batch, a rank starts an asynchronous barrier. It then waits for the barrier of the batch `_MOST_AHEAD`
-    before. The barrier before that one is complete, so a wait covers at most one batch of the slowest rank, and its
-    time limit is that of one batch.
+    After each batch, a rank starts an asynchronous barrier, and waits for the barrier of the batch `_MOST_AHEAD`
+    before. All earlier barriers are complete, so a wait covers at most one batch of the slowest rank, and its time
+    limit is that of one batch.
     """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
@@ -38,7 +38,7 @@ class Pace:
         yield
         self._start_barrier()
         if not self._has_started:
-            # Kernels are compiled and process groups are connected now: switch from the start-up to the step timeout.
+            # Kernels are compiled and process groups connected: switch from the start-up to the step timeout.
             self._wait()
             self._has_started = True
             self._set_timeout(self._ctx.timeouts.step)

@@ -1,4 +1,4 @@
-"""Results of an inference job on disk: each result is written once and in order, even if the job is restarted.
+"""Results of an inference job on disk: each result is written once and in order, also after restarts.
 
 Each part is a file with the results of a fixed number of consecutive samples, created by an atomic rename. A restarted
 job computes the parts whose files are missing. At the end, all parts are concatenated into one file.
@@ -21,15 +21,8 @@ from d9d_loop.job.job_check import differences
 class ResultsFolder:
     """Folder with the parts, `results.jsonl` (one line per sample) and `plan.json` (the identity of the job).
 
-    Attributes:
-        folder: The results folder.
-        file: File of all results; exists once the job is complete.
-
-    Args:
-        folder: The results folder.
-        num_samples: Number of samples of the job.
-        part_size: Number of samples per part.
-        identity: Other values that determine the results. A folder with another identity is rejected by `check`.
+    `file` exists once the job is complete. `identity` has other values that determine the results; `check` rejects a
+    folder with another identity.
     """
 
     def __init__(
@@ -51,11 +44,7 @@ class ResultsFolder:
         return range(start, min(start + self._part_size, self._num_samples))
 
     def check(self) -> None:
-        """Check without writing that existing results in the folder belong to this job.
-
-        Raises:
-            UserError: Lists the differences of the identities.
-        """
+        """Raise a `UserError` with the differences if existing results in the folder belong to another job."""
         if not self._plan.exists():
             return
         if lines := list(differences(json.loads(self._plan.read_text(encoding="utf-8")), self._identity, "")):
@@ -70,7 +59,7 @@ class ResultsFolder:
         return self.file.exists()
 
     def missing(self) -> list[int]:
-        """Return the indices of the missing parts. Call it on the main process only.
+        """Return the indices of the missing parts, on the main process only.
 
         Creates the folder and `plan.json`; if the job is complete, removes leftover parts instead.
         """
@@ -82,11 +71,7 @@ class ResultsFolder:
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:
-        """Write the results of a part, one per sample in the order of `samples_of(part)`, atomically with fsync.
-
-        Raises:
-            UserError: If a result is not valid JSON; NaN and infinity are not.
-        """
+        """Write the results of a part atomically with fsync; raise `UserError` if a result is not JSON, like NaN."""
         assert len(results) == len(self.samples_of(part))
         try:
             lines = [f"{json.dumps(result, allow_nan=False)}\n" for result in results]
@@ -98,7 +83,7 @@ class ResultsFolder:
         _write(self._part(part), "".join(lines))
 
     def finish(self) -> None:
-        """Concatenate all parts into `file` and remove them. Call it on the main process when no part is missing."""
+        """Concatenate all parts into `file` and remove them, on the main process when no part is missing."""
         partial = self.file.with_suffix(".jsonl.partial")
         with partial.open("wb") as out:
             for part in range(self.num_parts):

@@ -23,7 +23,7 @@ from d9d_state import rng_state, set_rng_state
 
 
 class Evaluator:
-    """Evaluates a model on held-out samples. The result does not depend on the number of ranks.
+    """Evaluation of a model on held-out samples. The result does not depend on the number of ranks.
 
     Args:
         model: The model that is trained, or the pipeline of its stages.
@@ -65,12 +65,10 @@ class Evaluator:
         self._place = BatchPlacement(task, ctx)
 
     def __call__(self) -> dict[str, float]:
-        """Run one evaluation. Collective over all ranks.
+        """Return the loss and the task's metrics, equal on every rank. Collective over all ranks.
 
-        The model runs in evaluation mode without gradients. Modes and random states are restored afterwards.
-
-        Returns:
-            `loss`, the weighted mean over all samples, and the task's metrics; equal on every rank.
+        The model runs in evaluation mode without gradients. Modes and random states are restored afterwards. `loss` is
+        the weighted mean over all samples.
         """
         metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
         mean_loss = WeightedMean().to(self._ctx.device)

@@ -1,4 +1,4 @@
-"""Runs batches forward through a pipeline, for evaluation and inference."""
+"""Forward passes of batches through a pipeline, for evaluation and inference."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -11,16 +11,7 @@ from d9d_pipeline import Executor, OutputHandler
 
 @final
 class ForwardRunner:
-    """Runs batches forward through a pipeline, several in one executor step.
-
-    Attributes:
-        batches_per_step: Largest number of batches of a step. With two for each pipeline rank, the bubble is small.
-
-    Args:
-        pipeline: The pipeline of the model's stages.
-        task: Makes the model's inputs of a batch.
-        ctx: Distributed context of the job.
-    """
+    """Runner of forward passes: several batches in one executor step, at most `batches_per_step`."""
 
     def __init__(self, pipeline: Pipeline, task: BatchTask, ctx: DistributedContext) -> None:
         self._pipeline, self._task = pipeline, task
@@ -31,9 +22,8 @@ class ForwardRunner:
     def __call__(self, batches: Sequence[Any], on_outputs: OutputHandler) -> None:
         """Run one step. Collective over the ranks that hold parts of the model.
 
-        Args:
-            batches: Placed batches, at most `batches_per_step`; equally many on all ranks.
-            on_outputs: Called on the ranks of the last stage with the outputs and the index of each batch.
+        `batches` are placed and equally many on all ranks. The ranks of the last stage call `on_outputs` with the
+        outputs and the index of each batch.
         """
         if len(batches) not in self._executors:
             self._executors[len(batches)] = self._pipeline.evaluation(len(batches))

@@ -13,11 +13,9 @@ class GarbageCollection:
     """Context manager that disables automatic garbage collection and collects after every `every`-th step.
 
     A collection takes long if many objects are alive, and every rank waits for the slowest one. With automatic
-    collection, among a thousand ranks there is nearly always one that collects. Objects that are alive on entry, such
-    as modules, are frozen (`gc.freeze`) until exit, unless the process already has frozen objects.
-
-    Args:
-        every: Steps between collections; `None` keeps automatic collection.
+    collection, among a thousand ranks one is nearly always collecting. Objects that are alive on entry, such as
+    modules, are frozen (`gc.freeze`) until exit, unless the process already has frozen objects. `every=None` keeps
+    automatic collection.
     """
 
     def __init__(self, every: int | None) -> None:

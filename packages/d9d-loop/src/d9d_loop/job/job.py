@@ -1,4 +1,4 @@
-"""A training job: `build_job` builds the parts of its plan, `run_job` runs its steps.
+"""Training job: `build_job` builds the parts of its plan, `run_job` runs its steps.
 
 Between `plan_job` and `build_job`, the caller starts the process group and locks the run folder, as `Trainer` does.
 """
@@ -60,7 +60,7 @@ from d9d_state import CheckpointStore, save_model_state
 
 
 class BadStepError(RuntimeError):
-    """A step was non-finite or a loss spike, and the policy for bad steps ends the job. Raised on all ranks."""
+    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +72,13 @@ class Job:
         ctx: Distributed context.
         events: Event bus for the job's events.
         pipeline: This rank's stages of the model.
-        optimizer: Optimizer of their parameters.
+        optimizer: Optimizer of the stages' parameters.
         loader: Yields this rank's microbatches of each step, on its device.
         step: Runs the forward, backward and optimizer step.
         guard: Decides on bad steps.
         evaluate: Evaluates the model; `None` without evaluation data.
         offloader: Offloads model and optimizer to host memory.
-        state: Saves and restores all of the above.
+        state: Saves and restores model, optimizer, loader and guard.
         record: Progress of the job.
         reports: Passes values to trackers and the progress display.
         profiler: Profiles the configured steps.
@@ -220,10 +220,7 @@ def _build_evaluator(plan: JobPlan, pipeline: Pipeline, ctx: DistributedContext)
 
 
 def run_job(job: Job) -> TrainResult | Stopped:
-    """Run the remaining steps, and export the model. Collective.
-
-    Returns:
-        The result, or `Stopped` if a signal ended the job.
+    """Run the remaining steps, and export the model. Return `Stopped` if a signal ended the job. Collective.
 
     Raises:
         BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
@@ -239,7 +236,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
         while record.step < config.steps:
             job.watchdog.beat(record.step + 1)
             before, batches = batches, next(job.loader)
-            # The second step is measured: the first one compiles kernels and creates process groups.
+            # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
             outcome = job.step(record.step, batches, measured=is_measured)
             record.step += 1
@@ -251,7 +248,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             offload = partial(_offloaded, job)
             done = StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate, offload)
             events.emit(done)
-            # Called directly: the event bus saves and restores random and module states around each handler.
+            # Call these directly: the event bus saves and restores random and module states around each handler.
             job.profiler.step(done)
             job.garbage.collect(done)
             job.reports.step(outcome)
@@ -289,10 +286,7 @@ def _draw_plans(plan: JobPlan) -> None:
 
 
 def _end_startup(job: Job) -> None:
-    """After the first step, which compiles kernels and creates process groups, set the step timeout. Collective.
-
-    Also compare persistent buffers between ranks, and allocate the host buffer of background saves.
-    """
+    """Switch to the step timeout after the first step, which compiles kernels and creates groups. Collective."""
     check_buffers(job.pipeline.model, step=job.record.step, ctx=job.ctx)
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:
@@ -302,14 +296,8 @@ def _end_startup(job: Job) -> None:
 def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
     """Apply the decisions on bad steps that are known by now; return True if the job rolled back. Collective.
 
-    Args:
-        job: The job.
-        batches: This rank's microbatches of the last step.
-        before: This rank's microbatches of the step before it.
-        settle: Whether to wait for the decision on the last step.
-
-    Raises:
-        BadStepError: On every rank, if a decision is to stop.
+    `batches` and `before` are the microbatches of the last step and of the step before it. `settle` waits for the
+    decision on the last step. Raises `BadStepError` on every rank if a decision is to stop.
     """
     while (bad := job.guard.poll(settle=settle)) is not None:
         why = bad.why
@@ -345,7 +333,7 @@ def _roll_back(job: Job) -> None:
 
 @contextmanager
 def _offloaded(job: Job) -> Generator[None]:
-    """Offload training state for the body: pause the watchdog, and exclude the time from the throughput."""
+    """Offload training state for the body, with the watchdog paused and the time excluded from the throughput."""
     unlimited = timedelta(days=365)
     with (
         job.reports.not_training(),
@@ -399,7 +387,7 @@ def _save_to_leave(job: Job, outcome: StepOutcome, batches: list[Any]) -> None:
 def _finish(job: Job) -> TrainResult:
     """Export the model, and emit `Finished` with the result. Collective."""
     config, record, limit = job.plan.config, job.record, job.ctx.timeouts.startup
-    # All steps are saved. The export and the handlers of `Finished` may take longer than a step.
+    # The export and the handlers of `Finished` may take longer than a step.
     job.ctx.set_timeout(limit + job.watchdog.margin)
     with job.watchdog.phase("the end of the job", timeout=limit), _evaluation_weights(job):
         export_dir = _export(job) if config.export else None

@@ -64,11 +64,7 @@ def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
 
 
 def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
-    """Check that each retention option of checkpoints has an effect, and that `best_by` is a value of the evaluation.
-
-    Raises:
-        UserError: If not, or if an interval is no multiple of the one that it depends on.
-    """
+    """Raise `UserError` if a retention option has no effect, or `best_by` is not a value of the evaluation."""
     checkpoint = config.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         raise UserError(
@@ -106,10 +102,8 @@ def checkpoint_folder(config: TrainerConfig) -> Path:
 def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
     """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
 
-    It needs them if there is no such checkpoint, or if checkpoints contain only trainable parameters.
-
-    Raises:
-        UserError: If the checkpoint has another model, more steps than the job, or other data.
+    They are needed without such a checkpoint, or if checkpoints contain only trainable parameters. Raises `UserError`
+    if the checkpoint has another model, more steps than the job, or other data.
     """
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
@@ -141,7 +135,7 @@ def _is_readable(info: CheckpointInfo) -> bool:
 
 
 def differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
-    """Yield a line for each value that differs between two JSON values, by its dotted name."""
+    """Yield a line with the dotted name of each value that differs between two JSON values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
             yield from differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))

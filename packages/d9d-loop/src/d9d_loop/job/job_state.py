@@ -1,4 +1,4 @@
-"""State of a training job, and how checkpoints save and restore it."""
+"""State of a training job, saved and restored as checkpoints."""
 
 import json
 import math
@@ -52,7 +52,7 @@ class Record:
     tracker: dict[str, JsonValue] = field(default_factory=dict)
 
     def quality(self, name: str) -> float | None:
-        """Return a metric of the last evaluation, `None` if it does not exist, and NaN if the loss was not finite.
+        """Return a metric of the last evaluation; `None` if it does not exist, NaN if the loss was not finite.
 
         For NaN outputs, other metrics may be good by chance.
         """
@@ -69,7 +69,7 @@ _RECORD = TypeAdapter(Record)
 
 
 class _Stateful(Protocol):
-    """Component of a job whose state is JSON and the same on every rank."""
+    """Component of a job whose state is JSON and equal on every rank."""
 
     def state_dict(self) -> JsonValue: ...
 
@@ -77,10 +77,7 @@ class _Stateful(Protocol):
 
 
 class JobState:
-    """Saves and restores the model, optimizer, metrics, random states and `Record` of a job as one checkpoint.
-
-    Attributes:
-        store: Checkpoint store of the run.
+    """Model, optimizer, metrics, random states and `Record` of a job, saved and restored as one checkpoint.
 
     Args:
         store: Checkpoint store of the run.
@@ -88,14 +85,14 @@ class JobState:
         optimizer: Optimizer of the model's parameters, as its provider built it.
         metrics: This rank's training metrics by name. Their values since the last report are saved.
         config: Resolved configuration, stored in each checkpoint as information only.
-        parts: Other components to save, by name. Their state is the same on every rank.
+        parts: Other components to save, by name. Their state is equal on every rank.
         data_identity: JSON value that determines the order of samples, stored in each checkpoint.
         seed: The job's seed.
         ctx: Distributed context.
-        events: Event bus for `CheckpointSaved`. It is emitted at the same point of execution on every rank: at the end
-            of `save`, or for a background save in the next `finish` (which `save` calls first).
-        trainable_only: Whether checkpoints contain only parameters that require gradients, and a digest of the frozen
-            ones, which keep their initial values on restore.
+        events: Event bus for `CheckpointSaved`, emitted at the same point on every rank: at the end of `save`, or for a
+            background save in the next `finish`.
+        trainable_only: True to save only parameters that require gradients, and a digest of the frozen ones, which keep
+            their initial values on restore.
     """
 
     def __init__(
@@ -123,13 +120,10 @@ class JobState:
         self._being_written: int | None = None
 
     def restore(self) -> Record:
-        """Load the newest valid checkpoint; without one, keep the initial values. Collective.
+        """Load the newest valid checkpoint and return its record; without one, keep the initial values. Collective.
 
         Call it when the model has its initial values. Random states are restored if the checkpoint was saved with the
         same world size. Otherwise the generators are seeded from the job's seed and the step.
-
-        Returns:
-            The checkpoint's record, or a new record if there is no checkpoint.
 
         Raises:
             UserError: On every rank, if the checkpoint has only trainable parameters and the frozen parameters of this
@@ -173,18 +167,15 @@ class JobState:
         return record
 
     def rewind(self) -> Record:
-        """Roll back to the newest valid checkpoint, after a pending background save. Collective.
-
-        Raises:
-            StateError: On every rank, if there is no valid checkpoint, or the background save failed.
-        """
+        """Roll back to the newest valid checkpoint; raise `StateError` on every rank if there is none. Collective."""
         self.store.wait()
         if not self.store.complete():
             raise StateError(
                 "there is no checkpoint to roll back to; expected one. Set checkpoint.every to fewer steps, or set the "
                 "policy for bad steps to skip or stop."
             )
-        # A checkpoint stores only group values that had changed. Values changed after it are reset to their built ones.
+        # A checkpoint stores only the param-group values that differ from the initial ones. Reset all values first, to
+        # undo changes made after the checkpoint.
         for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
             group.update(values)
         return self.restore()
@@ -192,19 +183,18 @@ class JobState:
     def prepare(self) -> None:
         """Allocate the host buffer of background saves, after the first optimizer step. Collective.
 
-        Raises:
-            UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.
+        Raises `UserError` on every rank if `trainable_only` is set and a frozen parameter has changed.
         """
         self._check_frozen()
         self.store.prepare(self._tensors(trainable_only=self._trainable_only), self._ctx)
 
     def save(self, record: Record, *, metric: float | None = None, background: bool = False) -> None:
-        """Save a checkpoint. Collective. Waits for a pending background save first.
+        """Save a checkpoint, after a pending background save. Collective.
 
         Args:
             record: Progress of the job; its step is the checkpoint's step.
             metric: Evaluation metric of this step, for the retention of the best checkpoints; `None` without one.
-            background: Whether to return after the copy to host memory and write the files in the background.
+            background: True to return after the copy to host memory and write the files in the background.
 
         Raises:
             UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.
@@ -216,7 +206,7 @@ class JobState:
         write(
             record.step,
             self._tensors(trainable_only=self._trainable_only),
-            # JSON has no NaN or infinity, which a loss or a perplexity may be: the dump writes them as strings.
+            # JSON has no NaN or infinity, which a loss or a perplexity may be; the dump writes strings instead.
             state={
                 "record": json.loads(_RECORD.dump_json(record)),
                 "config": self._config,
@@ -240,11 +230,7 @@ class JobState:
             self._events.emit(CheckpointSaved(record.step))
 
     def finish(self) -> None:
-        """Wait for a pending background save, then emit `CheckpointSaved`. Collective.
-
-        Raises:
-            StateError: On every rank, if the save failed.
-        """
+        """Wait for a pending background save (`StateError` if it failed), then emit `CheckpointSaved`. Collective."""
         self.store.wait()
         if self._being_written is not None:
             self._events.emit(CheckpointSaved(self._being_written))
@@ -277,7 +263,6 @@ def frozen_digest_of(info: CheckpointInfo) -> str | None:
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a parameter group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

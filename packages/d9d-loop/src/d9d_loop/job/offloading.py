@@ -14,15 +14,8 @@ from d9d_loop.events import StateOffloaded, StateOnloaded
 def offloaded(offloader: ModuleOffloader, events: Events, *, step: int) -> Generator[None]:
     """Offload parameters, buffers, gradients and optimizer state for the body, between two steps. No collectives.
 
-    `StateOffloaded` is emitted after offloading, and `StateOnloaded` after onloading unless the body raises.
-
-    Args:
-        offloader: Offloader of the model and its optimizer.
-        events: Event bus.
-        step: Number of completed steps, for the events.
-
-    Raises:
-        UserError: If the state is already offloaded.
+    `StateOffloaded` is emitted after offloading, and `StateOnloaded` after onloading unless the body raises. Raises
+    `UserError` if the state is already offloaded.
     """
     offloader.offload()
     try:

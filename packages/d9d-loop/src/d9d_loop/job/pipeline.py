@@ -21,7 +21,7 @@ from d9d_pipeline import (
 
 @final
 class Pipeline:
-    """A model split into pipeline stages; a model that is not split is a pipeline of one stage.
+    """Model split into pipeline stages; a model that is not split is a pipeline of one stage.
 
     Attributes:
         model: This rank's part of the model, for the optimizer, checkpoints and export.
@@ -55,21 +55,17 @@ class Pipeline:
         self.shared = SharedParameters(shared, self.stages, stage_ranks=layout.stage_ranks, group=self._group)
 
     def training(self, num_microbatches: int) -> Executor:
-        """Return an executor of training steps with `num_microbatches` microbatches."""
+        """Return an executor of training steps."""
         return self._executor(self._program(self._schedule, num_microbatches))
 
     def gradient_sync(self, num_microbatches: int) -> GradientSync:
-        """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups.
-
-        Args:
-            num_microbatches: Number of microbatches of a training step.
-        """
+        """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups."""
         # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
         splits = self._program(self._schedule, num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
 
     def evaluation(self, num_microbatches: int) -> Executor:
-        """Return an executor of forward passes with `num_microbatches` microbatches."""
+        """Return an executor of forward passes."""
         return self._executor(self._program(_forward_only(self._schedule), num_microbatches))
 
     def callable(self) -> PipelinedModel:

@@ -1,4 +1,4 @@
-"""Plan of a training job: checked on each rank by itself, before a process group starts or a file is written."""
+"""Plan of a training job: each rank checks it by itself, before a process group starts or a file is written."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from d9d_state import StateMapper
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Checked plan of a training job: its configuration, what the user provides, and what follows from both.
+    """Checked plan of a training job: its configuration, the components, and the values derived from them.
 
     Attributes:
         config: The job's configuration.
@@ -76,16 +76,7 @@ def plan_job(
     lr_schedule: LrSchedule | None = None,
     pipeline_schedule: Schedule | None = None,
 ) -> JobPlan:
-    """Check a training job and plan it. No collectives; writes no files.
-
-    Args:
-        config: The job's configuration.
-        model: Builds the model.
-        data: Provides training and evaluation data.
-        task: Prepares inputs and computes the loss.
-        optimizer: As of `Trainer`.
-        lr_schedule: As of `Trainer`.
-        pipeline_schedule: As of `Trainer`.
+    """Check a training job and plan it; the arguments are those of `Trainer`, as providers. No collectives or writes.
 
     Raises:
         UserError: If a check fails. The message names the field, the value, the expected value and the remedy.

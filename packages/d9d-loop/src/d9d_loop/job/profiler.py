@@ -1,4 +1,4 @@
-"""Profiles selected steps of a job on every rank: a trace per rank, and a summary of the time of all ranks."""
+"""Profiler of selected steps of a job on every rank: a trace per rank, and a summary of the time of all ranks."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -39,17 +39,12 @@ class ProfileConfig(Section):
 
 @final
 class Profiler:
-    """Profiles ranges of steps and writes a compressed trace per rank, and a summary of all ranks, for each range.
+    """Profiler of ranges of steps: a compressed trace per rank and a summary of all ranks for each range.
 
     The folder of a range is named after its last step, such as `profile/step-00000010`. It contains
     `rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md`. If the job ends or is stopped within a
-    range, its completed steps are written. After a rollback into a range, only the steps after it are written.
-
-    Args:
-        config: Selection of the steps.
-        folder: The run folder.
-        ctx: Distributed context.
-        num_steps: Number of steps of the whole job.
+    range, its completed steps are written. After a rollback into a range, only the steps after the rollback are
+    written.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext, *, num_steps: int) -> None:

@@ -10,15 +10,15 @@ class Progress:
 
     Args:
         num_steps: Number of steps of the whole job.
-        done: Number of steps completed before.
-        visible: Whether to show anything; true on the main process only.
-        bar: Whether to draw a bar if standard error is a terminal. Otherwise values are printed as lines.
+        done: Number of steps completed before this run.
+        visible: If True, show progress; True only on the main process.
+        bar: If True and standard error is a terminal, draw a bar; otherwise print the values as lines.
     """
 
     def __init__(self, *, num_steps: int, done: int, visible: bool, bar: bool) -> None:
         self._visible = visible
         self._num_steps = num_steps
-        # disable=None makes tqdm draw no bar if standard error is not a terminal.
+        # With disable=None, tqdm draws no bar if standard error is not a terminal.
         disable = None if visible and bar else True
         self._bar = tqdm(total=num_steps, initial=done, unit="step", dynamic_ncols=True, disable=disable)
 

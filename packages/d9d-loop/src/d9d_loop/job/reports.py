@@ -21,24 +21,14 @@ from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_tr
 
 
 class Reports:
-    """Shows and tracks the values of a job, without host-device synchronization in the training step.
+    """Display and tracking of a job's values, without host-device synchronization in the training step.
 
     A `MetricCollector` reduces the values and copies them to the host in the background. The training thread issues the
     all-reduce, so every rank issues its collectives in the same order. Values are delivered in step order, at most two
-    reports late. An evaluation, a save and the end of the job wait for all of them.
+    reports late. An evaluation, a save and the end of the job wait for pending values.
 
-    On the main process, `__enter__` creates the run folder, writes `config.json` and opens the trackers.
-
-    Attributes:
-        progress: Progress display; exists once this is entered.
-
-    Args:
-        config: The job's configuration.
-        resolved: The resolved configuration as JSON.
-        record: The job's record, which `settle` updates.
-        metrics: This rank's task metrics; each report resets them.
-        weight_unit: Unit of the loss weight, e.g. tokens.
-        ctx: Distributed context.
+    On the main process, `__enter__` creates the run folder, writes `config.json` and opens the trackers. `settle`
+    updates the record. Each report resets this rank's task metrics.
     """
 
     def __init__(
@@ -65,7 +55,7 @@ class Reports:
                 _write_config(self._resolved, config.run.dir)
                 self._tracker = build_trackers(config.trackers, config.run.dir)
                 opened.callback(self._tracker.close)
-                # A run killed before its first checkpoint restarts at step 0: this discards its tracked values.
+                # Discard values tracked after the checkpoint, or all values if the run has no checkpoint yet.
                 self._tracker.resume(self._record.step, self._record.tracker)
                 self._tracker.log_config(self._resolved)
             self.progress = Progress(
@@ -85,7 +75,7 @@ class Reports:
         self._open.__exit__(kind, error, at)
 
     def step(self, outcome: StepOutcome) -> None:
-        """Count a step, and report its values if it is due. Collective if it is due. No host-device synchronization."""
+        """Count a step, and report its values if a report is due (collective). No host-device synchronization."""
         self.progress.step()
         self._clock.add(outcome.weight)
         step, every = self._record.step, self._config.logging.every
@@ -100,7 +90,7 @@ class Reports:
         self._collector.collect(step, values)
 
     def not_training(self) -> AbstractContextManager[None]:
-        """Exclude the time of the body from the throughput. The host waits for the device."""
+        """Exclude the time of the body from the throughput. Host-device synchronization."""
         return self._clock.stopped()
 
     def evaluation(self) -> None:
@@ -120,7 +110,7 @@ class Reports:
     def settle(self, outcome: StepOutcome) -> None:
         """Update the record before a save: training loss, throughput and tracker state.
 
-        Collective: a broadcast of the main process's throughput. The host waits for the device.
+        Collective: a broadcast of the main process's throughput. Host-device synchronization.
         """
         with self.not_training():
             throughput = self._clock.average()
@@ -133,13 +123,13 @@ class Reports:
             self._record.tracker = self._tracker.state_dict()
 
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass values to the tracker and the progress bar. Runs in the collector's thread."""
+        """Pass values to the tracker and the progress bar, in the collector's thread."""
         self._tracker.log(step, values)
         self.progress.values(step, values)
 
 
 class _Clock:
-    """Measures throughput: weight per second of running time. It starts running when constructed."""
+    """Clock of the throughput: weight per second of running time. It starts running when constructed."""
 
     def __init__(self, device: torch.device) -> None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -153,7 +143,7 @@ class _Clock:
     def lap(self) -> torch.Tensor:
         """Return the throughput since the last lap as a device tensor, and begin a new lap.
 
-        No host-device synchronization: the time is the host's, and the host is about equally far ahead of the device at
+        No host-device synchronization: time is measured on the host, which is about equally far ahead of the device at
         the start and the end of a lap.
         """
         self._take_time()
@@ -164,12 +154,12 @@ class _Clock:
         return throughput
 
     def average(self) -> torch.Tensor:
-        """Return the throughput over the total running time as a device tensor. Call it while the clock is stopped."""
+        """Return the throughput over the total running time as a device tensor. The clock must be stopped."""
         return (self._total_weight + self._lap_weight) / max(self._total_seconds + self._lap_seconds, 1e-9)
 
     @contextmanager
     def stopped(self) -> Generator[None]:
-        """Stop the clock for the body. Waits for the device first, because its pending work counts."""
+        """Stop the clock for the body, after waiting for the device, because its pending work counts."""
         self._lap_weight.item()
         self._take_time()
         try:

@@ -30,13 +30,7 @@ class TimeBreakdown:
 
 
 def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, total: _Span) -> TimeBreakdown:
-    """Compute the time breakdown of one rank from spans in seconds, which may be unordered and overlap.
-
-    Args:
-        compute: Start and end of each compute event.
-        communication: Start and end of each collective.
-        total: Start and end of the profile, to which the spans are clipped.
-    """
+    """Compute the time breakdown of one rank from spans in seconds, in any order, which are clipped to `total`."""
     computing, communicating = _union(compute, total), _union(communication, total)
     busy = _length(_union([*computing, *communicating], total))
     whole = total[1] - total[0]
@@ -50,10 +44,7 @@ def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, tota
 
 
 def spans_of(events: Iterable[Any]) -> tuple[list[_Span], list[_Span]]:
-    """Return the compute and the communication spans of `torch.profiler` events, in seconds.
-
-    If there are device events, only those count.
-    """
+    """Return the compute and communication spans of `torch.profiler` events, in seconds; device events only, if any."""
     known = list(events)
     on_device = [event for event in known if event.device_type.name != "CPU"]
     compute: list[_Span] = []

@@ -41,9 +41,7 @@ class StepOutcome:
 
 
 class TrainStep:
-    """Runs training steps.
-
-    The constructor is collective: it creates process groups.
+    """Training step of a model: forward, backward and update. The constructor is collective: it creates process groups.
 
     Args:
         model: The model, materialized and parallelized, or the pipeline of its stages.
@@ -93,7 +91,7 @@ class TrainStep:
         Args:
             step: Number of completed steps before this one.
             batches: This rank's microbatches, on its device.
-            measured: Whether to measure the pipeline's timeline, which adds a barrier and an all-gather.
+            measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
         """
         self._events.emit(StepStarted(step + 1))
         timeline = self.forward_backward(batches, measured=measured)
@@ -103,10 +101,8 @@ class TrainStep:
     def forward_backward(self, batches: Sequence[Any], *, measured: bool = False) -> Timeline | None:
         """Run the forward and backward of all microbatches, which sums their gradients, losses and weights.
 
-        Collectives: those of the model; sends and receives between stages.
-
-        Returns:
-            Start and end of every pipeline action, if `measured`.
+        Returns start and end of every pipeline action, if `measured`. Collectives: those of the model; sends and
+        receives between stages.
         """
         self._totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
         total, weight = self._totals.unbind()  # views, so that one all-reduce sums both
@@ -134,7 +130,7 @@ class TrainStep:
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
             dist.all_reduce(self._totals, group=self._losses_group)
-        # With weight 0 the factor is 0, so that zero gradients do not become 0 / 0. A NaN weight gives NaN.
+        # With weight 0 the factor is 0, because 0 / 0 would be NaN. A NaN weight gives NaN.
         per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(step + 1, self._model, grad_norm))
@@ -149,17 +145,14 @@ class TrainStep:
             taken = self._guard.step(step + 1, loss=loss, grad_norm=grad_norm)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(step + 1, self._model, self._optimizer, taken))
-        self._model.zero_grad()  # includes parameters without an optimizer, whose gradients would accumulate over steps
+        self._model.zero_grad()  # also for parameters without an optimizer, whose gradients would accumulate
         return StepOutcome(loss, weight, grad_norm, self._peaks[0] * factor, timeline)
 
     def replay(self, batches: Sequence[Any], watch: Watch) -> None:
         """Repeat the forward and backward of a step, discard the gradients, and restore all buffers.
 
-        Collectives: those of the model and the gradient reduction.
-
-        Args:
-            batches: This rank's microbatches of the step.
-            watch: Called with the text "the loss" and the loss of each microbatch.
+        `watch` is called with "the loss" and the loss of each microbatch. Collectives: those of the model and the
+        gradient reduction.
         """
 
         def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:

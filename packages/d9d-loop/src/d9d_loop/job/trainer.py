@@ -1,4 +1,4 @@
-"""The Trainer: plans, builds and runs a training job. Its components also work without it."""
+"""`Trainer`: plans, builds and runs a training job. Its components also work without it."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from d9d_state import CheckpointStore
 
 
 class Trainer:
-    """Trains a model, in a single process or under torchrun with the same script.
+    """Training of a model, in a single process or under torchrun with the same script.
 
     Attributes:
         events: Event bus. Subscribe with `trainer.events.on(StepDone, handler)`.
@@ -38,7 +38,7 @@ class Trainer:
         task: Prepares inputs and computes the loss.
         evaluation_data: Held-out samples, or a finite stream of them, if `data` is a dataset. `None` disables
             evaluation.
-        collate: Function that makes a batch of a list of samples, if `data` is a dataset.
+        collate: Builds a batch from a list of samples, if `data` is a dataset.
         optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
         lr_schedule: Function from the step, counted from 0, to the factor of the peak learning rate; by default the
             schedule of the configuration.
@@ -74,10 +74,7 @@ class Trainer:
         )
 
     def train(self) -> TrainResult:
-        """Run the job to its last step, resuming from the newest checkpoint if there is one.
-
-        Returns:
-            The result, equal on every rank.
+        """Run the job to its last step, resuming from the newest checkpoint; return the result, equal on every rank.
 
         Raises:
             UserError: If the configuration, model, data or environment is invalid. Most checks run before the process
@@ -91,7 +88,7 @@ class Trainer:
         with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts) as ctx:
             result = self._train(plan, ctx)
         if isinstance(result, Stopped):
-            # Raised outside of the context, which would report an exception to the other ranks as a failure.
+            # Raised outside the context, which would report the exception to the other ranks as a failure.
             raise result
         return result
 
@@ -105,19 +102,19 @@ class Trainer:
                 print(health)
             self.events.emit(ConfigReady(0, plan.resolved, ctx))
             store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
-            # On any exit the store finishes a pending save before it releases the lock of the folder.
+            # On any exit, the store finishes a pending save before the folder is unlocked.
             with store.locked(ctx), store:
                 job = build_job(plan, store=store, ctx=ctx, events=self.events)
                 return run_job(job)
         except BaseException as error:
             if isinstance(error, UserError):
-                # The error may occur on this rank only: with the note, `cli_main` prints it on this rank, too.
+                # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
                 error.add_note(f"on rank {ctx.rank}")
             self._report_failure(error, job)
             raise
 
     def _report_failure(self, error: BaseException, job: Job | None) -> None:
-        """Emit `Failed`. An error of its handlers becomes a note of the first error."""
+        """Emit `Failed`. An error of an event handler becomes a note of the first error."""
         try:
             self.events.emit(Failed(0 if job is None else job.record.step, error))
         except Exception as another:

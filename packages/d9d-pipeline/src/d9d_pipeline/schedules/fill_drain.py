@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: the simplest schedules; they hold the activations of every microbatch at once."""
+"""All forwards, then all backwards: the simplest schedules. They hold the activations of all microbatches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +13,7 @@ from d9d_pipeline.schedule import Schedule, StagePlacement, ranks_of_stages
 class ForwardOnly(Schedule):
     """Inference and evaluation: one forward per microbatch and stage.
 
-    Attributes:
-        stages_per_rank: Number of stages on each rank.
-        placement: Assignment of stages to ranks; use the one of the training schedule.
+    `stages_per_rank` and `placement` are those of the training schedule.
     """
 
     stages_per_rank: int = 1  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -52,9 +50,6 @@ class LoopedBreadthFirst(Schedule):
 
     Each stage's parameters are needed once in forward and once in backward, so FSDP gathers them twice per step. With v
     stages per rank, the bubble is v times smaller than that of GPipe.
-
-    Attributes:
-        stages_per_rank: Number of stages on each rank, v.
     """
 
     stages_per_rank: int = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose

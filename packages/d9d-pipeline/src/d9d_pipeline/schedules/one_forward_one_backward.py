@@ -15,8 +15,7 @@ from d9d_pipeline.schedule import Schedule
 class OneForwardOneBackward(Schedule):
     """1F1B (Narayanan et al., arXiv:2104.04473): rank r of p holds at most p - r microbatches.
 
-    It takes as long as GPipe. On one rank it is gradient accumulation: the forward and backward of one microbatch after
-    the other.
+    A step takes as long as with GPipe. On one rank, 1F1B is gradient accumulation.
 
     Attributes:
         max_activations: Largest number of microbatches that a rank may hold, at least 1; `None` for no bound. A bound
@@ -26,11 +25,7 @@ class OneForwardOneBackward(Schedule):
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
-        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards.
-
-        Raises:
-            UserError: If `max_activations` is less than 1.
-        """
+        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards."""
         return interleaved_actions(rank, num_ranks, num_microbatches, max_activations=self.max_activations)
 
 
@@ -40,8 +35,8 @@ class Interleaved(Schedule):
     """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
 
     With p ranks, m microbatches pass in rounds, each through all stages of a rank. In the paper a round has p
-    microbatches, and m is a multiple of p. Here, rounds have p or a few more microbatches if p does not divide m, so
-    that no rank waits for a microbatch of the next round.
+    microbatches, and m is a multiple of p.
+    For other m, rounds have p or a few more microbatches, so that no rank waits for a microbatch of the next round.
 
     Attributes:
         stages_per_rank: Number of stages on each rank, v.
@@ -53,11 +48,7 @@ class Interleaved(Schedule):
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
-        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards.
-
-        Raises:
-            UserError: If `max_activations` is too small for a backward to run.
-        """
+        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards."""
         return interleaved_actions(
             rank,
             num_ranks,
@@ -86,11 +77,9 @@ def interleaved_actions(
 ) -> Iterator[Part]:
     """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards.
 
-    `max_delay` splits the backwards: between the `BackwardInput` and the `BackwardWeight` of a pair run at most this
-    many other `BackwardInput` actions. `None` does not split them.
-
-    Raises:
-        UserError: If `max_activations` is less than the number of forwards that precede the first backward.
+    `max_delay` splits the backwards: at most this many other `BackwardInput` actions run between a pair's
+    `BackwardInput` and `BackwardWeight`. `None` does not split them. Raises `UserError` if `max_activations` is less
+    than the number of forwards before the first backward.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     stages = [turn * num_ranks + rank for turn in range(stages_per_rank)]
@@ -123,7 +112,7 @@ def interleaved_actions(
 
 
 def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Split the microbatches into as many rounds of nearly equal length as have at least `num_ranks` microbatches."""
+    """Split the microbatches into rounds of nearly equal length: as many as possible with at least `num_ranks` each."""
     count = max(1, num_microbatches // num_ranks)
     edges = [index * (num_microbatches // count) + min(index, num_microbatches % count) for index in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(edges)]

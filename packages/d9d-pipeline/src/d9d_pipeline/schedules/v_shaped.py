@@ -16,11 +16,10 @@ from d9d_pipeline.schedule import Schedule
 class ZeroBubbleV(Schedule):
     """ZB-V (Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362), with the memory of 1F1B.
 
-    The paper repeats one block of actions for every microbatch and then closes the gaps. This schedule does the same.
-    Each rank runs forwards and `BackwardInput` actions in the order of the block, and runs forwards early while the
-    pipeline fills. A `BackwardWeight` follows its `BackwardInput` directly until the forwards run out, and afterwards
-    fills idle time. With p ranks, a rank holds at most 2p (stage, microbatch) pairs, of stages half as large as those
-    of 1F1B.
+    As in the paper, one block of actions is repeated for every microbatch, and then the gaps are closed. Each rank runs
+    forwards and `BackwardInput` actions in the order of the block, with early forwards while the pipeline fills. A
+    `BackwardWeight` follows its `BackwardInput` directly until the forwards run out, and afterwards fills idle time.
+    With p ranks, a rank holds at most 2p (stage, microbatch) pairs, of stages half as large as those of 1F1B.
 
     If forward, `BackwardInput` and `BackwardWeight` each take one unit, ranks are idle for p - 1 units, for any number
     of microbatches m >= p. For m >= 2p - 1 they are idle only before their first and after their last action.
@@ -68,7 +67,7 @@ def _block_order(rank: int, num_ranks: int, num_microbatches: int) -> deque[Forw
 
 
 class _SimulatedRank:
-    """One rank of the simulation; since stages process microbatches in order, one counter per stage is enough."""
+    """Rank of the simulation; since stages process microbatches in order, one counter per stage is enough."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self.done: list[Compute] = []
@@ -80,7 +79,7 @@ class _SimulatedRank:
         self._remaining = _block_order(rank, num_ranks, num_microbatches)
 
     def advance(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
-        """Run one action if possible, and return it. The arguments are the finished actions of each type by stage."""
+        """Run one action if possible, and return it. The arguments count the finished actions of each type by stage."""
         action = self._choose(forwards, gradients)
         match action:
             case Forward():
@@ -111,8 +110,8 @@ class _SimulatedRank:
     def _is_steady(self, forwards: Sequence[int]) -> bool:
         """Return True if a `BackwardWeight` directly follows its `BackwardInput`, which gives transfers time to arrive.
 
-        From the backward after the last forward on, other ranks wait for input gradients. With fewer microbatches than
-        ranks, they always wait.
+        After the last forward, other ranks wait for input gradients instead. With fewer microbatches than ranks, they
+        always wait.
         """
         if self._num_microbatches < self._num_stages // 2 or not isinstance(self.done[-1], BackwardInput):
             return False
@@ -143,11 +142,7 @@ class DualPipeV(Schedule):
     placement = "v"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Compute]:
-        """Yield the eight phases of the original schedule, for one direction.
-
-        Raises:
-            UserError: If there are fewer than two microbatches per rank.
-        """
+        """Yield the eight phases of the original schedule, for one direction."""
         if num_microbatches < 2 * num_ranks:
             raise UserError(
                 f"DualPipeV got {num_microbatches} microbatches on {num_ranks} ranks; expected at least "
@@ -173,7 +168,7 @@ class DualPipeV(Schedule):
 def _warmup(
     early: "_StageCounter", late: "_StageCounter", rank: int, behind: int, deferred: deque[BackwardWeight]
 ) -> Iterator[Compute]:
-    """Yield phases 1 to 3: forwards of the early stage, forwards of both, and first backwards of the late stage."""
+    """Yield phases 1 to 3: forwards of the early stage, forwards of both stages, first backwards of the late stage."""
     for _ in range(2 * behind):
         yield early.forward()
     for _ in range(rank + 1):
@@ -188,10 +183,7 @@ def _warmup(
 def _cooldown(
     early: "_StageCounter", late: "_StageCounter", rank: int, behind: int, deferred: deque[BackwardWeight]
 ) -> Iterator[Compute]:
-    """Yield the last three phases: backwards of both stages, of the early stage, and the remaining weight gradients.
-
-    Deferred weight gradients fill the time in which the rank waits for input gradients.
-    """
+    """Yield the last three phases, in which deferred weight gradients fill the wait for input gradients."""
     for index in range(2 * (rank + 1)):
         stage = late if index % 2 == 0 else early
         yield stage.backward() if index <= rank else stage.backward_input(deferred)
@@ -202,7 +194,7 @@ def _cooldown(
 
 
 class _StageCounter:
-    """Creates the actions of one stage, for one microbatch after the other."""
+    """Generator of the actions of one stage, one microbatch after the other."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage

@@ -1,4 +1,4 @@
-"""Backwards in two halves: deferred weight gradients fill the time in which a rank would wait for other ranks."""
+"""Backwards in two halves: deferred weight gradients fill the time in which a rank would be idle."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,11 +32,7 @@ class ZeroBubble1P(Schedule):
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
-        """Return the order of 1F1B with split backwards and deferred weight gradients.
-
-        Raises:
-            UserError: If `max_activations` is too small for a backward to run.
-        """
+        """Return the order of 1F1B with split backwards and deferred weight gradients."""
         return interleaved_actions(
             rank,
             num_ranks,

@@ -15,7 +15,7 @@ _LOGGER = logging.getLogger("d9d.state")
 
 @final
 class Background:
-    """Runs one task at a time in a thread. An error is logged immediately and raised by the next `wait` or check."""
+    """Thread for one task at a time. An error is logged immediately and raised by the next `wait` or check."""
 
     def __init__(self) -> None:
         self._thread: Thread | None = None
@@ -24,10 +24,7 @@ class Background:
         self._group: dist.ProcessGroup | None = None
 
     def group(self, ctx: DistributedContext | None) -> dist.ProcessGroup | None:
-        """Return a Gloo group of all ranks for use in the thread; `None` for a single process.
-
-        Collective on the first call with a context, which creates the group.
-        """
+        """Return a Gloo group of all ranks for the thread, or `None` for one process. Collective on the first call."""
         if ctx is None or ctx.world_size == 1:
             return None
         if ctx is not self._ctx:
@@ -37,32 +34,20 @@ class Background:
         return self._group
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Wait for the previous task, then start a new one.
-
-        Raises:
-            StateError: If the previous task failed and its error was not raised yet.
-        """
+        """Start a task after the previous one has finished; raise the error of that one if it was not raised yet."""
         self.wait()
         # Not a daemon thread: the interpreter waits for it at exit, so a started save is completed.
         self._thread = Thread(target=self._run, args=(what, work), name="d9d-checkpoint", daemon=False)
         self._thread.start()
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a finished task, once. Does not wait.
-
-        Raises:
-            StateError: If the task failed and its error was not raised yet.
-        """
+        """Raise the `StateError` of a finished task, once. Does not wait."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def wait(self) -> None:
-        """Wait for the task.
-
-        Raises:
-            StateError: If the task failed and its error was not raised yet.
-        """
+        """Wait for the task; raise its `StateError` if it was not raised yet."""
         self.join()
         self.raise_if_failed()
 

@@ -1,7 +1,4 @@
-"""Writing and committing a checkpoint: every rank writes its files, then the main process writes the manifest.
-
-Synchronous and background saves run the same steps; only the process group differs.
-"""
+"""Commit of a checkpoint: every rank writes its files, then the main process writes the manifest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,13 +33,7 @@ from d9d_state.safetensors_file import write_safetensors
 @final
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Everything that one save writes, except the tensor data.
-
-    Attributes:
-        run_id: Id of the run; only the main process's value is written.
-        state: Canonical JSON of the shared state; only the main process's value is written.
-        rank_state: Canonical JSON of this rank's state.
-    """
+    """Content of one save, except the tensor data. Only the main process's `run_id` and `state` are written."""
 
     folder: Path
     run_id: str
@@ -68,13 +59,8 @@ class SaveJob:
 def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
     """Write this rank's files and commit the checkpoint, which is complete on disk when this returns. Collective.
 
-    Args:
-        job: The save.
-        parts: This rank's tensor parts by key. The caller must not change them before this returns.
-        group: Gloo group of all ranks, for use in a background thread; `None` for the default group.
-
-    Raises:
-        StateError: On every rank, if writing failed on any rank.
+    `parts` must not change before this returns. `group` is a Gloo group for use in a background thread. Raises
+    `StateError` on every rank if writing failed on any rank.
     """
     failed = f"{job.folder} could not be written"
     problem = None

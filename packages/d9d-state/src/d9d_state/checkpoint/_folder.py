@@ -1,4 +1,4 @@
-"""The folder of a store: its complete checkpoints, and deletion of old, incomplete and damaged ones."""
+"""Folder of a store: complete checkpoints, and deletion of old, incomplete and damaged ones."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -35,7 +35,7 @@ def newest_first(folder: Path, *, only_run: str | None, log_level: int = logging
 
 
 def delete_old(folder: Path, retention: Retention, *, run_id: str, saved_step: int, damaged: Collection[Path]) -> None:
-    """Delete checkpoints by the retention policy, never the one just saved. Deletion errors are only logged."""
+    """Delete checkpoints by the retention policy, except the one just saved; only log deletion errors."""
     try:
         found = [info for info in newest_first(folder, only_run=run_id) if info.folder not in damaged]
     except (OSError, ProcessLimitError) as error:
@@ -47,7 +47,7 @@ def delete_old(folder: Path, retention: Retention, *, run_id: str, saved_step: i
         if info.step in kept:
             continue
         try:
-            # Rename first: a deletion that is killed halfway then leaves a partial folder, not a broken checkpoint.
+            # Rename first: a killed deletion then leaves a partial folder, not a broken checkpoint.
             _files.rename(info.folder, partial_of(info.folder))
             _files.fsync_folder(folder)
             _files.remove_folder(partial_of(info.folder))

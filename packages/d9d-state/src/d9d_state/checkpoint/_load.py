@@ -14,7 +14,7 @@ from d9d_state.tensor_info import TensorInfo
 
 
 def mismatches(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | None:
-    """Compare a checkpoint with the tensors to load; return an error text, or `None` if all of them can be loaded."""
+    """Return the error text that lists tensors which cannot be loaded from a checkpoint; `None` if there are none."""
     saved = info.tensors
     problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
     for name, tensor in tensors.items():
@@ -27,12 +27,7 @@ def mismatches(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | Non
 
 
 def load_tensors(info: CheckpointInfo, tensors: Mapping[str, Tensor], *, threads: int) -> None:
-    """Load tensors in place; each rank reads only its local shards. Issues no collective.
-
-    Raises:
-        StateError: If a file cannot be read.
-        ValueError: If a `DTensor` has a Partial placement.
-    """
+    """Load tensors in place; each rank reads only its local shards. No collectives."""
     reads: list[tuple[str, Region, Tensor]] = []
     for name, tensor in tensors.items():
         mine, local = local_region(tensor, name), local_tensor(tensor).detach()

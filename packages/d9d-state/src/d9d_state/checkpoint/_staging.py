@@ -1,4 +1,4 @@
-"""Reusable host buffer for background saves: tensors are copied to it, and training continues during the write."""
+"""Reusable host buffer for background saves: training continues while the copied tensors are written."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,13 +33,9 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
-        """Copy a rank's tensor parts to the buffer and wait for the copies (host-device synchronization).
+        """Copy a rank's tensor parts to the buffer; return views of the buffer, valid until the next call.
 
-        Returns:
-            Views of the buffer by key, valid until the next call.
-
-        Raises:
-            MemoryError: If the buffer could not be allocated.
+        Host-device synchronization. Raises `MemoryError` if the buffer could not be allocated.
         """
         self.reserve(plan, rank)
         self._wait()

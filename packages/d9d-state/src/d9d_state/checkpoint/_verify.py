@@ -21,12 +21,7 @@ _MAX_THREADS = 8
 @final
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A contiguous part of a file with a recorded digest.
-
-    Attributes:
-        size: Expected size of the whole file in bytes.
-        what: Description for messages: a tensor, the header, the content.
-    """
+    """Contiguous part of a file with a recorded digest; `size` is the expected size of the whole file in bytes."""
 
     file: str
     size: int

@@ -7,15 +7,7 @@ from d9d_dist import Region
 
 
 def cover_problem(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
-    """Check that regions cover every element of a tensor exactly once.
-
-    Args:
-        shape: Shape of the tensor.
-        regions: Regions in any order; none for a tensor without elements.
-
-    Returns:
-        Error text, or `None` if the regions cover the tensor exactly.
-    """
+    """Return an error text unless non-empty regions cover every element of a tensor exactly once."""
     for region in regions:
         if not (len(region.offsets) == len(region.sizes) == len(shape)) or region.num_elements == 0:
             return f"the chunk {_text(region)} is empty or has other dims than the shape {list(shape)}."

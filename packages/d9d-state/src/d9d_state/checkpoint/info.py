@@ -57,31 +57,16 @@ class CheckpointInfo:
 
     @property
     def state(self) -> JsonValue:
-        """The `state` that was passed to `save`, read from its file and verified.
-
-        Raises:
-            StateError: If the file is damaged.
-        """
+        """Shared state passed to `save`, read from its file; raises `StateError` if the file is damaged."""
         return self._read_json(STATE_NAME)
 
     @property
     def rank_states(self) -> list[JsonValue]:
-        """The `rank_state` that each rank passed to `save`, in rank order, read from their files and verified.
-
-        Raises:
-            StateError: If a file is damaged.
-        """
+        """State that each rank passed to `save`, in rank order; raises `StateError` if a file is damaged."""
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Read files and compare the digest of each part with the manifest.
-
-        Args:
-            names: Names of the files to read; `None` means all.
-
-        Raises:
-            StateError: If a file is damaged; names the file and its damaged tensors.
-        """
+        """Verify the digests of files, by default all; raise `StateError` that names damaged files and tensors."""
         parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
         problems = damage(self.folder, parts, threads=num_threads(None))
         if problems:
@@ -120,11 +105,7 @@ def step_of(name: str) -> int:
 
 
 def open_complete(path: Path) -> CheckpointInfo:
-    """Read the manifest of a folder and check that every file exists with its recorded size.
-
-    Raises:
-        StateError: If the folder is not a complete checkpoint; says why.
-    """
+    """Read the manifest and check that every file has its recorded size; raise `StateError` with the reason if not."""
     step = step_of(path.name)
     if step < 0 or path.is_symlink() or not path.is_dir():
         raise StateError("it is not a checkpoint; expected a folder with a name like step-00000100.")

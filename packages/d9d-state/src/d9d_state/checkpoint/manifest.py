@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: all tensors, files and digests. It is written last and marks a complete checkpoint."""
+"""Manifest of a checkpoint: tensors, files and digests. It is written last and marks a complete checkpoint."""
 
 import hashlib
 import math
@@ -29,12 +29,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor and its location on disk.
+    """Part of a tensor and its location on disk.
 
     Attributes:
-        region: The part of the tensor.
+        region: Region of the tensor.
         file: Name of the safetensors file.
-        start: Position of the chunk's first byte in that file.
+        start: Byte offset of the chunk in that file.
         sha256: Hexadecimal digest of the chunk's bytes.
     """
 
@@ -56,11 +56,9 @@ class TensorRecord:
 @final
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file beside the manifest.
+    """Record of a file beside the manifest.
 
-    Attributes:
-        size: Size of the whole file in bytes.
-        head: Record of the bytes before the tensor chunks: the safetensors header, or the whole file without tensors.
+    `head` covers the bytes before the tensor chunks: the safetensors header, or the whole file without tensors.
     """
 
     size: int
@@ -75,7 +73,7 @@ class Manifest:
     Attributes:
         run_id: Id of the run, shared by all checkpoints of the run.
         step: Number of completed optimizer steps.
-        metric: Quality of the model as passed to `save`; `None` if no metric was passed.
+        metric: Quality of the model as passed to `save`, if any.
         mesh: Size of every mesh axis at the save; informational.
         num_ranks: Number of ranks that saved.
         tensors: Record of every tensor, by name.
@@ -115,11 +113,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of a folder and verify its digest and consistency.
-
-        Raises:
-            StateError: If the manifest is missing or damaged, has another format version, or is inconsistent.
-        """
+        """Read a folder's manifest; raise `StateError` if it is missing, damaged or of another format."""
         path = folder / MANIFEST_NAME
         try:
             with open_member_file(folder, MANIFEST_NAME) as file:
@@ -153,11 +147,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Check that chunks cover every tensor exactly, and that heads and chunks cover every file exactly.
-
-        Raises:
-            ValueError: If a tensor, a file or the list of files is inconsistent; names it.
-        """
+        """Raise `ValueError` unless the chunks cover every tensor exactly, and heads and chunks every file."""
         if len(self.files) != 1 + 2 * self.num_ranks:
             raise ValueError(
                 f"it lists {len(self.files)} files for {self.num_ranks} ranks; expected 2 per rank and 1 shared file."

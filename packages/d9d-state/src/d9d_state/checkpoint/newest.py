@@ -26,10 +26,8 @@ def newest_sound(
     """Return the first candidate that all ranks see and that no rank finds damaged, or `None`. Collective.
 
     Only the main process's candidates are used; they come newest first. The folders of skipped candidates are added to
-    `damaged`. `verify` compares digests.
-
-    Raises:
-        StateError: On every rank, if the folder cannot be read or a process limit prevents opening files.
+    `damaged`. `verify` compares digests. Raises `StateError` on every rank if the folder cannot be read or a process
+    limit prevents opening files.
     """
     while True:
         chosen, problem = None, None
@@ -56,11 +54,8 @@ def newest_sound(
 def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str | None:
     """Verify all digests of a checkpoint; each rank reads its share of the bytes. Collective.
 
-    Returns:
-        Text with the damaged parts, equal on all ranks; `None` if nothing is damaged.
-
-    Raises:
-        StateError: On every rank, if a process limit prevents one rank from opening files.
+    Returns a text with the damaged parts, equal on all ranks, or `None`. Raises `StateError` on every rank if a process
+    limit prevents one rank from opening files.
     """
     rank, ranks = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     share = share_of(parts_of(info.manifest), rank=rank, num_ranks=ranks)
@@ -96,7 +91,7 @@ def _open(
 
 
 def _by_rank(texts: Sequence[object]) -> str:
-    """Join the non-empty texts, each prefixed with its rank if there are several ranks."""
+    """Join the non-empty texts; if there are several ranks, prefix each text with its rank."""
     if len(texts) == 1:
         return str(texts[0])
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

@@ -1,4 +1,4 @@
-"""An optimizer's non-tensor state: numbers per parameter, and values that it changes in its parameter groups."""
+"""Non-tensor optimizer state: numbers per parameter, and values that the optimizer changes in its parameter groups."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -18,8 +18,7 @@ GroupValues: TypeAlias = list[dict[str, JsonValue]]
 def group_values(optimizer: Optimizer) -> GroupValues:
     """Return the values of each parameter group, without its parameters, as JSON. Scalar tensors become numbers.
 
-    Call it on the new optimizer and pass the result to `non_tensor_optimizer_state`, which then saves only changed
-    values.
+    The result for a new optimizer is the `since` of `non_tensor_optimizer_state`, which then saves only changed values.
 
     Raises:
         ValueError: If a value is not a number, a string, `None`, or a sequence of these.
@@ -44,8 +43,8 @@ def non_tensor_optimizer_state(
         optimizer: The optimizer.
         since: Result of `group_values` on the new optimizer. Only group values that changed since then are saved; the
             others are configuration, which may differ after a restart. `None` saves all group values.
-        without: Keys of group values that are not saved because other code sets them after a restart, such as `lr`
-            with a learning rate schedule.
+        without: Keys of group values to omit because other code sets them after a restart, such as `lr` with a learning
+            rate schedule.
 
     Raises:
         ValueError: If a value is not JSON, or the optimizer updates a tensor that is not a parameter of the model.

@@ -1,4 +1,4 @@
-"""Retention policy: which checkpoints are kept after a save, and which are deleted."""
+"""Retention policy: the checkpoints to keep after a save."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Ranked(Protocol):
 
     @property
     def metric(self) -> float | None:
-        """Quality of the model, or `None` if no metric was saved."""
+        """Quality of the model; `None` if no metric was saved."""
         ...
 
 
@@ -52,11 +52,7 @@ class Retention:
             raise UserError(f"got best = {self.best}; expected 0 or more.")
 
     def kept(self, newest_first: Sequence[Ranked]) -> set[int]:
-        """Return the steps of the checkpoints to keep.
-
-        Args:
-            newest_first: All checkpoints of one run. The first is always kept.
-        """
+        """Return the steps to keep of a run's checkpoints, given newest first. The first is always kept."""
         kept = {each.step for each in newest_first[: self.last]}
         if self.every is not None:
             kept |= {each.step for each in newest_first if each.step % self.every == 0}

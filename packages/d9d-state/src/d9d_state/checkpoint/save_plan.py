@@ -1,6 +1,6 @@
-"""Save plan: which rank writes which part of each tensor. All ranks compute the same plan.
+"""Save plan: the rank that writes each part of each tensor. All ranks compute the same plan.
 
-torch's `DefaultSavePlanner` sends pickled objects. Here the ranks exchange descriptions as JSON, and only if one has
+torch's `DefaultSavePlanner` sends pickled objects. Here the ranks exchange JSON descriptions, only if one of them has
 changed.
 """
 
@@ -26,13 +26,7 @@ Part = tuple[str, Region]
 @final
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Tensors of a checkpoint and their assignment to ranks. Equal on all ranks.
-
-    Attributes:
-        tensors: Shape and dtype of every tensor of every rank.
-        parts: The parts that each rank writes, by rank.
-        digest: SHA-256 of the ranks' descriptions; equal digests mean equal plans.
-    """
+    """Tensors of a checkpoint and the parts that each rank writes. Equal on all ranks, as is `digest`."""
 
     tensors: Mapping[str, TensorInfo]
     parts: tuple[tuple[Part, ...], ...]
@@ -45,11 +39,7 @@ class SavePlan:
 
 @final
 class SavePlanner:
-    """Creates save plans. The last plan is reused while the tensors' names, shapes, dtypes and placements stay equal.
-
-    Attributes:
-        num_plans: Number of plans computed so far.
-    """
+    """Planner of saves; it reuses the last plan while names, shapes, dtypes and placements stay equal."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -59,9 +49,8 @@ class SavePlanner:
     def plan(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None) -> SavePlan:
         """Return the plan for some tensors. Collective: all-gathers a digest, and descriptions if one rank changed.
 
-        Raises:
-            StateError: On every rank, if a tensor cannot be saved or the ranks' tensors are inconsistent.
-            ValueError: In a single process, if a tensor cannot be saved.
+        Raises `StateError` on every rank if tensors cannot be saved or are inconsistent; `ValueError` in a single
+        process.
         """
         problem, key = None, None
         try:
@@ -87,13 +76,7 @@ class SavePlanner:
 
 
 def local_parts(tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
-    """Return views of the tensor parts that this rank writes, by `part_key`.
-
-    Args:
-        tensors: The tensors that `plan` was created for.
-        plan: Result of `SavePlanner.plan`.
-        rank: Rank of this process.
-    """
+    """Return views of the tensor parts that a rank writes, by `part_key`."""
     return {part_key(name, region): local_tensor(tensors[name]).detach() for name, region in plan.parts[rank]}
 
 
@@ -103,7 +86,7 @@ def part_key(name: str, region: Region) -> str:
 
 
 def _key(name: str, tensor: Tensor) -> object:
-    """Return the cache key of a tensor: everything that its description depends on. A description takes about 50 µs."""
+    """Return the values that a tensor's description depends on; comparing them is faster than describing (50 µs)."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is of type {type(tensor).__name__}; expected a tensor. Pass other values in state=.")
     layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -150,7 +133,7 @@ def _share_out(
     loads = [0] * num_ranks
     given: list[list[Part]] = [[] for _ in range(num_ranks)]
     sizes = {part: part[1].num_elements * tensors[part[0]].dtype.itemsize for part in holders}
-    # Parts with a single holder first: their load is fixed, and the replicated parts are balanced around it.
+    # Parts with a single holder come first: their load is fixed, and replicated parts are balanced around it.
     for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part)):
         rank = min(holders[part], key=lambda rank: loads[rank])
         loads[rank] += sizes[part]
@@ -172,7 +155,7 @@ def _check_cover(tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[
 
 
 def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Region]]]:
-    """Parse and check the description of a rank, which may run another version of this package."""
+    """Parse the description of a rank, which may run another version of this package."""
     try:
         return {
             name: (

@@ -33,8 +33,8 @@ _LOGGER = logging.getLogger("d9d.state")
 class CheckpointStore:
     """Checkpoints of one run in one folder, with an immutable subfolder such as `step-00000100` per saved step.
 
-    A subfolder gets its final name by an atomic rename after everything in it is fsynced. It is never changed
-    afterwards. As a context manager, the store waits for a background save on exit.
+    A subfolder gets its final name by an atomic rename after its files are fsynced, and never changes afterwards. As a
+    context manager, the store waits for a background save on exit.
 
     Attributes:
         folder: Folder of the checkpoints. It is created by the first save or lock.
@@ -52,10 +52,8 @@ class CheckpointStore:
 
         Args:
             folder: Folder of the checkpoints, which need not exist.
-            keep_last: Number of newest checkpoints to keep; older ones are deleted after a save. Shorthand for
-                `Retention(last=keep_last)`.
-            retention: Retention policy, if it depends on more than the age. If it and `keep_last` are `None`, all
-                checkpoints are kept.
+            keep_last: Number of newest checkpoints to keep after a save. Shorthand for `Retention(last=keep_last)`.
+            retention: Retention policy with more rules. If it and `keep_last` are `None`, all checkpoints are kept.
             run_id: Id of the run. Checkpoints of other runs are skipped and never deleted. `None` accepts checkpoints
                 of any run, and saves under the run id of the newest one, or under a new id.
 
@@ -87,8 +85,8 @@ class CheckpointStore:
     def complete(self) -> list[CheckpointInfo]:
         """Return every complete checkpoint, newest first. Other entries of the folder are skipped with a log line.
 
-        Complete means that the manifest is valid and each file has the recorded size. Digests are not verified;
-        `newest` and `load` verify them. Issues no collective.
+        A complete checkpoint has a valid manifest and files of the recorded sizes. Digests are not verified; `newest`
+        and `load` verify them. No collectives.
 
         Raises:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
@@ -102,7 +100,7 @@ class CheckpointStore:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
 
         All digests are verified, distributed over the ranks and their threads. If one rank finds damage, or does not
-        see the same checkpoint as the main process, all ranks skip to the next older one and log the reason.
+        see the main process's checkpoint, all ranks skip to the next older one and log the reason.
 
         Args:
             ctx: Distributed context: collective, and all ranks get the same checkpoint. `None` searches in this process
@@ -141,13 +139,10 @@ class CheckpointStore:
         agree(problem, error=StateError, alone=ctx is None)
 
     def prepare(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
-        """Plan a save and allocate the host buffer of `save_async`, so that the first save is as fast as later ones.
+        """Plan a save of `tensors` and allocate the host buffer of `save_async`. Collective.
 
-        Collective. A thread allocates the buffer, which is as large as the tensor data that this rank writes.
-
-        Args:
-            tensors: Same tensors as for `save`.
-            ctx: Distributed context; `None` for a single process.
+        The first save is then as fast as later ones. A thread allocates the buffer, which is as large as the tensor
+        data that this rank writes.
 
         Raises:
             StateError: On every rank, if the tensors cannot be saved.
@@ -169,14 +164,14 @@ class CheckpointStore:
         metric: float | None = None,
         ctx: DistributedContext | None = None,
     ) -> None:
-        """Save a checkpoint; when this returns it is complete on disk. Then delete old checkpoints. Collective.
+        """Save a checkpoint, complete on disk when this returns; then delete old checkpoints. Collective.
 
         A kill at any moment during the write leaves all earlier checkpoints intact.
 
         Args:
             step: Number of completed optimizer steps.
-            tensors: Plain tensors, which must be equal on all ranks that pass them, and `DTensor`s, of which each shard
-                is written once. Ranks may pass different names, as pipeline stages do.
+            tensors: Plain tensors, equal on all ranks that pass them, and `DTensor`s, of which each shard is written
+                once. Ranks may pass different names, as pipeline stages do.
             state: State that is equal on every rank; only the main process's value is written.
             rank_state: State of this rank, such as its random state.
             metric: Quality of the model, for `Retention(best=...)`. A non-finite metric is not saved.
@@ -204,7 +199,7 @@ class CheckpointStore:
         """Save a checkpoint in a background thread after copying this rank's tensor parts to host memory. Collective.
 
         Arguments and errors are those of `save`. After this returns, the tensors may change. Only one save runs at a
-        time: this first waits for the previous one. An error in the thread is raised once, by the next call of
+        time: this waits for the previous one. An error in the thread is raised once, by the next call of
         `raise_if_failed`, `wait`, `close` or a save.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
@@ -225,34 +220,22 @@ class CheckpointStore:
         self._background.start(f"saving {job.folder}", work)
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a failed background save, once. Local and cheap: call it every step.
-
-        Raises:
-            StateError: If a background save failed and its error was not raised yet.
-        """
+        """Raise the `StateError` of a failed background save, once. Local and cheap: call it every step."""
         self._background.raise_if_failed()
 
     def wait(self) -> None:
-        """Wait for the background save.
-
-        Raises:
-            StateError: If a background save failed and its error was not raised yet.
-        """
+        """Wait for the background save; raise its `StateError` if it was not raised yet."""
         self._background.wait()
 
     def close(self) -> None:
-        """Wait for the background save; same as `wait`. The store stays usable.
-
-        Raises:
-            StateError: If a background save failed and its error was not raised yet.
-        """
+        """Wait for the background save; same as `wait`. The store stays usable."""
         self.wait()
 
     def load(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
         """Load tensors from a checkpoint in place; the mesh may differ from that at the save. Collective.
 
-        Unless `newest` verified them, all digests are verified, distributed over the ranks, before any tensor is
-        changed.
+        Unless `newest` verified them, all digests are verified before any tensor is changed, distributed over the
+        ranks.
 
         Args:
             info: The checkpoint, equal on all ranks, from `newest(ctx)` or `complete()`.
@@ -260,13 +243,13 @@ class CheckpointStore:
             ctx: Distributed context; `None` for a single process.
 
         Raises:
-            StateError: On every rank, if a file is damaged or cannot be read, or a tensor is missing from the
-                checkpoint or has a different shape or dtype.
+            StateError: On every rank, if a file is damaged or unreadable, or the checkpoint lacks a tensor of a wanted
+                name, shape and dtype.
             ValueError: If `ctx` is missing although there are several ranks.
         """
         num_ranks(ctx)
         agree(mismatches(info, tensors), error=StateError, alone=ctx is None)
-        # Verification is collective: if the handle of one rank is unverified, all ranks take part.
+        # Verification is collective: if one rank's handle is unverified, all ranks verify.
         if not all(gather_json(info.is_verified, alone=ctx is None)):
             problems = verify_together(info, ctx)
             if problems is not None:
@@ -280,10 +263,7 @@ class CheckpointStore:
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
-        """Hold an exclusive lock on the folder while the body runs; see `locked_folder`. Collective.
-
-        The lock is released after a background save has finished.
-        """
+        """Hold an exclusive lock on the folder for the body and background saves; see `locked_folder`. Collective."""
         run_id = None
         if is_main(ctx):
             with suppress(OSError, StateError):  # the id only informs people; a folder that cannot be read fails below
@@ -299,7 +279,7 @@ class CheckpointStore:
                         lock.keep()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
-        """Delete partial folders of killed saves and deletions. Call it when a job starts. Collective.
+        """Delete partial folders of killed saves and deletions, when a job starts. Collective.
 
         Raises:
             StateError: On every rank, if the main process cannot delete a partial folder.
@@ -317,7 +297,7 @@ class CheckpointStore:
         metric: float | None,
         ctx: DistributedContext | None,
     ) -> SaveJob:
-        """Prepare a save: wait for the previous one, encode the state, plan the tensors, and clear the final path."""
+        """Wait for the previous save, encode the state, plan the tensors, and clear the final path. Collective."""
         texts, folder, run_id, problem = (b"", b""), self.folder, "", None
         is_alone = num_ranks(ctx) == 1
         try:

@@ -21,8 +21,8 @@ def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str
 
     Args:
         model: Materialized and parallelized model.
-        trainable_only: Omit parameters that do not require gradients. Buffers are always included, because training
-            may change them.
+        trainable_only: Omit parameters that do not require gradients. Buffers are always included, because training may
+            change them.
     """
     return {_MODEL + name: tensor.detach() for name, tensor in _held_tensors(model, trainable_only).items()}
 
@@ -32,13 +32,9 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
     Numbers in the optimizer state are in `non_tensor_optimizer_state`.
 
-    Args:
-        model: Model whose parameters the optimizer updates.
-        optimizer: Optimizer whose state per parameter consists of tensors, numbers and `None`.
-
     Raises:
-        ValueError: If the optimizer updates a tensor that is not a parameter of the model, or its state contains a
-            value of another type.
+        ValueError: If the optimizer updates a tensor that is not a parameter of the model. Also if its state has a
+            value that is not a tensor, a number or `None`.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter, _ in named_parameters(model, optimizer):
@@ -56,13 +52,13 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: CheckpointInfo) -> None:
     """Allocate uninitialized optimizer state like that in a checkpoint, so that `optimizer_tensors` can be loaded.
 
-    An optimizer that has not stepped yet has no state to load into. State of the parameter's shape gets the
-    parameter's device and placements. The step counter is on the device where torch's optimizers keep it. Parameters
-    without state in the checkpoint, because they never had a gradient, get no state.
+    Existing state is replaced. State of the parameter's shape gets the parameter's device and placements. The step
+    counter is on the device where torch's optimizers keep it. Parameters without state in the checkpoint, because they
+    never had a gradient, get no state.
 
     Args:
         model: Materialized and parallelized model.
-        optimizer: Optimizer of the class that was saved. Its existing state is replaced.
+        optimizer: Optimizer of the class that was saved.
         info: The checkpoint.
 
     Raises:
@@ -87,7 +83,7 @@ def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: 
     Args:
         info: The checkpoint.
         model: The whole model; may be on the meta device.
-        trainable_only: Value of `trainable_only` that `model_tensors` was called with at the save.
+        trainable_only: Value passed to `model_tensors` at the save.
 
     Raises:
         UserError: Listing every tensor that is missing, unexpected, or has a different shape or dtype.
@@ -113,10 +109,9 @@ def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: 
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, Mapping[str, object]]]:
-    """Return name, parameter and parameter group of every tensor that the optimizer updates.
+    """Return name, parameter and group of all tensors that the optimizer updates.
 
-    Raises:
-        ValueError: If the optimizer updates a tensor that is not a parameter of the model.
+    Raises `ValueError` for a tensor that is not a parameter of the model.
     """
     names = {id(parameter): name for name, parameter in unique_tensors(model).items()}
     found: list[tuple[str, Tensor, Mapping[str, object]]] = []

@@ -17,17 +17,10 @@ def refuse_mismatches(
     first_names: Mapping[str, str],
     consumed: Collection[str],
 ) -> None:
-    """Compare a mapper with the tensors of a source and a model.
+    """Raise a `UserError` that lists every mismatch between a mapper, the tensors of a source and those of a model.
 
-    Args:
-        graph: Graph of the mapper.
-        held: Tensors of the source.
-        wanted: Tensors of the model; a tied tensor appears under each of its names.
-        first_names: Maps each name of the model to the first name of the same tensor.
-        consumed: Names that the source may contain; any other name is reported as unused.
-
-    Raises:
-        UserError: Listing every mismatch.
+    `wanted` has the model's tensors, tied ones under each name; `first_names` maps each name to the tensor's first
+    name. Tensors in the source that are not in `consumed` are reported as unused.
     """
     skipped = skipped_groups(graph, held=held.keys(), first_names=first_names)
     parts = [part for part in graph.components if not skipped or part.group not in skipped]
@@ -55,7 +48,7 @@ def refuse_mismatches(
 
 
 def skipped_groups(graph: Graph, *, held: Iterable[str], first_names: Mapping[str, str]) -> frozenset[StateGroup]:
-    """Return groups that can be skipped: the source has none of their inputs, and tied names fill all their outputs."""
+    """Return groups that can be skipped: their inputs are absent, and tied names of other groups fill their outputs."""
     held = frozenset(held)
     absent = [group for group in graph.groups if group.inputs and held.isdisjoint(group.inputs)]
     if not absent:

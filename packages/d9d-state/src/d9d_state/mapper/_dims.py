@@ -1,4 +1,4 @@
-"""Dim and dtype checks that several operations share, with uniform error messages."""
+"""Dim and dtype checks that several operations share."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -27,12 +27,12 @@ def sized_dim(shape: Shape, dim: int, size: int) -> int:
 
 
 def resized(shape: Shape, dim: int, *sizes: int) -> Shape:
-    """Replace the size of one dim, counted from 0, by other sizes; none removes the dim."""
+    """Replace the size of one dim, counted from 0, by other sizes; without sizes, remove the dim."""
     return (*shape[:dim], *sizes, *shape[dim + 1 :])
 
 
 def common_dtype(inputs: Sequence[TensorInfo]) -> torch.dtype:
-    """Return the dtype to which `torch.promote_types` promotes all inputs; raise `ValueError` if it cannot."""
+    """Return the dtype to which `torch.promote_types` promotes all inputs; raise `ValueError` if there is none."""
     common = inputs[0].dtype
     for info in inputs[1:]:
         if info.dtype != common:

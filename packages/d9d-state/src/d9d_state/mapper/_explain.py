@@ -77,5 +77,4 @@ def _start(label: Label, producers: Mapping[int, str], ids: Iterator[str]) -> st
 
 
 def _escaped(text: str) -> str:
-    """Escape a text for a quoted Mermaid label."""
     return "".join(char if char.isalnum() or char in _PLAIN else f"#{ord(char)};" for char in text)

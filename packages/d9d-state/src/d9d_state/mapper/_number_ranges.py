@@ -5,13 +5,10 @@ from math import prod
 
 
 def folded_rows(rows: Sequence[tuple[int, ...]]) -> list[tuple[list[str], int]]:
-    """Fold rows of numbers into rows of range texts.
+    """Fold rows of numbers into rows of range texts; return each with the number of rows it represents.
 
     Within a row, ranges of equal length advance together; ranges of different lengths form all combinations. Rows that
     cannot be expressed this way are split into several folded rows.
-
-    Returns:
-        For each folded row a text for every column, and the number of rows it represents.
     """
     columns = list(zip(*rows, strict=True))
     leaders = _leaders(columns)

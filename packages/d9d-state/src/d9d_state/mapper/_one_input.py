@@ -17,7 +17,7 @@ class OneInput(ABC):
 
     @abstractmethod
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the outputs; raise `ValueError` if the operation does not accept the input's shape."""
+        """Return the output shapes; raise `ValueError` if the operation does not accept the input's shape."""
 
     @abstractmethod
     def move(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -25,7 +25,7 @@ class OneInput(ABC):
 
     @abstractmethod
     def source(self, output: int, region: Region, target: Tensor, shape: tuple[int, ...]) -> tuple[Region, Tensor]:
-        """Return the region of the input that fills a region of an output, and the view of `target` that it fills."""
+        """Return the input region that fills a region of an output, and the view of `target` that it fills."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (tensor,) = tensors

@@ -9,7 +9,7 @@ from d9d_state.mapper._number_ranges import folded_rows
 from d9d_state.mapper.graph import Component, Graph
 from d9d_state.tensor_info import TensorInfo
 
-# Index numbers in a name. Text in braces is skipped (folded ranges and placeholders), as are leading zeros like 007.
+# Index numbers in a name. Folded ranges and placeholders in braces are skipped, as are numbers with leading zeros.
 _NUMBER = re.compile(r"(\{[^}]*\})|(?<!\d)(0|[1-9]\d*)(?!\d)")
 _FEWEST_LISTED = 3  # minimum number of adjacent names that are folded
 
@@ -17,13 +17,7 @@ _FEWEST_LISTED = 3  # minimum number of adjacent names that are folded
 @final
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Label of a wire.
-
-    Attributes:
-        name: Input or output name; `None` for a value between two operations.
-        wire: Number of the wire within its group.
-        info: Shape and dtype, if known.
-    """
+    """Label of a wire; `name` is `None` for a value between two operations."""
 
     name: str | None
     wire: int
@@ -50,10 +44,7 @@ class Outline:
 
 
 def outlines(graph: Graph, infos: Mapping[str, TensorInfo], *, fold: bool) -> list[Outline]:
-    """Return the outlines of a mapper's groups, in order.
-
-    `infos` has the known shapes and dtypes of inputs. `fold` folds groups and names that differ only in numbers.
-    """
+    """Return the outlines of a mapper's groups; `fold` merges groups and names that differ only in numbers."""
     whole = [Outline(tuple(_steps(graph, part, infos))) for part in graph.components]
     return _folded([_with_lists_folded(each) for each in whole]) if fold else whole
 
@@ -165,11 +156,9 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def _kind(name: str | None) -> str | None:
-    """Replace the numbers in a name by a placeholder."""
     return None if name is None else _NUMBER.sub(lambda match: match[1] or "\0", name)
 
 
 def _refilled(name: str, texts: Sequence[str]) -> str:
-    """Replace the numbers in a name by other texts."""
     left = iter(texts)
     return _NUMBER.sub(lambda match: match[1] or next(left), name)

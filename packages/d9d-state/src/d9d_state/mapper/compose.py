@@ -9,11 +9,7 @@ from d9d_state.mapper.state_mapper import StateMapper, checked, refuse_duplicate
 
 
 def parallel(*mappers: StateMapper) -> StateMapper:
-    """Combine independent mappers into one.
-
-    Raises:
-        ValueError: If several mappers consume or produce the same name; lists these names.
-    """
+    """Combine independent mappers into one; raise `ValueError` that lists names consumed or produced twice."""
     nodes: list[Node] = []
     inputs: dict[str, int] = {}
     outputs: dict[str, int] = {}
@@ -35,12 +31,12 @@ def parallel(*mappers: StateMapper) -> StateMapper:
 def sequential(*mappers: StateMapper) -> StateMapper:
     """Chain mappers: each mapper consumes exactly the outputs of the mapper before it.
 
-    Tensors do not pass through a mapper implicitly. Name those that should stay unchanged, as in
-    `parallel(mapper, identity(*others))`, and `drop` those that are no longer needed.
+    Tensors do not pass through a mapper implicitly: name unchanged ones, as in `parallel(mapper, identity(*others))`,
+    and `drop` those that are no longer needed.
 
     Raises:
-        ValueError: If no mapper is given; if the outputs of a mapper are not exactly the inputs of the next one (lists
-            the names); or if an operation would get values for some of its inputs only.
+        ValueError: If no mapper is given, or the outputs of a mapper are not exactly the inputs of the next (lists
+            the names). Also if an operation would get values for some of its inputs only.
     """
     if not mappers:
         raise ValueError("sequential() got no mappers; expected at least one.")
@@ -65,12 +61,8 @@ def scope(prefix_in: str, prefix_out: str, mapper: StateMapper) -> StateMapper:
 def repeat(mapper: StateMapper, **values: Iterable[int | str]) -> StateMapper:
     """Copy a mapper once per value, in parallel, with the value substituted for a placeholder in the names.
 
-    `repeat(rename("h.{i}.w", "layers.{i}.w"), i=range(12))` renames twelve tensors. With several placeholders, the
-    mapper is copied for every combination of their values. Other text in braces is not changed.
-
-    Args:
-        mapper: Mapper whose names contain the placeholders: `{i}` for the keyword `i`.
-        values: Values of each placeholder.
+    `repeat(rename("h.{i}.w", "layers.{i}.w"), i=range(12))` renames twelve tensors. Several placeholders give a copy
+    for every combination of their values. Other text in braces is not changed.
 
     Raises:
         ValueError: If no name contains a placeholder, or two copies have a name in common.

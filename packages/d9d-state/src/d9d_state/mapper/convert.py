@@ -146,10 +146,7 @@ class _ElementwiseFunction:
 
 
 def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1) -> StateMapper:
-    """Swap two dims of a tensor. The inverse swaps them back.
-
-    `dst=None` keeps the name. Negative dims count from the end.
-    """
+    """Swap two dims of a tensor, negative from the end; `dst=None` keeps the name. The inverse swaps them back."""
     return leaf(_Transpose(dim0, dim1), [src], [src if dst is None else dst])
 
 
@@ -166,9 +163,9 @@ def permute(src: str, dst: str | None = None, *, dims: Sequence[int]) -> StateMa
 
 
 def cast(*names: str, dtype: torch.dtype, back: torch.dtype | None = None) -> StateMapper:
-    """Convert tensors to a dtype, under their names. The inverse is a `cast` to `back`; without it there is none.
+    """Convert tensors to a dtype, under their names. The inverse is a `cast` to `back`; without `back` there is none.
 
-    Loading into a model converts between floating-point dtypes without it; use it to choose the dtype in files. The
+    Loading into a model converts between floating-point dtypes without `cast`; use it to choose the dtype in files. The
     round trip is exact only if `dtype` can represent all values.
 
     Raises:
@@ -190,14 +187,14 @@ def transform(
     Args:
         srcs: Names of the function's arguments, in order.
         dsts: Names of the function's results, in order.
-        function: Takes one tensor per name in `srcs`, without changing it, and returns a sequence with one tensor per
-            name in `dsts`. It must also work on meta tensors, for shape inference.
+        function: Takes one tensor per name in `srcs`, without changing it, and returns one tensor per name in `dsts`.
+            For shape inference, the function must also work on meta tensors.
         inverse: Function that restores the inputs bit for bit; without it, the mapper has no inverse.
-        elementwise: Set if all tensors have the same shape and each output element depends only on the input elements
+        elementwise: True if all tensors have the same shape and each output element depends only on the input elements
             at the same index. A rank then reads and computes only its shard.
 
     Raises:
-        ValueError: If `srcs` or `dsts` is empty or names one twice.
+        ValueError: If `srcs` or `dsts` is empty or contains a name twice.
     """
     operation = _ElementwiseFunction(function, inverse) if elementwise else _Function(function, inverse)
     return leaf(operation, srcs, dsts)

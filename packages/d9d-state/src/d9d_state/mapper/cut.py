@@ -136,7 +136,7 @@ class _Unpad(OneInput):
 
 
 def narrow(src: str, dst: str | None = None, *, dim: int = 0, start: int, length: int) -> StateMapper:
-    """Take `length` indices of a dim, from `start`. It has no inverse; `split` with `drop` has one.
+    """Take `length` indices of a dim, from `start`. No inverse; `split` with `drop` has one.
 
     `dst=None` keeps the name. Negative dims count from the end.
 
@@ -149,7 +149,7 @@ def narrow(src: str, dst: str | None = None, *, dim: int = 0, start: int, length
 
 
 def select(src: str, dst: str | None = None, *, dim: int = 0, index: int) -> StateMapper:
-    """Take one index of a dim of a tensor and remove the dim. It has no inverse, because values are lost.
+    """Take one index of a dim of a tensor and remove the dim. No inverse; `unstack` with `drop` has one.
 
     `dst=None` keeps the name. A negative dim or index counts from the end.
     """
@@ -159,10 +159,9 @@ def select(src: str, dst: str | None = None, *, dim: int = 0, index: int) -> Sta
 def pad(
     src: str, dst: str | None = None, *, dim: int = 0, size: int, padded_size: int, value: float = 0
 ) -> StateMapper:
-    """Pad one dim of a tensor at its end, for example a vocabulary to a divisible size. The inverse cuts the padding.
+    """Pad one dim at its end from `size` to `padded_size`, such as a vocabulary. The inverse cuts the padding.
 
-    `size` is the size of the dim before, `padded_size` after the padding with `value`. `dst=None` keeps the name.
-    Negative dims count from the end.
+    `dst=None` keeps the name. Negative dims count from the end.
 
     Raises:
         ValueError: If `size` is negative or above `padded_size`.

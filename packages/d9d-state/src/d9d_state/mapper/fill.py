@@ -1,8 +1,8 @@
 """Filling of outputs in place from regions of a source, such as experts read directly into a rank's shard of a stack.
 
 The engine walks from the wanted region of an output back to the inputs. A `Layout` operation maps views of the output's
-memory to regions of its inputs, recursively, until the source writes into the caller's memory. Only operations that
-compute need temporary memory, for the required part.
+memory to regions of its inputs, until the source writes into the caller's memory. Only operations that compute need
+temporary memory, for the required region.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,13 +28,9 @@ class TensorSource(Protocol):
         ...
 
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
-        """Read a region of a tensor into a target tensor.
+        """Read a region of a tensor into `target`, a plain tensor with the region's shape, any device and any strides.
 
-        Args:
-            name: Name of the tensor.
-            region: Region to read.
-            target: Plain tensor with the region's shape, on any device, with any strides. It has the tensor's dtype, or
-                both dtypes are floating-point and values are converted as by `copy_`.
+        `target` has the tensor's dtype, or both dtypes are floating-point and values are converted as by `copy_`.
         """
         ...
 
@@ -132,10 +128,7 @@ def _check_destination(name: str, destination: Destination, info: TensorInfo) ->
 
 @final
 class _Filling:
-    """State of filling one group.
-
-    On every call of `fill`, the target has the dtype of the wire, or both dtypes are floating-point.
-    """
+    """State of filling one group. A target has the dtype of its wire, or both dtypes are floating-point."""
 
     def __init__(
         self, component: Component, names: Mapping[int, str], infos: Mapping[int, TensorInfo], source: TensorSource
@@ -145,7 +138,7 @@ class _Filling:
         self._infos = infos
         self._source = source
         self._producers = {wire: node for node in component.nodes for wire in node.outputs}
-        # Cached results of nodes, by the node's first output wire and the input regions it was computed from.
+        # Cached results by a node's first output wire and input regions.
         self._results: dict[tuple[int, tuple[Region, ...]], tuple[Tensor, ...]] = {}
 
     def fill(self, wire: int, region: Region, target: Tensor) -> None:
@@ -208,7 +201,7 @@ class _Filling:
         return result
 
     def _whole(self, node: Node, inputs: Sequence[TensorInfo], *, is_meta: bool) -> tuple[Tensor, ...]:
-        """Compute all outputs of a node in host memory, since they may not fit into device memory."""
+        """Compute all outputs of a node in host memory, since full tensors may not fit into device memory."""
         device = torch.device("meta" if is_meta else "cpu")
         return self._computed(node, [Region.whole(info.shape) for info in inputs], device, again=True)
 
@@ -230,7 +223,7 @@ class _Filling:
 
 
 def _is_direct(given: torch.dtype, through: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return True if writing `given` values directly to `wanted` memory equals rounding them to `through` first."""
+    """Return True if converting from `given` to `wanted` directly gives the same values as through `through`."""
     if given == through:
         return True
     if not (given.is_floating_point and through.is_floating_point and wanted.is_floating_point):

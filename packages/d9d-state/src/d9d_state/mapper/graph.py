@@ -1,4 +1,4 @@
-"""`Graph`: operations connected by wires, and its connected components, which run independently of each other."""
+"""`Graph`: operations connected by wires, and its connected components."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Smallest set of inputs and outputs that are transformed together, independently of all others.
+    """Smallest set of inputs and outputs that can be transformed independently of all others.
 
     Attributes:
         inputs: Names that are consumed. Empty if the outputs are kept (`keep`).
@@ -44,11 +44,7 @@ class Component:
     nodes: tuple[Node, ...]
 
     def call(self, node: Node, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        """Run the operation of a node.
-
-        Raises:
-            ValueError: If the operation fails or returns a wrong number of tensors; names it and the group's inputs.
-        """
+        """Run a node's operation; raise `ValueError` if it fails or returns a wrong number of tensors."""
         try:
             results = node.operation(*tensors)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -57,11 +53,7 @@ class Component:
         return results
 
     def infer(self, values: dict[int, TensorInfo]) -> None:
-        """Infer shape and dtype of every wire from those of the input wires, and add them to `values`.
-
-        Raises:
-            ValueError: If an operation does not accept its inputs; names it and the group's inputs.
-        """
+        """Add shape and dtype of every wire to `values`; raise `ValueError` if an operation refuses its inputs."""
         for node in self.nodes:
             try:
                 results = node.operation.infer(*[values[wire] for wire in node.inputs])
@@ -93,7 +85,7 @@ class Graph:
         nodes: Operations with their wires, in topological order.
         input_wires: Wire of every input name.
         output_wires: Wire of every output name. A wire without input and producer is unset (`keep`).
-        num_wires: Number of wires; wires are numbered from 0.
+        num_wires: Number of wires, which are numbered from 0.
     """
 
     nodes: tuple[Node, ...]
@@ -163,13 +155,13 @@ class Graph:
 def _components(
     nodes: Iterable[Node], input_wires: Mapping[str, int], output_wires: Mapping[str, int], num_wires: int
 ) -> tuple[Component, ...]:
-    """Return the connected components of a graph, ordered by their first input; those without inputs come last."""
+    """Return the connected components of a graph, ordered by first input; those without inputs come last."""
     nodes = tuple(nodes)
     roots = _connected(num_wires, nodes)
     nodes_of: dict[int, list[Node]] = {}
     for node in nodes:
         nodes_of.setdefault(roots[node.inputs[0]], []).append(node)
-    # Fast path: a wire without nodes is a component with at most one input and one output. There may be very many.
+    # Fast path for many wires without nodes: each is a component with at most one input and one output.
     bare_outputs = {wire: (name,) for name, wire in output_wires.items() if roots[wire] not in nodes_of}
     inputs: dict[int, list[str]] = {root: [] for root in nodes_of}
     outputs: dict[int, list[str]] = {root: [] for root in nodes_of}

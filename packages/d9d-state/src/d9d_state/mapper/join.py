@@ -152,9 +152,7 @@ def stack(srcs: Sequence[str], dst: str, *, dim: int = 0) -> StateMapper:
 
 
 def unstack(src: str, dsts: Sequence[str], *, dim: int = 0) -> StateMapper:
-    """Unbind a tensor along a dim of size `len(dsts)`, which is removed. The inverse is `stack`.
-
-    A negative dim counts from the end.
+    """Unbind a tensor along a dim of size `len(dsts)`, negative from the end. The inverse is `stack`.
 
     Raises:
         ValueError: If `dsts` is empty or contains a name twice.
@@ -163,10 +161,9 @@ def unstack(src: str, dsts: Sequence[str], *, dim: int = 0) -> StateMapper:
 
 
 def concat(srcs: Sequence[str], dst: str, *, dim: int = 0, sizes: Sequence[int] | None = None) -> StateMapper:
-    """Concatenate tensors along a dim. The inverse is `split`.
+    """Concatenate tensors along a dim, negative from the end. The inverse is `split`.
 
-    `sizes` are the sizes of the parts in `dim`. Only the inverse needs them; if given, they are checked. A negative dim
-    counts from the end.
+    `sizes` are the sizes of the parts in `dim`. Only the inverse needs them; if given, they are checked.
 
     Raises:
         ValueError: If `srcs` is empty or contains a name twice, or `sizes` has a different length or a negative size.
@@ -177,9 +174,7 @@ def concat(srcs: Sequence[str], dst: str, *, dim: int = 0, sizes: Sequence[int] 
 
 
 def split(src: str, dsts: Sequence[str], sizes: Sequence[int], *, dim: int = 0) -> StateMapper:
-    """Split a tensor along a dim into parts of given sizes. The inverse is `concat`.
-
-    A negative dim counts from the end.
+    """Split a tensor along a dim, negative from the end, into parts of given sizes. The inverse is `concat`.
 
     Raises:
         ValueError: If `dsts` is empty or contains a name twice, or `sizes` has a different length or a negative size.

@@ -7,20 +7,15 @@ from d9d_state.module_tensors import unique_tensors
 
 
 def identity(*names: str) -> StateMapper:
-    """Pass tensors through under their own names. The mapper is its own inverse.
-
-    Raises:
-        ValueError: If a name occurs twice.
-    """
+    """Pass tensors through under their names; raise `ValueError` for duplicates. The mapper is its own inverse."""
     wires = named_wires(names, 0, what="consumed")
     return StateMapper((), wires, wires, len(wires))
 
 
 def identity_of(origin: nn.Module | StateMapper) -> StateMapper:
-    """Return an identity mapper for the parameters and persistent buffers of a module, or for a mapper's outputs.
+    """Return an identity mapper for a mapper's outputs, or for a module's parameters and persistent buffers.
 
-    Args:
-        origin: Module, whose tied tensors appear under their first name only; or mapper.
+    Tied tensors of a module appear under their first name only.
     """
     return identity(*(origin.outputs if isinstance(origin, StateMapper) else unique_tensors(origin)))
 
@@ -33,20 +28,13 @@ def rename(src: str, dst: str) -> StateMapper:
 def keep(*names: str) -> StateMapper:
     """Declare outputs that the checkpoint does not contain; their current values stay. The inverse is `drop`.
 
-    Use it for newly initialized weights, such as an adapter's, beside loaded ones.
-
-    Raises:
-        ValueError: If a name occurs twice.
+    For newly initialized weights, such as an adapter's, beside loaded ones. Raises `ValueError` if a name occurs twice.
     """
     wires = named_wires(names, 0, what="produced")
     return StateMapper((), {}, wires, len(wires))
 
 
 def drop(*names: str) -> StateMapper:
-    """Consume inputs and produce nothing from them. The inverse is `keep`.
-
-    Raises:
-        ValueError: If a name occurs twice.
-    """
+    """Consume inputs and produce nothing; raise `ValueError` for duplicate names. The inverse is `keep`."""
     wires = named_wires(names, 0, what="consumed")
     return StateMapper((), wires, {}, len(wires))

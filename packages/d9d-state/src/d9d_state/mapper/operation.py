@@ -1,8 +1,7 @@
 """Protocols of the graph's operations.
 
-A plain `Operation` runs on full tensors. An operation that only moves values implements `Layout`, so that values are
-read directly into their destination. An operation that computes regions of its outputs from regions of its inputs
-implements `Local`, and runs on those regions only.
+A plain `Operation` runs on full tensors. A `Layout` operation only moves values, so they are read directly into their
+destination. A `Local` operation computes regions of its outputs from regions of its inputs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,19 +22,11 @@ class Operation(Protocol):
         ...
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        """Infer shapes and dtypes of the outputs; `infer_on_meta(self, *inputs)` is a generic implementation.
-
-        Raises:
-            ValueError: If the operation does not accept the inputs.
-        """
+        """Infer shapes and dtypes of the outputs, as `infer_on_meta` does; raise `ValueError` for unsuitable inputs."""
         ...
 
     def inverse(self) -> "Operation":
-        """Return the operation that restores the inputs from the outputs bit for bit.
-
-        Raises:
-            ValueError: If the operation has no inverse.
-        """
+        """Return the operation that restores the inputs bit for bit; raise `ValueError` if there is none."""
         ...
 
     def describe(self) -> str:
@@ -46,13 +37,7 @@ class Operation(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Region of an input, and the part of the output that it fills.
-
-    Attributes:
-        input: Index of the input.
-        region: Region of that input.
-        target: View of the output's memory, with the region's shape.
-    """
+    """Region of input number `input`, and the view of the output's memory that it fills, of the same shape."""
 
     input: int
     region: Region
@@ -62,12 +47,7 @@ class Piece:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Part of an output that is filled with a constant.
-
-    Attributes:
-        value: The constant; it is rounded to the dtype of the output.
-        target: View of the output's memory.
-    """
+    """Part of an output, a view of its memory, to fill with a constant rounded to the output's dtype."""
 
     value: float
     target: Tensor
@@ -80,17 +60,17 @@ class Layout(Operation, Protocol):
     def pieces(
         self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]
     ) -> Iterable[Piece | Constant] | None:
-        """Map a region of an output to regions of the inputs.
+        """Map a non-empty region of an output to regions of the inputs.
 
         Args:
             output: Index of the output.
-            region: Non-empty region of that output.
+            region: Region of that output.
             target: Memory of the region, with its shape and any strides.
             inputs: Shapes and dtypes of all inputs.
 
         Returns:
             Non-empty pieces whose targets cover each element of `target` exactly once. `None` if no views of `target`
-            can express them. Then the method is called again with a contiguous target; if it returns `None` again, the
+            can express them: the method is called again with a contiguous target, and after another `None` the
             operation runs on full tensors.
         """
         ...
@@ -101,25 +81,16 @@ class Local(Operation, Protocol):
     """Operation that computes regions of its outputs from regions of its inputs, such as an elementwise function."""
 
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> Sequence[Region]:
-        """Return the input regions that a region of an output depends on.
+        """Return the region of each input that a non-empty region of an output depends on.
 
-        Args:
-            output: Index of the output.
-            region: Non-empty region of that output.
-            inputs: Shapes and dtypes of all inputs.
-
-        Returns:
-            One region per input. Called on these regions, the operation returns exactly `region` as this output.
+        Called on these regions, the operation must return exactly `region` as this output. `inputs` has shape and dtype
+        of all inputs.
         """
         ...
 
 
 def infer_on_meta(operation: Operation, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-    """Infer shapes and dtypes of an operation's outputs by running it on meta tensors.
-
-    Raises:
-        ValueError: If the operation fails on the meta tensors.
-    """
+    """Infer an operation's output shapes and dtypes by running it on meta tensors; raise `ValueError` if that fails."""
     try:
         outputs = operation(*(info.to_meta() for info in inputs))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

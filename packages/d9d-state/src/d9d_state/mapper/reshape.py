@@ -1,7 +1,7 @@
-"""Reshape, including reshapes of regions.
+"""Reshape of tensors and of regions.
 
-A region of one shape corresponds to one or several boxes of the other shape, or cannot be expressed as boxes. Both
-shapes are split into common factors ([4, 6] and [8, 3] into [4, 2, 3]); boxes over the factors map to both shapes.
+A region of one shape corresponds to one or several boxes of the other shape, or to none. Both shapes are split into
+common factors ([4, 6] and [8, 3] into [4, 2, 3]); boxes over the factors map to both shapes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ class _Reshape:
 def reshape(src: str, dst: str, shape: Sequence[int], *, source_shape: Sequence[int] | None = None) -> StateMapper:
     """Reshape a tensor in row-major order. One size of `shape` may be -1 and is inferred.
 
-    The inverse reshapes it to `source_shape`, the shape of `src`. If given, it is checked.
+    The inverse needs `source_shape`, the shape of `src`; if given, it is checked.
 
     Raises:
         ValueError: If the shapes have different numbers of elements, or `shape` has a negative size other than one -1.
@@ -78,7 +78,7 @@ def reshape(src: str, dst: str, shape: Sequence[int], *, source_shape: Sequence[
 
 
 def _completed(shape: tuple[int, ...], source: tuple[int, ...]) -> tuple[int, ...]:
-    """Replace a -1 in the new shape, for a tensor of shape `source`; raise `ValueError` if the sizes do not match."""
+    """Infer a size of -1 from the source's shape; raise `ValueError` if the numbers of elements differ."""
     known = prod(size for size in shape if size != -1)
     if -1 in shape and known > 0 and prod(source) % known == 0:
         return tuple(prod(source) // known if size == -1 else size for size in shape)
@@ -148,7 +148,7 @@ def _spans(shape: tuple[int, ...], factors: tuple[int, ...]) -> list[slice]:
 
 
 def _boxes(start: int, stop: int, factors: tuple[int, ...]) -> Iterator[list[_Range]]:
-    """Split a range of a dim into boxes over its factors: a partial row in front, whole rows, a partial row behind."""
+    """Split a range of a dim into boxes over its factors: a partial row, whole rows, a partial row."""
     if not factors:
         yield []
         return

@@ -22,7 +22,7 @@ from d9d_state.tensor_info import TensorInfo
 class StateMapper(Graph):
     """Immutable graph from named input tensors to named output tensors.
 
-    Create it with the functions of this package (`rename`, `stack`, `sequential`, ...), not with the constructor.
+    Created by the functions of this package (`rename`, `stack`, `sequential`, ...), not by the constructor.
     """
 
     @property
@@ -49,11 +49,7 @@ class StateMapper(Graph):
         return {name: values[self.output_wires[name]] for name in component.group.outputs}
 
     def infer(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Infer shapes and dtypes of the outputs that `apply` would return.
-
-        Raises:
-            ValueError: If `tensors` are not exactly the inputs of one group, or an operation does not accept them.
-        """
+        """Infer shapes and dtypes of the outputs that `apply` would return; raise `ValueError` where `apply` does."""
         component = self.component_of_inputs(tensors)
         values = {self.input_wires[name]: info for name, info in tensors.items()}
         component.infer(values)
@@ -62,9 +58,9 @@ class StateMapper(Graph):
     def fill(self, destinations: Mapping[str, Destination], source: TensorSource) -> None:
         """Fill regions of outputs in place, reading only the required regions of inputs.
 
-        Values that operations only move are read directly into the destinations, without a temporary. Elementwise
-        operations run on the required regions, on the destination's device. Any other operation runs on full tensors in
-        host memory, once per call.
+        Operations that only move values are read directly into the destinations. Elementwise operations run on the
+        required regions, on the destination's device. Any other operation runs on full tensors in host memory, once per
+        call.
 
         Args:
             destinations: Some or all outputs of one group. Nothing is read for empty regions. Kept outputs (`keep`) are
@@ -73,8 +69,8 @@ class StateMapper(Graph):
 
         Raises:
             ValueError: If `destinations` are not outputs of one group, the source lacks an input, an operation does not
-                accept its inputs, or a destination's shape or dtype does not match the output. All floating-point
-                dtypes match each other.
+                accept its inputs, or a destination has the wrong shape or dtype. All floating-point dtypes match each
+                other.
         """
         fill(self, destinations, source)
 
@@ -83,10 +79,7 @@ class StateMapper(Graph):
     ) -> tuple[tuple[str, Region], ...]:
         """Return names and regions of inputs that `fill` would read, in order, for outputs of any number of groups.
 
-        `tensors` has shape and dtype of the source's tensors.
-
-        Raises:
-            ValueError: As in `fill`.
+        `tensors` has shape and dtype of the source's tensors. Raises the errors of `fill`.
         """
         return planned_reads(self, destinations, tensors)
 
@@ -94,19 +87,15 @@ class StateMapper(Graph):
         """Return the inverse mapper, which restores the inputs of this mapper from its outputs bit for bit.
 
         Raises:
-            ValueError: If an operation has no inverse, or some of the tensors that its inverse needs were dropped.
+            ValueError: If an operation has no inverse, or tensors that its inverse needs were dropped.
         """
         nodes = tuple(Node(node.operation.inverse(), node.outputs, node.inputs) for node in reversed(self.nodes))
         return checked(StateMapper(nodes, self.output_wires, self.input_wires, self.num_wires))
 
     def restrict(self, *, inputs: Iterable[str] | None = None, outputs: Iterable[str] | None = None) -> "StateMapper":
-        """Return the mapper with only the groups that contain some names, for example those of a pipeline stage.
+        """Return the mapper with only the groups that consume any of `inputs` and produce any of `outputs`.
 
-        If both `inputs` and `outputs` are given, a group must match both.
-
-        Args:
-            inputs: Keep groups that consume any of these names; `None` keeps all.
-            outputs: Keep groups that produce any of these names; `None` keeps all.
+        `None` selects all groups. A pipeline stage, for example, restricts the mapper to its own outputs.
         """
         wanted_inputs = None if inputs is None else frozenset(inputs)
         wanted_outputs = None if outputs is None else frozenset(outputs)
@@ -119,15 +108,15 @@ class StateMapper(Graph):
         return _part(self, kept)
 
     def shard(self, num_shards: int, index: int, *, num_bytes: Mapping[str, int] | None = None) -> "StateMapper":
-        """Return the mapper with only the groups of one worker, balanced over the workers.
+        """Return the mapper with only the groups of worker `index`, balanced over the workers.
 
-        Each group belongs to exactly one shard, and the result is deterministic, so all workers agree without
+        Each group belongs to exactly one shard. The result is deterministic, so all workers agree without
         communication. Groups are not split: of a mapper with a single group, one worker gets everything.
 
         Args:
             num_shards: Number of workers.
             index: Index of the worker.
-            num_bytes: Size of every input in bytes, used to balance the shards; `None` balances the number of inputs.
+            num_bytes: Bytes of every input, to balance the shards; `None` balances the number of inputs.
 
         Raises:
             ValueError: If `index` is out of range, or `num_bytes` lacks an input.
@@ -141,20 +130,17 @@ class StateMapper(Graph):
         target: nn.Module | Mapping[str, TensorInfo],
         unused: Literal["error", "ignore"] = "error",
     ) -> Self:
-        """Compare the mapper with a checkpoint and a model, reading headers only.
+        """Compare the mapper with a checkpoint and a model, reading headers only; return the mapper.
 
         Args:
             source: Folder in the Hugging Face layout, or shape and dtype of its tensors.
             target: Model on any device, including `meta`, or shape and dtype of its tensors.
             unused: `"error"` reports tensors in the source that the mapper does not consume; `"ignore"` allows them.
 
-        Returns:
-            This mapper.
-
         Raises:
-            UserError: Listing every mismatch: tensors missing in or unused from the source, outputs missing in the
-                model, model tensors that the mapper does not produce, wrong shapes and wrong dtypes. Floating-point
-                dtypes match each other.
+            UserError: Listing every mismatch: missing and unused tensors of the source, outputs missing in the model,
+                model tensors that the mapper does not produce, wrong shapes and dtypes. Floating-point dtypes match
+                each other.
         """
         held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
         if isinstance(target, nn.Module):
@@ -181,10 +167,11 @@ class StateMapper(Graph):
         """Render the graph for people: one line per operation, and one per tensor that passes through unchanged.
 
         Args:
-            format: `"text"` for lines of text, `"mermaid"` for a flowchart, for example for a Markdown code block.
-            infos: Shapes and dtypes of inputs, such as `ModelFolder.tensors`. They and the inferred ones are shown.
-            fold: Show groups and names that differ only in numbers once: `layers.{0..35}.q`. Within one group of lines,
-                ranges of equal length advance together; ranges of different lengths form all combinations.
+            format: `"text"`, or `"mermaid"` for a flowchart, for example in a Markdown code block.
+            infos: Shapes and dtypes of inputs to show, such as `ModelFolder.tensors`. The others are inferred from
+                them.
+            fold: Show groups and names that differ only in numbers once: `layers.{0..35}.q`. Ranges of equal length
+                advance together; ranges of different lengths form all combinations.
 
         Raises:
             ValueError: If the format is unknown.
@@ -193,7 +180,7 @@ class StateMapper(Graph):
 
 
 def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) -> StateMapper:
-    """Create a mapper with a single operation from the names of its inputs and outputs, in order.
+    """Create a mapper of one operation from its input and output names, in order.
 
     Raises:
         ValueError: If `inputs` or `outputs` is empty or contains a name twice.
@@ -213,11 +200,7 @@ def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) ->
 
 
 def named_wires(names: Iterable[str], first: int, *, what: str) -> dict[str, int]:
-    """Assign consecutive wires to names, starting at `first`.
-
-    Raises:
-        ValueError: If a name occurs more than once; lists these names as `what`: `"consumed"` or `"produced"`.
-    """
+    """Assign consecutive wires to names from `first`; raise `ValueError` for duplicates, described as `what`."""
     wires: dict[str, int] = {}
     twice: list[str] = []
     for wire, name in enumerate(names, first):
@@ -235,11 +218,7 @@ def refuse_duplicates(names: Collection[str], *, what: str) -> None:
 
 
 def checked(mapper: StateMapper) -> StateMapper:
-    """Return the mapper if every operation has values for all of its inputs or for none.
-
-    Raises:
-        ValueError: If an operation has values for some of its inputs only; lists these operations.
-    """
+    """Return the mapper; raise `ValueError` if an operation has values for some of its inputs only."""
     unset = mapper.unset_wires
     partial = [
         node.operation.describe()
