@@ -84,7 +84,7 @@ def _reduced_powers(
     dtype = torch.float64 if is_wide else torch.float32
     parts = _group(trained)
     powers = {part.name: _power(part.gradients, norm_type, dtype, ctx.device) for part in parts}
-    # Sums over different axes commute, so one all-reduce per group serves all parts that it shards.
+    # Reductions over different axes commute, so all parts sharded over a group share one all-reduce.
     for group in dict.fromkeys(group for part in parts for group in part.groups):
         names = [part.name for part in parts if group in part.groups]
         stacked = torch.stack([powers[name] for name in names])

@@ -181,7 +181,7 @@ class _Initializer:
                 slot.put(tensor)
 
     def _full(self, named: Named) -> torch.Tensor:
-        """Return a full tensor to replace a DTensor, with the values that earlier modules have set."""
+        """Return a full tensor that replaces a DTensor, with values if an earlier `reset_parameters` has set them."""
         tensor = named.tensor
         assert isinstance(tensor, DTensor)
         if named in self._set:

@@ -105,7 +105,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def from_local(shard: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the shape and placements of `like` and this shard; the inverse of `local_tensor`.
+    """Wrap this rank's shard in a DTensor with the shape and placements of `like`; the inverse of `local_tensor`.
+
+    If `like` is a plain tensor, return the shard itself.
 
     No collectives and no sharding propagation, which takes seconds on a mesh of many axes.
     """

@@ -155,7 +155,10 @@ def _unshard(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, grou
 
 
 def _check_part(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, is_whole: bool = False) -> None:
-    """Check that a node can be split as the spec says, or can be such a shard."""
+    """Check that a spec leaf fits a node: the full node to split (`is_whole`), or one shard of it.
+
+    Raises `UserError` otherwise.
+    """
     (node,) = trees
     if isinstance(spec, Whole):
         return

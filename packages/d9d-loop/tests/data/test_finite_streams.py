@@ -82,7 +82,9 @@ def test_packed_rows_of_an_epoch_train_on_each_token_once(window: int, tmp_path:
 
 
 def test_a_mixture_needs_endless_sources() -> None:
-    with pytest.raises(UserError, match=r"the sources b of a mixture are finite; expected endless .* epochs\.$"):
+    with pytest.raises(
+        UserError, match=r"the mixture sources b are finite; expected endless .* Set epochs=None for these sources\.$"
+    ):
         MixtureStream({"a": _indexed(None), "b": _indexed(1)}, weights={"a": 1.0, "b": 1.0}, seed=0)
 
 

@@ -96,5 +96,5 @@ class LoRA(LowRankMethod):
 
 
 def product_of(layer: nn.Module) -> Product | None:
-    """Return the function that computes the product of a layer; `None` if LoRA does not support the module."""
+    """Return the matmul function of a layer: `F.linear` or the grouped matmul. `None` if LoRA does not support it."""
     return F.linear if isinstance(layer, nn.Linear) else grouped_product(layer)

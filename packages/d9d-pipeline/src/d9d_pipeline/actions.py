@@ -22,7 +22,7 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True)
 class PeerAction(StageAction):
-    """Send or receive of a stage for one microbatch; `peer` is the other pipeline rank."""
+    """Send or receive of a stage for one microbatch; `peer` is the pipeline rank at the other end."""
 
     peer: int
 

@@ -114,7 +114,10 @@ class SharedParameters:
                 local_tensor(pair.copy).copy_(value)
 
     def _move(self, tensor: Tensor | None, sender: int, like: nn.Parameter | None, receiver: int) -> Tensor | None:
-        """Send a local shard, or receive it if it is `None` here; return it on the rank that has `like`."""
+        """Send the local shard `tensor` from rank `sender` to rank `receiver`; no message if both are this rank.
+
+        Return the shard on the receiver, else `None`. `like` is the destination parameter, `None` on other ranks.
+        """
         if tensor is not None and like is not None:
             return tensor
         if tensor is not None:

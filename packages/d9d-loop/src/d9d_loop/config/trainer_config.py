@@ -101,7 +101,7 @@ class CheckpointConfig(Section):
     keep_every: PositiveInt | None = Field(
         None, description="Keep checkpoints at multiples of this step, itself a multiple of `every`; null keeps none."
     )
-    keep_best: int = Field(0, ge=0, description="Number of checkpoints with the best evaluation to keep.")
+    keep_best: int = Field(0, ge=0, description="Number of best checkpoints to keep, ranked by `best_by`.")
     best_by: str = Field("loss", description="Value of the evaluation that ranks checkpoints.")
     higher_is_better: bool = Field(False, description="A larger value of `best_by` is better.")
 
@@ -133,8 +133,8 @@ class PipelineConfig(Section):
     )
     draw: bool = Field(
         True,
-        description="Plot the schedule, as `schedule.png` before the first step and, as measured in the "
-        "second step, as `schedule_measured.png`.",
+        description="Plot the schedule: `schedule.png` before the first step, and `schedule_measured.png` with the "
+        "times of the second step.",
     )
 
 

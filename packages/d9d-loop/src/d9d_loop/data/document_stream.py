@@ -113,7 +113,7 @@ class _DocumentCursor(Cursor):
         return asdict(_Place(position, first // self._max_length))
 
     def _look_ahead(self, num_documents: int) -> bool:
-        """Take documents and append their parts. Return False at the end of the documents."""
+        """Append the parts of the next documents to the look-ahead queue. Return False at the end of the documents."""
         position = self._order.position
         documents = self._order.take(num_documents)
         for document in documents:

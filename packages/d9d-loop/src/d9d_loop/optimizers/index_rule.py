@@ -1,6 +1,7 @@
-"""Index of each element of this rank's shard in the full tensor, for results that do not depend on the sharding.
+"""Flat indices, in the full tensor, of the elements of this rank's shard.
 
-`d9d_dist.indexed_blocks` gives the indices as tensors; a rule gives them to a kernel as three numbers.
+Stochastic rounding draws its random numbers by these indices, so results do not depend on the sharding. An `IndexRule`
+encodes the indices as three integers, for kernels; `d9d_dist.indexed_blocks` returns them as tensors.
 """
 
 from typing import NamedTuple

@@ -30,7 +30,7 @@ class StopConfig(Section):
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = Field(
         ("SIGTERM", "SIGUSR1"), description="Signals that stop the job; empty: none."
     )
-    every: PositiveInt = Field(1, description="Steps between exchanges of received signals between ranks.")
+    every: PositiveInt = Field(1, description="Steps between exchanges of received signals among ranks.")
     grace_seconds: PositiveFloat | None = Field(
         None, description="Seconds until the process exits, saved or not; null: no limit."
     )
