@@ -76,8 +76,8 @@ class MixtureStream(SampleStream):
             raise UserError(f"temperature = {temperature}; expected a number above 0.")
         if ending := [name for name, stream in sources.items() if not stream.is_endless]:
             raise UserError(
-                f"the mixture sources {', '.join(ending)} are finite; expected endless streams, since a mixture repeats "
-                "its sources according to their weights. Set epochs=None for these sources."
+                f"the mixture sources {', '.join(ending)} are finite; expected endless streams, since a mixture "
+                "repeats its sources according to their weights. Set epochs=None for these sources."
             )
         self._sources = dict(sources)
         self._streams = list(sources.values())
