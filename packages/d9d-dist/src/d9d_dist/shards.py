@@ -107,7 +107,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def from_local(shard: Tensor, like: Tensor) -> Tensor:
     """Wrap this rank's shard in a DTensor with the shape and placements of `like`; the inverse of `local_tensor`.
 
-    If `like` is a plain tensor, return the shard itself. No collectives and no sharding propagation, which takes seconds on a mesh of many axes.
+    If `like` is a plain tensor, return the shard itself. No collectives, and no sharding propagation, which takes
+    seconds on a mesh of many axes.
     """
     if not isinstance(like, DTensor):
         return shard
