@@ -40,7 +40,7 @@ SAMPLE = (
     "embedding bag by frequency",
 )
 
-LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit", "torchvision:mobilenet_v3_small", "diffusers:UNet2DModel")
+LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
 
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",

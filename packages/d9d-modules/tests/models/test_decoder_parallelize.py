@@ -118,7 +118,7 @@ def _pooled() -> str:
 def test_pooled_heads_reject_context_parallelism() -> None:
     message = (
         "head, a ClassificationHead, pools whole rows, but 2 context-parallel ranks shard each sequence; expected one. "
-        "Change that, or use other parallelism."
+        "Set the degree to 1, or use other parallelism."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2
 
