@@ -54,7 +54,7 @@ class Inputs:
 
 
 OutputHandler: TypeAlias = Callable[[Outputs, int], Tensor | None]
-"""Called with the last stage's output of a microbatch, which is not kept, and the microbatch's index.
+"""Function of the last stage's output for a microbatch, which is not kept, and of the microbatch's index.
 
 In training it returns the loss: a scalar, *summed* over the microbatch. Without backwards its result is ignored.
 """

@@ -35,7 +35,7 @@ class RegionReader:
     def __init__(self, folder: ModelFolder, *, pool: Executor | None = None) -> None:
         """Create the reader; files are opened at their first read.
 
-        The threads of `pool` read the blocks of a large region in parallel; a call from one of them could deadlock.
+        The threads of `pool` read the blocks of a large region in parallel. A read from one of them could deadlock.
         """
         self._folder = folder
         self._pool = pool
@@ -140,7 +140,7 @@ def _blocks(info: TensorInfo, region: Region, target: Tensor) -> Iterator[_Block
 
 
 def _with_small_gaps(info: TensorInfo, region: Region) -> Region:
-    """Enlarge a region by the gaps between its contiguous runs if they are smaller than a page."""
+    """Enlarge a region by the gaps between its contiguous runs, if the gaps are at most a page."""
     offsets, sizes = list(region.offsets), list(region.sizes)
     inner = info.dtype.itemsize
     for dim in reversed(range(len(sizes))):

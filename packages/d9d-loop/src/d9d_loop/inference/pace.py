@@ -61,6 +61,6 @@ class Pace:
             self._barriers.popleft().wait()
 
     def _set_timeout(self, limit: timedelta) -> None:
-        """Set the time limit of a batch. A barrier may wait for all batches that another rank is behind."""
+        """Set the time limit of a batch. Barriers get more time: another rank may be `_MOST_AHEAD` batches behind."""
         self._limit = limit
         self._ctx.set_timeout(limit + _MOST_AHEAD * self._ctx.timeouts.step + self._watchdog.margin)

@@ -182,7 +182,7 @@ def _unmatched(names: Iterable[str], patterns: Sequence[str]) -> Iterable[str]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence the progress bars and logs of `transformers`; `_refuse_differences` raises what they would report."""
+    """Silence the progress bars and logs of `transformers`; `_refuse_differences` reports the differences instead."""
     from transformers.utils import logging  # noqa: PLC0415 - an optional extra
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -168,7 +168,7 @@ class _Writes(TorchDispatchMode):
         self._by_storage: dict[int, tuple[torch.UntypedStorage, bool]] = {}
 
     def lost(self, tensor: Tensor) -> bool:
-        """Return True if the last write to a tensor came from outside of `reset_parameters`, so it is not repeated."""
+        """Return True if the last write came from outside of `reset_parameters`, which then cannot repeat the write."""
         _, is_reset = self._by_storage.get(tensor.untyped_storage()._cdata, (None, True))
         return not is_reset
 

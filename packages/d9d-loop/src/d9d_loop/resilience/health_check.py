@@ -18,7 +18,7 @@ from d9d_dist import DistributedContext, gather_json
 from d9d_loop.resilience.resilience_config import HealthConfig
 
 _MIB = 1 << 20
-_REPEATS = 3  # the fastest one counts; the first one compiles kernels and opens connections
+_REPEATS = 3  # runs; the fastest counts, because the first compiles kernels and opens connections
 _LEAST_SECONDS = 1e-3  # shorter measurements are never reported as slow
 _SHOWN = 8
 
