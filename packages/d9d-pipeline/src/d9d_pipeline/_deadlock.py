@@ -9,10 +9,10 @@ from d9d_pipeline.program import Program
 
 
 def deadlock_problems(program: Program) -> list[str]:
-    """Return one line with the ranks and transfers of a deadlock, or an empty list. Expects no other problems.
+    """Return one line with the ranks and transfers of a deadlock, or an empty list without one.
 
-    If exactly one rank orders its transfers differently from `build`, the line starts with this rank. Ranks outside the
-    cycle are not named.
+    The program must be correct otherwise. If exactly one rank orders its transfers differently from `build`, the line
+    starts with this rank. Ranks outside the cycle are not named.
     """
     blocked = _blocked_transfers(program.ranks)
     if not blocked:

@@ -68,7 +68,7 @@ _Pair: TypeAlias = tuple[int, int]
 class _Step:
     """State of one step; each entry is removed when it is used, so that its memory is freed.
 
-    `kinds` has the shapes and dtypes of each microbatch's inputs, part of the key of cached message metadata. `ready`
+    `kinds` has the shapes and dtypes of each microbatch's inputs, a part of the key of cached message metadata. `ready`
     is the start of the current action, or the arrival of its input, if the step is measured.
     """
 

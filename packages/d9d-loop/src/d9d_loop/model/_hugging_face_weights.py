@@ -120,7 +120,7 @@ def _forget_records(model: nn.Module) -> None:
 def _stored_ties(model: Any, folder: Path, stored: Mapping[str, TensorInfo]) -> list[str]:
     """Return the names of stored tensors that equal the tensor to which the model ties them.
 
-    If the folder lacks these tensors, `from_pretrained` ties the parameters. Pairs of stored tensors that differ are
+    Without these tensors in the folder, `from_pretrained` ties the parameters. Pairs of stored tensors that differ are
     removed from the model's `all_tied_weights_keys`.
     """
     duplicates: list[str] = []

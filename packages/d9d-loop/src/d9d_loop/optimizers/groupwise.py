@@ -32,7 +32,7 @@ class GroupwiseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Update the parameters of a group that have gradients, at least one; their state is in `self.state`.
+        """Update one or more parameters of a group; all of them have gradients, and their state is in `self.state`.
 
         Parameters are plain tensors or DTensors.
         """

@@ -117,7 +117,10 @@ def trace_layout(
 
 
 def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) -> dict[str, Any]:
-    """Train on this rank and return its values; gradients and parameters only on the first rank of each stage group."""
+    """Train on this rank and return its values.
+
+    Of the ranks with the same pipeline stages, only the first returns gradients and parameters.
+    """
     trace: dict[str, Any] = {}
     gradients: dict[int, Mapping[str, torch.Tensor]] = {}
 
