@@ -209,8 +209,8 @@ def _on_meta(module: nn.Module) -> dict[str, Tensor]:
 def _one_rank_per_host() -> Generator[None]:
     """Hold a file lock, so that the ranks of a job build one after another on this host.
 
-    The launcher's address and port select one of 256 lock files, which are never deleted: that would be a race. Two
-    jobs that share a file only wait for each other.
+    The launcher's address and port select one of 256 lock files, which are never deleted, because deletion would be
+    a race. Two jobs that share a file only wait for each other.
     """
     job = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}-{zlib.crc32(job.encode()) % 256}.lock"

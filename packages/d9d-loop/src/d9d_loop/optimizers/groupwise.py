@@ -49,7 +49,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the non-empty local shards of tensors, which suffice for an elementwise update; drop `None`.
 
-    On DTensors, each operation would first propagate the placements of the lists, which takes seconds in the first
+    On DTensors, each operation would first propagate the placements of all tensors, which takes seconds in the first
     step. An empty parameter shard has empty gradients and state, so parallel lists still match.
     """
     parts = [local_tensor(tensor) for tensor in tensors if tensor is not None]

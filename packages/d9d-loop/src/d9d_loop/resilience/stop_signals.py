@@ -90,7 +90,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         """Install the signal handlers and start the watching thread."""
         if threading.current_thread() is threading.main_thread():
-            # Handlers run in the main thread, which may be blocked in a collective. The wakeup socket is always read.
+            # Handlers run in the main thread, which may be blocked in a collective; a thread reads the wakeup socket.
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
