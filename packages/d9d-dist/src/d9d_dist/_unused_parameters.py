@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 class UnusedParameters:
     """Zero gradients for parameters that a rank does not use, until FSDP has reduced them.
 
-    `finish` removes the zero gradients that no rank computed. Optimizers then skip the parameter, as without FSDP: no
-    weight decay and no optimizer state.
+    `finish` removes the zero gradients that no rank computed. Optimizers then skip these parameters, as without FSDP:
+    no weight decay and no optimizer state.
 
     Args:
         model: A model or one stage of it, after parallelization.

@@ -107,7 +107,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def from_local(shard: Tensor, like: Tensor) -> Tensor:
     """Wrap this rank's shard in a DTensor with the shape and placements of `like`; the inverse of `local_tensor`.
 
-    If `like` is a plain tensor, return the shard itself. No collectives and no sharding propagation, which takes seconds on a mesh of many axes.
+    If `like` is a plain tensor, return the shard itself. No collectives and no sharding propagation, which takes
+    seconds on a mesh of many axes.
     """
     if not isinstance(like, DTensor):
         return shard
@@ -170,9 +171,10 @@ def local_region(tensor: Tensor, name: str = "a tensor") -> Region:
 
 
 def local_part(full: Tensor, like: Tensor, name: str = "a tensor") -> Tensor:
-    """Return the part of a full tensor that this rank holds of `like`: a view, if it is one region. No collectives.
+    """Return the part of a full tensor at the positions of this rank's shard of `like`. No collectives.
 
-    `full` is a plain tensor of the shape of `like`, on any device. Raises `UserError` as `local_positions` does.
+    `full` is a plain tensor of the shape of `like`, on any device. A part without gaps is a view. Raises
+    `UserError` as `local_positions` does.
     """
     for dim, places in enumerate(local_positions(like, name)):
         if _is_consecutive(places):
@@ -189,7 +191,7 @@ def copy_from_full_(tensor: Tensor, full: Tensor, name: str = "a tensor") -> Non
 
 
 def is_first_replica(tensor: DTensor) -> bool:
-    """Return True on one of the ranks with the same shard: that at coordinate 0 of the axes that replicate it."""
+    """Return True on one of the ranks with the same shard: at coordinate 0 of the axes that replicate the shard."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and not any(
         place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
@@ -211,7 +213,7 @@ def indexed_blocks(tensor: Tensor, name: str = "a tensor") -> Iterator[tuple[Ten
 def _blocks(
     local: Tensor, positions: Sequence[Tensor], shape: Sequence[int], index: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split the last dims of a shard; `index` is the 0-dim flat index of this part in the preceding dims."""
+    """Split a part of a shard into blocks; `index` (0-dim) is the flat index of the part in the dims before its own."""
     if local.numel() <= _BLOCK_ELEMENTS:
         for size, places in zip(shape, positions, strict=True):
             index = index.unsqueeze(-1) * size + places

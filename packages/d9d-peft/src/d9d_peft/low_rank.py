@@ -105,7 +105,7 @@ class LowRankMethod(ABC):
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Supported layers, for messages."""
+        """Raise `UserError` if a field is invalid."""
         method = type(self).__name__
         check_target(self.target, method)
         self._low_rank().check(method)

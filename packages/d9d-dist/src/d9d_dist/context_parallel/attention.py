@@ -38,10 +38,10 @@ class Attention(Protocol):
 
 @runtime_checkable
 class DeclaresStandardSdpa(Protocol):
-    """`Attention` that declares if other kernels may replace it.
+    """`Attention` with a flag that allows other kernels to replace it.
 
-    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention` and may be replaced by other
-    kernels.
+    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention`; other kernels may then replace
+    it.
     """
 
     @property

@@ -1,8 +1,8 @@
-"""Blockwise attention: each block covers some of the keys and returns its log-sum-exp, so results merge exactly.
+"""Blockwise attention: each block covers some of the keys; the log-sum-exp of each block makes the merge exact.
 
 Attention over all keys is the sum of the blocks' outputs weighted by exp(log-sum-exp of the block - log-sum-exp of all
-blocks), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Of other blocks, backward of a
-block needs only the merged output and the merged log-sum-exp.
+blocks), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). From other
+blocks, the backward of a block needs only the merged output and the merged log-sum-exp.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """

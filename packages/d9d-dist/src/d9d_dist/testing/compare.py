@@ -73,7 +73,7 @@ class Difference:
 
 
 def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float = 1e-12) -> None:
-    """Assert that two trees hold the same tensors, each up to a relative error of its norm.
+    """Assert that two trees hold the same tensors within a tolerance on each tensor's norm.
 
     Args:
         actual: A tree of dicts, lists and tuples with full tensors, numbers and other values; see `full_tree`.
@@ -82,7 +82,7 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: 
         atol: Maximum ||actual - expected|| for references that are zero or contain only rounding errors.
 
     Raises:
-        AssertionError: If the trees differ. The message has the first difference in the reference's order and the
+        AssertionError: If the trees differ. The message states the first difference in the reference's order and the
             number of differences.
         UserError: If a leaf is a DTensor.
     """
