@@ -54,7 +54,7 @@ class Inputs:
 
 
 OutputHandler: TypeAlias = Callable[[Outputs, int], Tensor | None]
-"""Function of the last stage's output for a microbatch, which is not kept, and of the microbatch's index.
+"""Function of the last stage's output for a microbatch, and the microbatch's index. The output is not kept.
 
 In training it returns the loss: a scalar, *summed* over the microbatch. Without backwards its result is ignored.
 """

@@ -1,7 +1,7 @@
 """Reads of tensor regions from safetensors files directly into their destination, with `preadv`.
 
-`mmap` would be less code, but mapped pages count as process memory until the file is closed, and slicing a mapped
-tensor makes an extra copy. If dtype, strides or device differ, the data passes through a buffer of a few MiB.
+`mmap` would be less code, but mapped pages count as process memory until the file is closed. Slicing a mapped tensor
+also makes an extra copy. If dtype, strides or device differ, the data passes through a buffer of a few MiB.
 """
 
 import os

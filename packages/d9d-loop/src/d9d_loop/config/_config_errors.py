@@ -48,8 +48,8 @@ def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str])
 def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list[str]:
     """Return the full names to suggest for an unknown key; none if another kind of the section has the key.
 
-    The suggestion is the most similar key of the same section, else all keys of this name in other sections, else the
-    most similar full name.
+    The suggestion is the most similar key of the same section. Without one, it is all keys of this name in other
+    sections, or the most similar full name.
     """
     section, dot, key = name.rpartition(".")
     if close := difflib.get_close_matches(key, siblings, n=1):

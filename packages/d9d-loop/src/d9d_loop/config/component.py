@@ -101,7 +101,7 @@ class Component(Section):
 def _type_of_default(signature: inspect.Signature, name: str) -> Any:
     """Return the type of a bool, int or float default, else `Any`.
 
-    It lets `false` on the command line be parsed as a bool.
+    The type lets `false` on the command line be parsed as a bool.
     """
     parameter = signature.parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default

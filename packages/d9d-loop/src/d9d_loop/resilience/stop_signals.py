@@ -1,7 +1,7 @@
 """Handling of preemption signals: all ranks agree on the step after which they save a checkpoint and exit.
 
 A rank that acted on its own signal alone would save while the others compute. So after every step, the ranks start an
-asynchronous all-reduce (maximum) of the received signal numbers on the CPU, and read the result one step later. There
+asynchronous all-reduce (maximum) of the received signal numbers on the CPU. They read the result one step later. There
 is no host-device synchronization, and a host waits for another only if that one is more than a step behind.
 """
 
