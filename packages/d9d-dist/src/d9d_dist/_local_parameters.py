@@ -220,7 +220,7 @@ def replicate_beside_fsdp(
 
 
 def _enter_with(model: nn.Module, module: nn.Module, hooks: LocalParameters) -> None:
-    """Make a module's parameters plain tensors during all of `model`'s forward, which may use them directly."""
+    """Make a module's parameters plain tensors during the whole forward of `model`, which may use them directly."""
     model.register_forward_pre_hook(lambda _, args: hooks.enter(module, args))
     model.register_forward_hook(
         lambda _, args, output: hooks.leave(module, args, output), prepend=True, always_call=True

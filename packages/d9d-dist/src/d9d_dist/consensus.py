@@ -16,7 +16,7 @@ import torch.distributed as dist
 from d9d_dist.collectives import all_gather, host_device
 from d9d_dist.errors import UserError
 
-_MAX_BYTES = 1 << 28  # of JSON per rank
+_MAX_BYTES = 1 << 28  # bytes of JSON per rank
 _MAX_PROBLEM = 4000  # characters of each problem's text if the ranks' problems differ
 _RANKS_SHOWN = 8
 

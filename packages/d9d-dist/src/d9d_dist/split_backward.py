@@ -173,7 +173,7 @@ def _defer_weight_grad(split: SplitBackward | None, weight: Tensor, *inputs: Ten
 class _LinearMode(TorchFunctionMode):
     """Function mode that replaces `torch.nn.functional.linear` if the weight gradient can be deferred.
 
-    The mode holds its split instead of reading the context variable: on accelerators, activation checkpoints are
+    The mode holds its split instead of reading the context variable. On accelerators, activation checkpoints are
     recomputed in autograd's threads, which inherit torch's modes but not Python's context variables.
     """
 

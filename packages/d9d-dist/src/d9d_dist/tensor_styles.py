@@ -38,9 +38,9 @@ class TensorStyle:
     """Tensor-parallel behavior of a submodule. Base class for custom styles.
 
     Attributes:
-        has_partial_gradients: True if ranks compute different parts of the gradients of replicated parameters, as in
-            modules that compute on a part of the sequence or on some of the heads. Applies to the submodule and to its
-            descendants that the plan does not name.
+        has_partial_gradients: True if ranks compute different parts of the gradients of replicated parameters. Examples
+            are modules that compute on a part of the sequence or on some of the heads. Applies to the submodule and to
+            its descendants that the plan does not name.
     """
 
     has_partial_gradients: ClassVar[bool] = True

@@ -306,7 +306,7 @@ def _match(pattern: str, name: str, entry: str) -> re.Match[str] | None:
 
 
 def _exact_pattern(name: str) -> str:
-    """Return a pattern that matches a name, but no longer name that ends with a dot and this name."""
+    """Return a pattern that matches a name, but not longer names that end with a dot and this name."""
     return f"^{re.escape(name)}"
 
 

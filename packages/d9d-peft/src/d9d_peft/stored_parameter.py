@@ -50,7 +50,7 @@ class StoredParameter:
         return LowRank(rank=rank, alpha=alpha, dropout=first.dropout, rank_stabilized=first.rank_stabilized)
 
     def stored_low_rank(self, rank: int) -> LowRank:
-        """Return the rank and scale to read files of this rank: those of each layer, or those of `save_adapters`."""
+        """Return rank and scale for a file of this rank: those of each layer, or those that `save_adapters` writes."""
         return self.adapters[0].low_rank if self._is_shared(rank) else self.low_rank
 
     def check(self) -> None:

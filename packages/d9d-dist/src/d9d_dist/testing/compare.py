@@ -1,7 +1,7 @@
 """Comparison of the results of two layouts: full tensors under canonical names, and their differences.
 
-Tensors are compared by the norm of their difference: a wrong factor or a missing reduction has a large effect on the
-norm, rounding a small one.
+Tensors are compared by the norm of their difference. That norm is large for a wrong factor or a missing reduction,
+and small for rounding errors.
 """
 
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 
     """Assert that low-precision tensors are about as exact as those of an independent implementation.
 
     The bound on an element's error is `multiple` times the larger of two rounding errors. One is the largest error of
-    the peer's tensor at the same path. The other is the machine epsilon times the largest number in the whole tree: a
+    the peer's tensor at the same path. The other is the machine epsilon times the largest number in the whole tree. A
     tensor that is zero in exact arithmetic has only rounding errors of terms that cancel.
 
     Args:

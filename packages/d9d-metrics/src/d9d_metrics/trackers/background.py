@@ -157,7 +157,7 @@ class BackgroundTracker:
         while True:
             try:
                 if self._tracker is None and self._is_resumed:
-                    self._open()  # do not wait for an entry: later steps must be forgotten now
+                    self._open()  # without waiting for an entry: `resume` must drop later steps now
                 entry = self._outbox.head()
                 if entry is None:
                     break
