@@ -1,4 +1,4 @@
-"""Process groups over mesh axes, one for each set of ranks: domains with the same split share their communicators.
+"""Process groups over mesh axes. Domains with the same split of the ranks share their process groups.
 
 `init_device_mesh` creates new groups for every axis of every mesh, and every rank takes part in creating all of them.
 Here each rank creates only its own groups, so start-up time does not grow with the number of ranks.
@@ -27,9 +27,9 @@ class AxisGroups:
         self._groups: dict[_Split, dist.ProcessGroup] = {}
 
     def over(self, domain: Mapping[str, int], axes: Iterable[str], *, name: str) -> dist.ProcessGroup:
-        """Return the process group over axes of a domain, given the size of every axis, slowest first.
+        """Return the process group over some axes of a domain. `domain` has the size of every axis, slowest first.
 
-        Ranks have the order of the domain. Collective over all ranks if the group is new.
+        Ranks in the group have the order of the domain. Collective over all ranks if the group is new.
         """
         split = _split(domain, set(axes))
         if split not in self._groups:

@@ -15,14 +15,14 @@ FIRST_FAILURE = "d9d/first_failure"
 """Store key with the first failure: the rank, a line break and the error message."""
 
 _LONGEST = 500  # characters; longer messages are truncated
-_CAUSE_SECONDS = 1.0  # time in which a rank looks for the cause of a failed collective
+_CAUSE_SECONDS = 1.0  # time limit for finding the cause of a failed collective
 _POLL_SECONDS = 0.02
 # Part of the source path in gloo's error messages. Gloo raises plain RuntimeErrors, NCCL raises DistErrors.
 _GLOO = "/gloo/"
 
 
 def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
-    """Publish this rank's error, unless another rank failed first; then add that rank's error to this error's notes.
+    """Publish the error of this rank. If another rank failed first, add that rank's error to the notes of `error`.
 
     Does not wait for other ranks, but searches for the cause of a failed collective for up to one second. Does nothing
     if the store is unreachable.
@@ -38,7 +38,7 @@ def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Return True for errors of collectives, which report a broken connection but not why the peer failed."""
+    """Return True for an error of a collective: it reports a broken connection, but not why the peer failed."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
 
 
@@ -53,7 +53,7 @@ def abort_process_groups() -> None:
 
 
 def _cause(store: dist.Store, rank: int, world_size: int) -> str | None:
-    """Return the published error of another rank, or a description of a dead process on this machine; else `None`."""
+    """Return the published error of another rank, or the state of a local process that does not run; else `None`."""
     others = peers_here(store, (other for other in range(world_size) if other != rank))
     deadline = time.monotonic() + _CAUSE_SECONDS
     while time.monotonic() < deadline:

@@ -97,8 +97,8 @@ class FillByIndex(TorchDispatchMode):
     Args:
         seed: Seed of the initial values.
         scope: Name of the module. It seeds draws into temporary tensors before the first draw into a parameter.
-        known: The model's tensors by `storage_key`; for a tensor that a full tensor replaces, the key of the full
-            tensor.
+        known: The model's tensors by `storage_key`. A DTensor that is replaced by a full tensor has the key of the
+            full tensor.
         before_write: Called before the first write to each tensor in `known`.
     """
 

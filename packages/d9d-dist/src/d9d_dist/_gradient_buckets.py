@@ -44,7 +44,7 @@ class Slot:
         return self.shape.numel() * self.wire_dtype.itemsize
 
     def set_aside(self, gradient: torch.Tensor) -> None:
-        """Move a reduced gradient from `.grad` to `before`; partial gradients cannot be added to it."""
+        """Move a reduced gradient from `.grad` to `before`: partial gradients cannot be added to a reduced one."""
         present = self.parameter.grad
         if present is not None and not is_partial(present):
             self.before = present if self.before is None else self.before + present

@@ -143,7 +143,7 @@ def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its descendants, if their parameters are on a mesh of their own, outside of FSDP."""
+    """Yield those of a module and its descendants whose parameters are on a mesh of their own, outside of FSDP."""
     for submodule in module.modules():
         hooks = local_parameters_of(submodule)
         if hooks is not None and hooks.is_apart:
@@ -171,8 +171,8 @@ def distribute_parameters(
     """Make every parameter of a model a DTensor on one more mesh axis, in place. No collectives.
 
     Tied parameters stay tied. The new axis becomes the first axis of a DTensor; parameters that are already on the axis
-    are unchanged. Parameter values must be equal on all ranks of the axis, or on `meta`. `placements` are by the `id`
-    of the parameter. The modules in `leave` keep their own parameters.
+    are unchanged. Parameter values must be equal on all ranks of the axis, or on `meta`. `placements` maps the `id` of
+    a parameter to its placement on the axis. The modules in `leave` keep their own parameters.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -220,7 +220,7 @@ def replicate_beside_fsdp(
 
 
 def _enter_with(model: nn.Module, module: nn.Module, hooks: LocalParameters) -> None:
-    """Make a module's parameters plain tensors during all of `model`'s forward, which may use them directly."""
+    """Make a module's parameters plain tensors during the whole forward of `model`, which may use them directly."""
     model.register_forward_pre_hook(lambda _, args: hooks.enter(module, args))
     model.register_forward_hook(
         lambda _, args, output: hooks.leave(module, args, output), prepend=True, always_call=True

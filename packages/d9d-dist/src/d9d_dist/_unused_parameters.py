@@ -1,7 +1,7 @@
 """Support for FSDP ranks that use different parameters: a gradient that a rank lacks counts as zero.
 
-FSDP2 reduce-scatters only the gradients that a rank has. If ranks have gradients of different parameters, their buffers
-differ in size, which crashes, or match in size by chance, which silently adds gradients of different parameters.
+FSDP2 reduce-scatters only the gradients that a rank has. If ranks have gradients of different parameters, buffers of
+different sizes crash the job, and buffers of equal sizes silently add gradients of different parameters.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 class UnusedParameters:
     """Zero gradients for parameters that a rank does not use, until FSDP has reduced them.
 
-    `finish` removes the zero gradients that no rank computed. Optimizers then skip the parameter, as without FSDP: no
-    weight decay and no optimizer state.
+    `finish` removes the zero gradients that no rank computed. Optimizers then skip these parameters, as without FSDP:
+    no weight decay and no optimizer state.
 
     Args:
         model: A model or one stage of it, after parallelization.

@@ -209,7 +209,7 @@ def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _compute_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the accelerator if the group has its default backend, else the CPU (a gloo-only group)."""
+    """Return the accelerator if the group has the accelerator's default backend, else the CPU (a gloo-only group)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from d9d_dist.collectives import all_gather, host_device
 from d9d_dist.errors import UserError
 
-_MAX_BYTES = 1 << 28  # of JSON per rank
+_MAX_BYTES = 1 << 28  # bytes of JSON per rank
 _MAX_PROBLEM = 4000  # characters of each problem's text if the ranks' problems differ
 _RANKS_SHOWN = 8
 
@@ -55,8 +55,8 @@ def agree(
 ) -> None:
     """Raise the same error on all ranks if a rank has a problem, or if a value differs between ranks.
 
-    Collective over the group: those of `gather_json`, for the problem and a 32-byte digest per value. No rank raises
-    before all ranks know the error, so no rank closes connections that another rank still needs.
+    Collectives are those of `gather_json`, for the problem and a 32-byte digest per value. No rank raises before
+    all ranks know the error, so no rank closes connections that another rank still needs.
 
     Args:
         problem: Description of this rank's failure, or `None`. The error is a `UserError` if all failed ranks pass one,
@@ -122,7 +122,7 @@ def _gather_texts(text: bytes, is_value: bool, group: dist.ProcessGroup | None) 
 
 
 def _raise_together(error: Exception, group: dist.ProcessGroup | None, *, num_ranks: int) -> NoReturn:
-    """Raise an error that all ranks have, once all ranks know of it."""
+    """Raise an error on all ranks after a collective, so that no rank exits before all ranks know the error."""
     if num_ranks > 1:
         with suppress(RuntimeError):
             _gather_texts(b"", True, group)

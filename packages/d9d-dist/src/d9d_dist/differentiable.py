@@ -39,7 +39,7 @@ _Map: TypeAlias = Callable[[Tensor], Tensor]
 def copy_to_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return `x`, a tensor that is equal on all ranks. Backward all-reduces its gradient.
 
-    For a value of whose gradient each rank computes a part: the input of a column-parallel layer. The adjoint of
+    For a value whose gradient is partial on each rank, such as the input of a column-parallel layer. The adjoint of
     `reduce_from_axis`.
     """
     return _apply(x, mesh, _identity, partial(_sum, group=_group(mesh)))
@@ -48,8 +48,8 @@ def copy_to_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def reduce_from_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum over ranks, by an all-reduce. Backward is the identity.
 
-    For a partial value whose sum all ranks use in the same way: the output of a row-parallel layer. The adjoint of
-    `copy_to_axis`.
+    For a partial value whose sum all ranks use in the same way, such as the output of a row-parallel layer. The adjoint
+    of `copy_to_axis`.
     """
     return _apply(x, mesh, partial(_sum, group=_group(mesh)), _identity)
 
@@ -83,7 +83,7 @@ def gather_from_axis(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal
 def reduce_scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """Return this rank's shard, along `dim`, of the sum over ranks. One reduce-scatter; backward all-gathers.
 
-    For a partial value of which each rank needs one shard of the sum: the output of a row-parallel layer before a
+    For a partial value if each rank needs one shard of the sum, such as the output of a row-parallel layer before a
     sequence-parallel one. The adjoint of `gather_from_axis` with partial gradients. Raises `UserError` if the number of
     ranks does not divide the size of the dim.
     """

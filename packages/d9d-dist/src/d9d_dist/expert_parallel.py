@@ -98,7 +98,7 @@ def _check(module: nn.Module, shard: DeviceMesh) -> None:
 
 
 def _unwrap_replicated_parameters(module: nn.Module) -> None:
-    """Make parameters that `parallelize_tensor` has replicated plain tensors again: experts use the tp ranks."""
+    """Make parameters replicated by `parallelize_tensor` plain tensors again: the expert mesh has the tp ranks."""
     plain: dict[int, nn.Parameter] = {}
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():

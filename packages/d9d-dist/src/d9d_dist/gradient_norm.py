@@ -54,8 +54,9 @@ def grad_norm_parts(
 ) -> dict[str, torch.Tensor]:
     """Return the norms of groups of gradients that are sharded over the same axes, e.g. to locate exploding gradients.
 
-    The p-th powers of the norms add up to that of the stage's norm. Issues the collectives of `global_grad_norm` except
-    the one over pipeline stages, which have separate parts. Arguments and errors are those of `global_grad_norm`.
+    The p-th powers of the norms add up to the p-th power of the stage's norm. Issues the collectives of
+    `global_grad_norm` except the one over pipeline stages, which have separate parts. Arguments and errors are those of
+    `global_grad_norm`.
 
     Returns:
         0-dim tensors by the axes of more than one rank that shard the gradients, e.g. `"dp_cp_shard x tp"`;
@@ -68,7 +69,11 @@ def grad_norm_parts(
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's shards of gradients that are sharded over the axes `name`, joined by " x "."""
+    """This rank's gradient shards that share the same sharding axes.
+
+    Attributes:
+        name: Names of these axes, joined by `" x "`.
+    """
 
     name: str
     groups: tuple[dist.ProcessGroup, ...]
@@ -94,7 +99,7 @@ def _reduced_powers(
 
 
 def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
-    """Return the parts. The order depends only on the parameters and so is equal on all ranks of a stage."""
+    """Return the parts, in an order that depends only on the parameters and is equal on all ranks of a stage."""
     spread = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     parts: dict[str, _Part] = {}
     if len(spread) < len(parameters):
@@ -113,7 +118,7 @@ def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
 
 
 def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, tuple[dist.ProcessGroup, ...]]:
-    """Return the names, and the process groups, of the mesh axes of more than one rank that shard the elements."""
+    """Return the joined names and the process groups of the sharding axes of more than one rank."""
     axes = [
         (name, mesh.get_group(axis))
         for axis, (name, placement) in enumerate(zip(axis_names(mesh), placements, strict=True))

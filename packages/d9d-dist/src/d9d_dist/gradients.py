@@ -27,8 +27,8 @@ def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
 def defer_gradient_sync(module: nn.Module) -> None:
     """Make FSDP backward passes only accumulate gradients, from the next forward on; see `finish_gradient_sync`.
 
-    For weight gradients that are computed outside of backward, as `SplitBackward` defers them. Parameters stay gathered
-    from the first backward of a step to its end. A module without FSDP is not changed.
+    For weight gradients that are computed outside of backward, such as those that `SplitBackward` defers. Parameters
+    stay gathered from the first backward of a step to its end. A module without FSDP is not changed.
     """
     for root in _fsdp_roots(module):
         root.set_requires_gradient_sync(False)

@@ -101,7 +101,7 @@ class _Initializer:
         self._set: set[Named] = set()
 
     def fill(self, module: nn.Module, scope: str) -> None:
-        """Run one module's `reset_parameters`, with more full tensors until the result is layout-independent.
+        """Run one module's `reset_parameters`; repeat it with more full tensors until the result is layout-independent.
 
         Raises `UserError` as `materialize` does.
         """

@@ -140,6 +140,6 @@ def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> s
 
 
 def _divisors(number: int) -> str:
-    """Format the divisors of a number; of more than ten, the middle ones are replaced by "..."."""
+    """Format the divisors of a number. If there are more than ten, "..." replaces the middle ones."""
     divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
     return ", ".join(divisors if len(divisors) <= 10 else [*divisors[:5], "...", *divisors[-4:]])

@@ -147,7 +147,7 @@ def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -
 def _blocks(
     whole: torch.Tensor, source: torch.Tensor | None, needed: Sequence[tuple[int, int]], device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Send blocks of rows of a tensor from rank 0; yield each block of this rank and its first row.
+    """Send blocks of rows of a tensor from rank 0; yield the first row index and the rows of each received block.
 
     A block is valid until the next iteration. `whole` is the full tensor on `meta`, `source` its values on rank 0,
     `needed` the begin and the end of each rank's rows.

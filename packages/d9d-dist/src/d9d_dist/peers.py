@@ -1,4 +1,4 @@
-"""Processes of the ranks and their states, to find the cause of a failed collective, whose error names only victims.
+"""States of the ranks' processes, to find the cause of a failed collective. Its error names only victims.
 
 Only processes on this machine can be inspected.
 """

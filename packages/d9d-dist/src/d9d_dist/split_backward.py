@@ -70,13 +70,15 @@ class DeferredWeightGrads:
 
 @final
 class SplitBackward:
-    """Backward of one pipeline stage, split into input gradients and weight gradients, for all its microbatches.
+    """Backward of one pipeline stage, split into input gradients and weight gradients.
 
-    split = SplitBackward()
-    with split.forward():
-        y = stage(x)
-    later = split.backward([y], [grad_y])   # sets x.grad
-    later.compute()                         # sets .grad of the weights
+    One object serves all microbatches of the stage:
+
+        split = SplitBackward()
+        with split.forward():
+            y = stage(x)
+        later = split.backward([y], [grad_y])   # sets x.grad
+        later.compute()                         # sets .grad of the weights
     """
 
     def __init__(self) -> None:
@@ -124,7 +126,7 @@ class WeightGradHandle:
         self._split, self._weight = split, weight
 
     def give(self, work: Callable[[], Tensor]) -> Tensor | None:
-        """Compute or defer the weight gradient; return the value for backward to return: the gradient or None.
+        """Compute or defer the weight gradient. Return the result for backward: the gradient, or None if deferred.
 
         Args:
             work: Function that computes the gradient, now or later; objects that it refers to are kept alive until
@@ -171,7 +173,7 @@ def _defer_weight_grad(split: SplitBackward | None, weight: Tensor, *inputs: Ten
 class _LinearMode(TorchFunctionMode):
     """Function mode that replaces `torch.nn.functional.linear` if the weight gradient can be deferred.
 
-    The mode holds its split instead of reading the context variable: on accelerators, activation checkpoints are
+    The mode holds its split instead of reading the context variable. On accelerators, activation checkpoints are
     recomputed in autograd's threads, which inherit torch's modes but not Python's context variables.
     """
 

@@ -38,9 +38,9 @@ class TensorStyle:
     """Tensor-parallel behavior of a submodule. Base class for custom styles.
 
     Attributes:
-        has_partial_gradients: True if ranks compute different parts of the gradients of replicated parameters, as in
-            modules that compute on a part of the sequence or on some of the heads. Applies to the submodule and to its
-            descendants that the plan does not name.
+        has_partial_gradients: True if ranks compute different parts of the gradients of replicated parameters. Examples
+            are modules that compute on a part of the sequence or on some of the heads. Applies to the submodule and to
+            its descendants that the plan does not name.
     """
 
     has_partial_gradients: ClassVar[bool] = True
@@ -274,7 +274,7 @@ def _first_arg(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> 
 
 
 def _redistribute_input(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
-    """Make an activation whole for layers that each compute a part of its gradient."""
+    """Return the whole activation, whose gradient is partial; `layout` is None if it is already converted."""
     if layout is None:
         return x
     if isinstance(layout, Shard):
@@ -283,7 +283,7 @@ def _redistribute_input(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -
 
 
 def _redistribute_output(x: Tensor, layout: Placement, mesh: DeviceMesh) -> Tensor:
-    """Sum over ranks; return the whole sum, or this rank's part."""
+    """Sum an activation over ranks; return the whole sum, or this rank's part if `layout` is a `Shard`."""
     if isinstance(layout, Shard):
         return reduce_scatter_to_axis(x, mesh, dim=layout.dim)
     return reduce_from_axis(x, mesh)

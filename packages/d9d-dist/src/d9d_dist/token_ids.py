@@ -7,7 +7,7 @@ from d9d_dist.errors import UserError
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, *, what: str, ignored: int | None = None) -> None:
-    """Raise `UserError` if an id, of an integer tensor of any shape, is neither in `range(vocab_size)` nor `ignored`.
+    """Raise `UserError` if an id is neither in `range(vocab_size)` nor `ignored`. `ids` are integers of any shape.
 
     On an accelerator the check is asynchronous: no host-device synchronization; a later operation that synchronizes
     raises the failure. `what` names the ids in the message.

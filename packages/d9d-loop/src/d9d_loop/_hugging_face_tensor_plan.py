@@ -66,7 +66,7 @@ def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
 
 
 def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -> TensorStyle | None:
-    """Return the style of a module by its rule and the rules of its parameters; None if they are not supported."""
+    """Return the style of a module by its rule and the rules of its parameters; None if a rule is not supported."""
     module = model.get_submodule(name)
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     style: TensorStyle | None = None
@@ -95,7 +95,8 @@ def _with_wildcards(name: str) -> str:
 def _head_size(model: Any, name: str, num_outputs: int) -> int:
     """Return the number of consecutive outputs per attention head of a layer; 1 outside of attention.
 
-    An attention module has fewer heads of keys and values than of queries, or one layer for all three.
+    The layers of keys and values may have fewer heads than the layer of queries. A fused layer has the queries, keys
+    and values of each head.
     """
     attention = model.get_submodule(name.rpartition(".")[0])
     sizes = [getattr(attention, key) for key in ("head_dim", "head_size", "qk_head_dim") if hasattr(attention, key)]
@@ -108,9 +109,10 @@ def _head_size(model: Any, name: str, num_outputs: int) -> int:
 
 
 def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
-    """Add styles of modules that are missing in the model's plan; return modules whose gradients would be wrong.
+    """Add styles that are missing in the model's plan; return names of modules and parameters still without a style.
 
-    A module between split layers has partial gradients. Latent attention has replicated modules before split layers.
+    The gradients of these would be wrong: a module between split layers has partial gradients. Latent attention has
+    replicated modules before split layers.
     """
     unknown: list[str] = []
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Dispatch of events to handlers, isolated so that handlers do not change the training by accident."""
+"""Event dispatch. Handlers are isolated, so they cannot change the training by accident."""
 
 import dataclasses
 import inspect

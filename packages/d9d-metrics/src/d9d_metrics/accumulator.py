@@ -1,4 +1,4 @@
-"""State of a metric: a tensor with a reduction that combines values, and the states of several ranks."""
+"""State of a metric: a tensor, and a reduction that combines values as well as the states of several ranks."""
 
 import math
 from collections.abc import Sequence

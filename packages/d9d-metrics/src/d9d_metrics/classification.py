@@ -106,9 +106,9 @@ class MultilabelClassification(_Classification):
 class MulticlassClassification(_Classification):
     """Scores of a classifier over several exclusive classes. A NaN in a counted sample makes all scores NaN.
 
-    With `top_k` > 1, the predicted class of a sample is the true class if it is among the k highest predictions, and
-    otherwise the highest one. All scores are computed from these predicted classes. Among equal predictions the class
-    with the smaller index ranks higher.
+    With `top_k` > 1, the predicted class of a sample is the true class if it is among the k highest predictions.
+    Otherwise it is the class with the highest prediction. All scores are computed from these predicted classes.
+    Among equal predictions the class with the smaller index ranks higher.
 
     Args:
         top_k: Number of highest predictions that may contain the true class.

@@ -7,7 +7,7 @@ Experts count only for the tokens that are dispatched to them. Recomputation (ac
 excluded.
 
 MFU (Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, section 4.1 and appendix B) is model FLOPs per
-second over the peak rate of all ranks. Unlike the paper, this module counts causal attention by half, as its mask does.
+second over the peak rate of all ranks. Unlike the paper, this module counts only the unmasked half of causal attention.
 """
 
 from collections.abc import Mapping

@@ -83,10 +83,10 @@ def _flattened(values: Mapping[str, MetricValue]) -> Iterator[tuple[str, Tensor]
 
 @final
 class MetricSync(Generic[M]):
-    """Repeated reduction of the same metrics, with buffers that are set up once. See `sync_metrics` for the arguments.
+    """Reusable reduction of the same metrics: the buffers are allocated once. See `sync_metrics` for the arguments.
 
-    The first `start` moves the values of all accumulators into one flat buffer, of which they are views afterwards.
-    Later calls copy the whole state with one operation.
+    The first `start` moves the accumulator values into flat buffers, one each for sums, counts and other values. The
+    accumulators become views of these buffers, so later calls copy each buffer at once.
     """
 
     def __init__(self, metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> None:
@@ -169,7 +169,7 @@ class _AccumulatorViews:
 
 @final
 class _AllReduce:
-    """Sum all-reduce over one group, of sums, halves of counts, and one row per rank of the other values.
+    """All-reduce (sum) over one group. A message has sums, halves of counts, and one row per rank of the other values.
 
     Each rank fills only its own row, so the sum of the rows over ranks is an all-gather. `before` is the state of this
     rank, `after` the reduced state. All buffers but the message are allocated once: on CPU allocations dominate.
@@ -196,7 +196,7 @@ class _AllReduce:
         self._results = [result for _, result in _blocks(gathered, others.view(1, -1))]
 
     def send(self) -> tuple[Tensor, dist.Work | None]:
-        """Start the all-reduce of `before`; return the message, and the handle, `None` for a group of one rank."""
+        """Start the all-reduce of `before`; return the message and the work handle (`None` without a group)."""
         if self._halves.numel() > 0:
             counts = self.before.counts
             self._halves.copy_(torch.stack([counts >> _HALF_BITS, counts & (1 << _HALF_BITS) - 1]))
@@ -224,7 +224,7 @@ class _AllReduce:
 
 @final
 class _State:
-    """Values of sums, of counts (int64) and of other accumulators in three flat tensors, and the views of them."""
+    """Accumulator values in three flat tensors: sums, counts (int64) and others. `views` has a view per accumulator."""
 
     def __init__(self, shapes: _Shapes, sums: Tensor, counts: Tensor, others: Tensor) -> None:
         self.shapes, self.sums, self.counts, self.others = shapes, sums, counts, others

@@ -40,7 +40,7 @@ def wide_logits(hidden_TD: Tensor, weight_VD: Tensor, softcap: float | None) -> 
 
 
 def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return `softcap * tanh(logits / softcap)` ("Gemma 2", arXiv:2408.00118, section 2); `logits` if it is None."""
+    """Return `softcap * tanh(logits / softcap)` ("Gemma 2", arXiv:2408.00118, section 2), or `logits` without a cap."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

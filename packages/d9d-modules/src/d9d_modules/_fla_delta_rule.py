@@ -65,7 +65,7 @@ def fla_delta_rule(
 
 
 def require_fla(reason: str | None) -> None:
-    """Raise a `UserError` if `reason` is not None."""
+    """Raise a `UserError` if the backend is unavailable; `reason` is None if it is available."""
     if reason is not None:
         raise UserError(f"backend 'fla' is not available: {reason}. Use 'chunked', or None to select one.")
 

@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) ->
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of `x + residual` and that sum, rounded to their dtype; see `d9d_modules.add_rms_norm`."""
+    """Return the RMS norm of `x + residual` and the sum, both in the dtype of `x`; see `d9d_modules.add_rms_norm`."""
     normed, total = _AddRMSNorm.apply(x, residual, weight_D, eps, zero_centered)
     return normed, total
 

@@ -9,7 +9,7 @@ from d9d_dist.errors import UserError
 
 
 class VocabularySplits(nn.Module):
-    """Abstract module with parameters [V_i, D] of named splits: `weight` for a single split, else `weight_<split>`."""
+    """Base class with one parameter [V_i, D] per split: `weight` for a single split, else `weight_<split>`."""
 
     def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from d9d_dist.errors import UserError
 
 CheckpointPolicy: TypeAlias = Literal["none", "full", "selective"]
-"""Tensors that forward saves: all activations; only the inputs; the inputs and the outputs of expensive operators."""
+"""Tensors to save: all ("none"), inputs only ("full"), inputs and outputs of expensive operators ("selective")."""
 
 Operator: TypeAlias = Callable[..., Any]
 """A torch operator, such as `torch.ops.aten.mm.default`."""

@@ -265,7 +265,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _wide_product(p_tv: Tensor, rows_vD: Tensor) -> Tensor:
-    """Multiply in the dtype of the rows, return [t, D] in the dtype of `p`; accelerators skip the rounding between."""
+    """Multiply in the dtype of the rows; return [t, D] in the dtype of `p`, on accelerators without extra rounding."""
     narrow_tv = p_tv.to(rows_vD.dtype)
     if p_tv.dtype == rows_vD.dtype or p_tv.device.type in ("cpu", "meta"):
         return (narrow_tv @ rows_vD).to(p_tv.dtype)  # torch.mm has no out_dtype on these devices

@@ -39,8 +39,8 @@ class GatedDeltaNet(nn.Module):
     sequence length.
 
     Context parallelism is not supported: `parallelize_context` rejects models with this layer. Each rank would need one
-    contiguous part of each row, but `ContextSplit` assigns two. From the previous rank, it would
-    need the last `conv_width - 1` positions and the final state, which a scan over ranks can compute.
+    contiguous part of each row, but `ContextSplit` assigns two. The rank would also need the last `conv_width - 1`
+    positions and the final state of the previous rank; a scan over ranks can compute the states.
 
     Args:
         num_key_heads: Number of query and key heads; divides `num_value_heads`.

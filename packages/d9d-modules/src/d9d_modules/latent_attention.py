@@ -40,7 +40,7 @@ class MultiHeadLatentAttention(nn.Module):
         backends: See `GroupedQueryAttention`.
 
     Attributes:
-        attention_function: See `GroupedQueryAttention`; the same head dim K for queries, keys and values (zero-padded).
+        attention_function: See `GroupedQueryAttention`. Queries, keys and values are zero-padded to the head dim K.
 
     Raises:
         UserError: If a name in `backends` is unknown.

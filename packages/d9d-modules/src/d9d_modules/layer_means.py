@@ -49,7 +49,7 @@ class LayerMeans(NamedTuple):
         return LayerMeans(mask_BL.bool(), hidden_BLD.new_zeros(0, batch, hidden_size))
 
     def add(self, hidden_BLD: Tensor) -> "LayerMeans":
-        """Return a copy with the mean of one more layer output [B, L, D]; errors as in `start`."""
+        """Return a copy with the mean of one more layer output [B, L, D]. Raises the same errors as `start`."""
         check_mask(self.mask_BL, hidden_BLD)
         mean_1BD = masked_mean(hidden_BLD, self.mask_BL).unsqueeze(0)
         return LayerMeans(self.mask_BL, torch.cat((self.means_NBD, mean_1BD)))

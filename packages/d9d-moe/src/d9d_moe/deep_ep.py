@@ -1,4 +1,4 @@
-"""Dispatch by DeepEP, whose kernels send each token once to each rank that has at least one of its experts.
+"""Dispatch by DeepEP, whose kernels send each token once to each rank with at least one of the token's experts.
 
 DeepEP uses NVLink within a node and RDMA between nodes. The weighted sum of the experts' outputs is computed on the
 experts' rank. DeepEP then sums the rows of all ranks, asynchronously.
@@ -161,7 +161,7 @@ class _DeepEpDispatch(torch.autograd.Function):
 
 
 class _DeepEpCombine(torch.autograd.Function):
-    """Sum of rows over ranks and its event; backward dispatches the gradients."""
+    """Sum of rows over ranks, and an event that marks its end; backward dispatches the gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, buffer: DeepEpBuffer, handle: Any) -> tuple[Tensor, Any]:

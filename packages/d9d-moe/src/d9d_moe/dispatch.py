@@ -71,7 +71,7 @@ def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num
     """Sort copies of tokens [T, D] by expert, for the choices whose expert is on this rank.
 
     The routing has local expert indices; choices with an index of `num_experts` or more are ignored. `num_rows` is the
-    number of the other choices, passed to avoid a host-device synchronization.
+    number of choices that are not ignored, passed to avoid a host-device synchronization.
     """
     order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
     inverse_N = inverse_permutation(order_N)

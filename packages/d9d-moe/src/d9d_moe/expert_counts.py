@@ -17,7 +17,8 @@ class ExpertCounter(nn.Module):
     """Counter of tokens per expert that counts in the backward pass.
 
     Attributes:
-        counts: Tokens per expert of this rank since the last reset [E], int64; a non-persistent buffer.
+        counts: Tokens, without padding, that this rank dispatched to each expert since the last reset, [E], int64; a
+            non-persistent buffer.
     """
 
     def __init__(self, num_experts: int) -> None:

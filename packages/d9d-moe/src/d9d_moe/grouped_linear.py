@@ -76,7 +76,7 @@ def choose_grouped_matmul(
 ) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the inputs, else "eager".
 
-    The choice depends only on dtypes and shapes. `environment` is None for `os.environ`.
+    The choice depends only on dtypes and shapes. `environment` defaults to `os.environ`.
 
     Raises:
         UserError: If the variable names an unknown backend.

@@ -18,10 +18,10 @@ from d9d_moe.router_losses import RouterLosses, TokenGroups, require_scores, z_l
 
 
 def token_records(routing: Routing, losses: RouterLosses, *, mask_T: Tensor | None = None) -> Tensor:
-    """Return the records [T, R] of one layer for the loss over all layers; zeros for padding.
+    """Return one layer's records [T, R], the per-token inputs to the loss over all layers; zeros for padding.
 
-    The columns are the scores [E], 1 for each chosen expert and 0 for the others [E], the number of layers (1), and the
-    z-loss. `mask_T` is the token mask [T], bool; None if there is no padding.
+    Columns: router scores [E], one-hot mask of the chosen experts [E], ones [1] (summed over layers, they give the
+    layer count), z-loss [1]. `mask_T` is the token mask [T], bool; None if there is no padding.
 
     Raises:
         UserError: If the routing has no logits or no scores.

@@ -100,7 +100,7 @@ class MoELayer(nn.Module):
         return HiddenAndLosses(y, self._losses(routing, x, mask_T)) if self.losses.any else y
 
     def _losses(self, routing: Routing, x: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Compute the router losses of each token [...], or its records for a loss over all layers [..., R]."""
+        """Compute the router losses of each token [...], or the records [..., R] for a loss over all layers."""
         if not self.training:
             zeros = x.new_zeros(x.shape[:-1], dtype=routing.probabilities.dtype)
             return zeros.unsqueeze(-1) if self.losses.are_joint else zeros

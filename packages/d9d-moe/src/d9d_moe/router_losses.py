@@ -165,8 +165,8 @@ def expert_load(
 ) -> Tensor:
     """Compute the load of each expert relative to an even load: [B, E] for "sequence", [1, E] for "batch"; float32.
 
-    Collective over the group of the scope: one all-reduce of as many float32 counts. The routing has `rows` rows of
-    equal length, flattened to [T]. Padding, marked by False in `mask_T` [T], is not counted.
+    Collective over the group of the scope: one all-reduce of float32 counts, in the shape of the result. The
+    routing has `rows` rows of equal length, flattened to [T]. Padding, marked by False in `mask_T` [T], is not counted.
     """
     assert routing.scores is not None
     num_tokens, num_experts = routing.scores.shape

@@ -80,7 +80,7 @@ def _names_per_group(stored: Mapping[str, Tensor], numbers: Mapping[str, Tensor]
 
 
 def _joint_parameter(stored: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> JointParameter | None:
-    """Return the name of the stored tensor and its weights in row order if it concatenates them all, else `None`."""
+    """Return the parameter and its weights in row order if one stored tensor holds all weights, else `None`."""
     if len(stored) != 1:
         return None
     ((key, tensor),) = stored.items()

@@ -47,7 +47,7 @@ def is_target(target: Target, name: str, module: nn.Module) -> bool:
 def find_layers(
     model: nn.Module, target: Target, fits: Callable[[nn.Module], bool], *, method: str, expected: str
 ) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Return the supported layers that match a target, by first name, and a message if there are none, else `()`.
+    """Return the supported layers that match a target, by first name; and the error message if there are none.
 
     `fits` returns True for supported modules; other matches are skipped. `method` and `expected` are for messages.
     Raises `UserError` if torch uses the weight of a match without calling the layer: an adapter would have no effect.

@@ -1,7 +1,4 @@
-"""Base class of modules that change the output of a layer with parameters of their own.
-
-Methods get the layer as an argument: as an attribute its parameters would be registered twice.
-"""
+"""Adapters: modules that change the output of a layer with parameters of their own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

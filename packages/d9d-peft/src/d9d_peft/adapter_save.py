@@ -62,7 +62,7 @@ def save_adapters(
 
 
 def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
-    """Gather full tensors in host memory by name in the file, for ranks that keep them. Collective over the stage."""
+    """Gather full tensors in host memory, by name in the file; empty unless `keeps`. Collective over the stage."""
     kept: dict[str, Tensor] = {}
 
     def keep(gathered: dict[str, Tensor]) -> None:

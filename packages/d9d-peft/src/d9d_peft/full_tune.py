@@ -37,7 +37,7 @@ class FullTune:
         return Plan(claimed=parameters, trainable=parameters, unmatched=() if parameters else (message,))
 
     def _matches(self, model: nn.Module) -> Iterator[str]:
-        """Yield the names of parameters that match themselves or are in a module that matches."""
+        """Yield the names of the parameters that match or are in a matching module."""
         for name, module in model.named_modules(remove_duplicate=False):
             if is_target(self.target, name, module):
                 yield from (f"{name}.{parameter}".lstrip(".") for parameter, _ in module.named_parameters())

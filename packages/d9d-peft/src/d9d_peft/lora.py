@@ -82,7 +82,7 @@ class LoRA(LowRankMethod):
         rank: Rank of each update.
         alpha: Numerator of the scale alpha / rank of each update.
         dropout: Probability that an input element of an update is zeroed in training.
-        rank_stabilized: Scale updates by alpha / sqrt(rank) instead of alpha / rank; see `LowRank`.
+        rank_stabilized: True to scale updates by alpha / sqrt(rank) instead of alpha / rank; see `LowRank`.
         dtype: dtype of the adapters; `None` for the dtype of each layer's weight, but at least float32.
     """
 

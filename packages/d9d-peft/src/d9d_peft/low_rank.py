@@ -29,8 +29,8 @@ class LowRank:
         rank: $r$, the number of rows of A and of columns of B.
         alpha: $\alpha$, numerator of the scale $\alpha / r$.
         dropout: Probability that an input element of the update is zeroed in training.
-        rank_stabilized: Use the scale $\alpha / \sqrt r$ instead of $\alpha / r$, which keeps updates of high ranks
-            from vanishing (Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA",
+        rank_stabilized: True for the scale $\alpha / \sqrt r$ instead of $\alpha / r$. Updates of high ranks then do
+            not vanish (Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA",
             arXiv:2312.03732).
     """
 
@@ -105,7 +105,7 @@ class LowRankMethod(ABC):
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Supported layers, for messages."""
+        """Raise `UserError` if a field is invalid."""
         method = type(self).__name__
         check_target(self.target, method)
         self._low_rank().check(method)

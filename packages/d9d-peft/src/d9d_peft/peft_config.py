@@ -152,7 +152,7 @@ def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
 
 
 def refuse_other_scale(config: Mapping[str, Any], name: str, low_rank: LowRank, *, origin: str) -> None:
-    """Raise `UserError`, with the matching options, if a layer or parameter has another rank or scale."""
+    """Raise `UserError` if the configuration has another rank or scale for a layer or parameter."""
     stored = config_low_rank(config, name)
     if stored.rank != low_rank.rank or not math.isclose(stored.scaling, low_rank.scaling, rel_tol=1e-9):
         wanted = "rank_stabilized = True and " if stored.rank_stabilized else ""
@@ -306,7 +306,7 @@ def _match(pattern: str, name: str, entry: str) -> re.Match[str] | None:
 
 
 def _exact_pattern(name: str) -> str:
-    """Return a pattern that matches a name, but no longer name that ends with a dot and this name."""
+    """Return a pattern that matches a name, but not longer names that end with a dot and this name."""
     return f"^{re.escape(name)}"
 
 

@@ -68,7 +68,7 @@ class StoredLayer:
         return tensors
 
     def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Set the parameters from a file, by `read(name)`. Collective for DoRA with sharded parameters."""
+        """Set the parameters by `read`, which returns a tensor by name. Collective for DoRA with sharded parameters."""
         for suffix, parameter, _ in self._parameters():
             parts = [read(key).to(parameter.device) for key in self._keys(suffix)]
             values = torch.stack(parts) if len(parts) > 1 else parts[0]

@@ -91,10 +91,10 @@ def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
 def agreed_adapters(
     model: nn.Module, base_mapper: StateMapper | None, ctx: DistributedContext | None
 ) -> tuple[StoredAdapters, bool]:
-    """Find this rank's contents of the files; True if all ranks' adapters are DoRA. Collective over the job.
+    """Collect this rank's tensors to save; also return True if the adapters are DoRA. Collective over the job.
 
-    Raises `UserError` on all ranks if files cannot hold a trained tensor, or the model has no adapters or both LoRA and
-    DoRA.
+    Raises `UserError` on all ranks if the `peft` format cannot represent a trained tensor, or the model has no adapters
+    or both LoRA and DoRA.
     """
     stored, problem = StoredAdapters(), None
     try:
@@ -114,7 +114,10 @@ def agreed_adapters(
 
 
 def stored_adapters(model: nn.Module, base_mapper: StateMapper | None) -> StoredAdapters:
-    """Find this rank's contents of the adapter files. Raises `UserError` if files cannot hold a trained tensor."""
+    """Collect this rank's tensors to save in the adapter files.
+
+    Raises `UserError` if the `peft` format cannot represent a trained tensor.
+    """
     layers = adapted_layers(model)
     unsupported = [
         f"{name} ({type(adapted.adapter).__name__})"
@@ -134,7 +137,7 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None) -> Stored
 def _stored_layers(
     layers: Mapping[str, AdaptedLayer], base_mapper: StateMapper | None
 ) -> tuple[tuple[StoredLayer, ...], tuple[StoredParameter, ...]]:
-    """Divide the layers into those stored per layer and those stored in a parameter of all experts."""
+    """Divide the layers into those stored one by one and those stored in a parameter [experts, out, in]."""
     weights = {f"{name}{_WEIGHT}".lstrip("."): adapted for name, adapted in layers.items()}
     grouped = {name: _shape(adapted) for name, adapted in weights.items() if len(_shape(adapted)) == 3}
     stored: list[StoredLayer] = []

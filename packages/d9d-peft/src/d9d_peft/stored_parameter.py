@@ -50,7 +50,7 @@ class StoredParameter:
         return LowRank(rank=rank, alpha=alpha, dropout=first.dropout, rank_stabilized=first.rank_stabilized)
 
     def stored_low_rank(self, rank: int) -> LowRank:
-        """Return the rank and scale to read files of this rank: those of each layer, or those of `save_adapters`."""
+        """Return rank and scale for a file of this rank: those of each layer, or those that `save_adapters` writes."""
         return self.adapters[0].low_rank if self._is_shared(rank) else self.low_rank
 
     def check(self) -> None:
@@ -77,7 +77,7 @@ class StoredParameter:
         return {self._key(A): a_ERI.flatten(0, 1), self._key(B): b_EOR.permute(1, 2, 0).flatten(1)}
 
     def check_values(self, read: Callable[[str], Tensor], rank: int) -> None:
-        """Raise `UserError` if B of a file is not block-diagonal over layers, each of which has its own A."""
+        """Raise `UserError` if a file with one A per layer has a B that is not block-diagonal over layers."""
         if self._is_shared(rank):
             return
         b_EOR = self._by_expert(read(self._key(B)))
@@ -89,7 +89,7 @@ class StoredParameter:
                 )
 
     def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Set the parameters from a file, by `read(name)`. Local."""
+        """Set the parameters by `read`, which returns a tensor by name. No collectives."""
         device = self.adapters[0].lora_a.device
         a_ERI = read(self._key(A)).to(device).unflatten(0, (self.adapters[0].lora_a.shape[0], -1))
         b_EOR = self._by_expert(read(self._key(B)).to(device))
@@ -99,7 +99,7 @@ class StoredParameter:
             copy_from_full_(adapter.lora_b, b_EOR[:, rows] if is_shared else b_EOR[:, rows, ranks])
 
     def _is_shared(self, rank: int) -> bool:
-        """Return True if files of this rank have one A for all layers."""
+        """Return True if files with adapters of this rank have one A for all layers."""
         return all(adapter.low_rank.rank == rank for adapter in self.adapters)
 
     def _parts(self) -> list[tuple[LoraAdapter, slice, slice]]:

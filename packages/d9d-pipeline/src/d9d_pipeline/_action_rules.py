@@ -28,9 +28,9 @@ Single: TypeAlias = Part | ComputeLoss | Transfer
 @final
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Facts that an action needs, and facts that it makes true, on its (stage, microbatch) pair.
+    """Precondition and effect of an action: facts about its (stage, microbatch) pair that it needs and makes true.
 
-    The facts that it makes true must not hold before.
+    A fact that the action makes true must not hold before the action.
 
     Attributes:
         towards: Offset of the adjacent stage that the action sends to or receives from: 1 is the next stage, -1 the
@@ -78,7 +78,7 @@ RULES: dict[type[Any], Rule] = {
 TRANSFERS = (SendOutput, ReceiveInput, SendInputGradient, ReceiveOutputGradient)
 
 Placed: TypeAlias = dict[tuple[type[Any], int], tuple[int, int | None]]
-"""The rank, and the peer of a transfer, by action type and stage. Pairs without an entry belong on no rank."""
+"""Rank and, for a transfer, peer by action type and stage. An action without an entry belongs on no rank."""
 
 
 def places(stage_ranks: tuple[int, ...]) -> Placed:

@@ -1,4 +1,4 @@
-"""Detection of ranks that wait for each other, if each transfer blocks both of its ranks until it completes."""
+"""Deadlock detection, assuming that each transfer blocks both of its ranks until it completes."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from d9d_pipeline.program import Program
 
 
 def deadlock_problems(program: Program) -> list[str]:
-    """Return a line that names the ranks and transfers of a deadlock of an otherwise correct program, if there is one.
+    """Return one line with the ranks and transfers of a deadlock, or an empty list if there is no deadlock.
 
-    If exactly one rank orders its transfers differently from `build`, the line starts with this rank. Ranks outside the
-    cycle are not named.
+    The program must be correct otherwise. If exactly one rank orders its transfers differently from `build`, the line
+    starts with this rank. Ranks outside the cycle are not named.
     """
     blocked = _blocked_transfers(program.ranks)
     if not blocked:

@@ -54,7 +54,7 @@ class Inputs:
 
 
 OutputHandler: TypeAlias = Callable[[Outputs, int], Tensor | None]
-"""Called with the last stage's output of a microbatch, which is not kept, and the microbatch's index.
+"""Function of the last stage's output for a microbatch, and the microbatch's index. The output is not kept.
 
 In training it returns the loss: a scalar, *summed* over the microbatch. Without backwards its result is ignored.
 """
@@ -68,7 +68,7 @@ _Pair: TypeAlias = tuple[int, int]
 class _Step:
     """State of one step; each entry is removed when it is used, so that its memory is freed.
 
-    `kinds` has the shapes and dtypes of each microbatch's inputs, part of the key of cached message metadata. `ready`
+    `kinds` has the shapes and dtypes of each microbatch's inputs, a part of the key of cached message metadata. `ready`
     is the start of the current action, or the arrival of its input, if the step is measured.
     """
 

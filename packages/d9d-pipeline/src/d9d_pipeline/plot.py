@@ -28,8 +28,8 @@ _KINDS: dict[type[Part], tuple[str, str]] = {
     BackwardWeight: ("backward, weights", "#cc79a7"),
 }
 _PALEST = 0.6  # fraction of white in the color of a rank's first stage, if it holds several
-_ROW_HEIGHT = 0.86  # of a rank; rows are 1.0 apart
-_TRANSFER_HEIGHT = 0.14  # of the transfers within a row
+_ROW_HEIGHT = 0.86  # of a rank's boxes; ranks are 1.0 apart
+_TRANSFER_HEIGHT = 0.14  # of the boxes of transfers
 _ROW_INCHES, _MARGIN_INCHES = 0.42, 0.8
 _BOX_INCHES = 0.22  # width of a short action
 _MIN_INCHES, _MAX_INCHES = 8.0, 26.0  # width of the figure

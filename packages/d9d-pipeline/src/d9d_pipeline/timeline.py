@@ -48,7 +48,7 @@ class Timeline:
     def waiting_between(self) -> tuple[float, ...]:
         """Idle time of each rank between its first and its last computation: the bubble of ZB-V, where it is 0.
 
-        Idle time before and after can be used by the adjacent steps if steps overlap.
+        If steps overlap, adjacent steps can use the idle time before and after.
         """
         each = [self.computed(rank) for rank in range(len(self.ranks))]
         return tuple(timed[-1].end - timed[0].start - _busy(timed) if timed else 0.0 for timed in each)

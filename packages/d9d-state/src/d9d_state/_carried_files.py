@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 def add_carried_files(
     own: Mapping[str, JsonValue], source: Path, tensors: Iterable[TensorInfo]
 ) -> dict[str, JsonValue | bytes]:
-    """Merge the small files of a source folder with those in `own`, which an exporter writes and which take precedence.
+    """Return the small files of a source folder merged with `own`, the exporter's files, which take precedence.
 
     Exception: of two `config.json` files with the same `model_type`, entries that only the source has are kept, and
     `dtype` becomes that of the exported tensors. Raises `UserError` if the source is unreadable or its `config.json` is

@@ -32,7 +32,7 @@ _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?
 class Export:
     """Files of one export while they are being written, in a partial folder beside the final one.
 
-    A failed rank stores its error until `commit`, because the other ranks need it in their collectives until then.
+    A failed rank stores its error until `commit` and continues, because the other ranks' collectives need every rank.
     """
 
     def __init__(self, target: Path, files: Sequence[PlannedFile], ctx: DistributedContext | None) -> None:

@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"\.shared-[0-9a-f]{32}")
 def sharing_problem(
     folder: Path, ctx: DistributedContext | None, *, needed: bool = True, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Return the error text, equal on all ranks, that names the ranks that do not see a folder, or `None`. Collective.
+    """Return an error text that names the ranks without access to a folder, or `None`. Collective, equal on all ranks.
 
     Raises `StateError` on every rank if the main process cannot write to the folder.
     """

@@ -86,7 +86,7 @@ class FolderLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
-        # flock is held while any copy of the descriptor is open, and forked data workers may outlive a killed job.
+        # A forked data worker may outlive a killed job; an open copy of the descriptor would still hold the flock.
         lock: ref[FolderLock] = ref(self)
         os.register_at_fork(after_in_child=partial(_close_in_child, lock))
         holder = dump_json({"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id})

@@ -50,8 +50,8 @@ def convert_model_state(
     Raises:
         UserError: On every rank, listing every mismatch between files and mapper. Also if the source is malformed, or
             the target is the source or holds other files than an export.
-        ValueError: If an extra file is not JSON or its name is not a plain file name, or if `ctx` is missing although
-            there are several ranks.
+        ValueError: If an extra file is not JSON, or its name is not a plain file name. Also if `ctx` is missing
+            although there are several ranks.
         StateError: On every rank, if reading or writing failed. An earlier export at the target stays unchanged.
     """
     ranks, rank = num_ranks(ctx), 0 if ctx is None else ctx.rank

@@ -43,8 +43,8 @@ class ModelFolder:
         """Read the header of `model.safetensors`, or of every file in `model.safetensors.index.json`.
 
         Raises:
-            UserError: If the folder has neither file, the index or a header is malformed, the index names a file
-                outside the folder, or a listed tensor is missing from its file.
+            UserError: If the folder has neither file, or the index or a header is malformed. Also if the index names a
+                file outside the folder, or a listed tensor is missing from its file.
         """
         folder = Path(path)
         if os.path.lexists(folder / INDEX_NAME):

@@ -58,8 +58,8 @@ def save_model_state(
     Raises:
         UserError: On every rank, if mapper and model do not match, the folder holds other files than an export, or the
             source cannot be read.
-        ValueError: If an extra file is not JSON or its name is not a plain file name, or if `ctx` is missing although
-            there are several ranks.
+        ValueError: If an extra file is not JSON, or its name is not a plain file name. Also if `ctx` is missing
+            although there are several ranks.
         StateError: On every rank, if writing failed. An earlier export at the target stays unchanged.
     """
     num_ranks(ctx)

@@ -1,7 +1,7 @@
 """Reads of tensor regions from safetensors files directly into their destination, with `preadv`.
 
-`mmap` would be less code, but mapped pages count as process memory until the file is closed, and slicing a mapped
-tensor makes an extra copy. If dtype, strides or device differ, the data passes through a buffer of a few MiB.
+`mmap` would be less code, but mapped pages count as process memory until the file is closed. Slicing a mapped tensor
+also makes an extra copy. If dtype, strides or device differ, the data passes through a buffer of a few MiB.
 """
 
 import os
@@ -35,7 +35,7 @@ class RegionReader:
     def __init__(self, folder: ModelFolder, *, pool: Executor | None = None) -> None:
         """Create the reader; files are opened at their first read.
 
-        The threads of `pool` read the blocks of a large region in parallel; a call from one of them could deadlock.
+        The threads of `pool` read the blocks of a large region in parallel. A read from one of them could deadlock.
         """
         self._folder = folder
         self._pool = pool
@@ -140,7 +140,7 @@ def _blocks(info: TensorInfo, region: Region, target: Tensor) -> Iterator[_Block
 
 
 def _with_small_gaps(info: TensorInfo, region: Region) -> Region:
-    """Enlarge a region by the gaps between its contiguous runs if they are smaller than a page."""
+    """Enlarge a region by the gaps between its contiguous runs, if the gaps are at most a page."""
     offsets, sizes = list(region.offsets), list(region.sizes)
     inner = info.dtype.itemsize
     for dim in reversed(range(len(sizes))):

@@ -67,7 +67,7 @@ class AllToAllAttention:
 
 
 def _repeats_per_kv_head(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often to repeat each key/value head so that each rank has those of its query heads."""
+    """Return the number of copies of each key/value head that gives each rank the heads of its queries."""
     fitting = [
         degree
         for degree in range(1, num_heads + 1)

@@ -38,10 +38,10 @@ class Attention(Protocol):
 
 @runtime_checkable
 class DeclaresStandardSdpa(Protocol):
-    """`Attention` that declares if other kernels may replace it.
+    """`Attention` with a flag that allows other kernels to replace it.
 
-    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention` and may be replaced by other
-    kernels.
+    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention`; other kernels may then replace
+    it.
     """
 
     @property
@@ -66,13 +66,13 @@ def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_
     """Compute `Attention` by `torch.nn.functional.scaled_dot_product_attention`. No collectives.
 
     For L = S without documents, this is one causal call without a mask tensor. For L < S two blocks of torch's flash
-    kernel are merged. A mask [L, S] is built only if the flash kernel does not support the input: packed documents, and
-    dtypes other than bfloat16 and float16 on accelerators.
+    kernel are merged. A mask [L, S] is built only for inputs that the flash kernel does not support: packed documents,
+    and on accelerators dtypes other than bfloat16 and float16.
     """
     length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     if q_BLHK.numel() == 0:
-        # torch's flash kernel for CPUs divides by the length, which would crash the process.
+        # torch's flash kernel for CPUs divides by the length, so an empty row would crash the process.
         with sdpa_kernel(SDPBackend.MATH):
             out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, enable_gqa=True)
     elif documents_BS is None and length == key_length:

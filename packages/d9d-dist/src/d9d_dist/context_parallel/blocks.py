@@ -1,8 +1,8 @@
-"""Blockwise attention: each block covers some of the keys and returns its log-sum-exp, so results merge exactly.
+"""Blockwise attention: each block covers some of the keys; the log-sum-exp of each block makes the merge exact.
 
 Attention over all keys is the sum of the blocks' outputs weighted by exp(log-sum-exp of the block - log-sum-exp of all
-blocks), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Of other blocks, backward of a
-block needs only the merged output and the merged log-sum-exp.
+blocks), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). From other blocks,
+the backward of a block needs only the merged output and the merged log-sum-exp.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -62,7 +62,7 @@ class BlockKernel(Protocol):
 def has_flash_kernel(q: Tensor) -> bool:
     """Return True if torch has a flash kernel for the shape [..., K], device and dtype of these queries."""
     if q.numel() == 0:
-        return False  # the CPU kernel divides by the length, which would crash the process
+        return False  # the CPU kernel divides by the length, so an empty row would crash the process
     if q.device.type == "cpu":
         return True
     return q.dtype in {torch.bfloat16, torch.float16} and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256

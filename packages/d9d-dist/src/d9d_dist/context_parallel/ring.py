@@ -114,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One step: the slices of this rank's queries and of rank `source`'s keys and values that form a block."""
+    """Step of a pass: the slices of this rank's queries, and of the keys and values of rank `source`, in a block."""
 
     source: int
     queries: slice
@@ -160,7 +160,7 @@ class _Arrival:
 
 
 def _send_to_next(tensors: list[Tensor], mesh: DeviceMesh, *, tag: int) -> _Arrival:
-    """Start sending contiguous tensors to the next rank and receiving the previous rank's, with tags from `tag` on."""
+    """Start to send contiguous tensors to the next rank and to receive those of the previous rank; first tag: `tag`."""
     group, rank, num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     received = [torch.empty_like(tensor) for tensor in tensors]
     operations = [

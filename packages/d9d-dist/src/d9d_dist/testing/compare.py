@@ -1,7 +1,7 @@
 """Comparison of the results of two layouts: full tensors under canonical names, and their differences.
 
-Tensors are compared by the norm of their difference: a wrong factor or a missing reduction has a large effect on the
-norm, rounding a small one.
+Tensors are compared by the norm of their difference. That norm is large for a wrong factor or a missing reduction,
+and small for rounding errors.
 """
 
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ class Difference:
 
 
 def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float = 1e-12) -> None:
-    """Assert that two trees hold the same tensors, each up to a relative error of its norm.
+    """Assert that two trees hold the same tensors within a tolerance on each tensor's norm.
 
     Args:
         actual: A tree of dicts, lists and tuples with full tensors, numbers and other values; see `full_tree`.
@@ -82,7 +82,7 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: 
         atol: Maximum ||actual - expected|| for references that are zero or contain only rounding errors.
 
     Raises:
-        AssertionError: If the trees differ. The message has the first difference in the reference's order and the
+        AssertionError: If the trees differ. The message states the first difference in the reference's order and the
             number of differences.
         UserError: If a leaf is a DTensor.
     """
@@ -104,7 +104,7 @@ def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 
     """Assert that low-precision tensors are about as exact as those of an independent implementation.
 
     The bound on an element's error is `multiple` times the larger of two rounding errors. One is the largest error of
-    the peer's tensor at the same path. The other is the machine epsilon times the largest number in the whole tree: a
+    the peer's tensor at the same path. The other is the machine epsilon times the largest number in the whole tree. A
     tensor that is zero in exact arithmetic has only rounding errors of terms that cancel.
 
     Args:

@@ -48,8 +48,8 @@ def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str])
 def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list[str]:
     """Return the full names to suggest for an unknown key; none if another kind of the section has the key.
 
-    They are the most similar key of its section, else the keys of this name in other sections, else the most similar
-    full name.
+    The suggestion is the most similar key of the same section. Without one, it is all keys of this name in other
+    sections, or the most similar full name.
     """
     section, dot, key = name.rpartition(".")
     if close := difflib.get_close_matches(key, siblings, n=1):
@@ -85,7 +85,7 @@ def _expected(message: str) -> str:
 
 
 def _advice(keys: Sequence[str | int]) -> str:
-    """Return advice on how to set a key; for a key within a list, on the key of the whole list."""
+    """Return advice on how to set a key, or the whole list if the key is within a list."""
     names = itertools.takewhile(lambda key: isinstance(key, str), keys)
     return f"Change it in the configuration file, or with --{'.'.join(map(str, names))} VALUE."
 

@@ -12,7 +12,7 @@ from d9d_loop.config._config_keys import Key, arms_of, keys_of, sections_of
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """Key as one kind of its section declares it; `kind` is empty if the section has only one."""
+    """Declaration of a key by one kind of its section; `kind` is empty if the section has a single kind."""
 
     kind: str
     key: Key

@@ -99,14 +99,17 @@ class Component(Section):
 
 
 def _type_of_default(signature: inspect.Signature, name: str) -> Any:
-    """Return the type of a bool, int or float default, else `Any`: `false` on a command line becomes a bool."""
+    """Return the type of a bool, int or float default, else `Any`.
+
+    The type lets `false` on the command line be parsed as a bool.
+    """
     parameter = signature.parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return type(default) if isinstance(default, bool | int | float) else Any
 
 
 def _as_default(value: Any, kind: Any) -> Any:
-    """Convert text to the type of the argument's default; return the value unchanged if it is not text or not valid."""
+    """Convert text to the type of the argument's default; return other or invalid values unchanged."""
     if isinstance(value, str):
         with suppress(UserError):
             return _convert(value, kind, "")
@@ -138,7 +141,7 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
 
 
 def _model_of(name: str, annotation: Any) -> type[BaseModel]:
-    """Return a configuration class with one key. Nested, these classes give messages the full key."""
+    """Return a configuration class with one key. Nested classes give error messages the full key."""
     fields: dict[str, Any] = {name: (annotation, ...)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pydantic warns if an argument has the name of a `BaseModel` method

@@ -93,7 +93,7 @@ def _replace_one_of(schema: Any) -> Any:
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Split words into the configuration file, if any, and the overrides `--key value` and `--key=value`."""
+    """Split arguments into the configuration file, if any, and the overrides `--key value` and `--key=value`."""
     file: str | None = None
     overrides: list[tuple[str, str]] = []
     rest = iter(words)

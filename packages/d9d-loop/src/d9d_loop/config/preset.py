@@ -70,7 +70,7 @@ def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
 def _configured(
     job: Callable[..., J], config: PresetConfig | InferencePresetConfig, **parts: tuple[str, Component | None]
 ) -> J:
-    """Build a job and the components that its preset sets, which `parts` names with their configuration keys."""
+    """Build the job of a preset. `parts` maps optional job arguments to their configuration key and component."""
     optional = {"collate": ("collate", config.collate), **parts}
     built = job(
         config,

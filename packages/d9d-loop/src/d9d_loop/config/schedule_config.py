@@ -76,7 +76,7 @@ class ScheduleConfig(BaseModel):
         return _LOOPED[self.kind](self.stages_per_rank or (1 if self.kind == "zb1p" else 2), **options)
 
     def _check(self, name: str, value: object, kinds: Sequence[Kind]) -> None:
-        """Check that the schedule is one of `kinds`, which have the option `name`."""
+        """Raise `UserError` unless the schedule is one of `kinds`, the schedules with the option `name`."""
         if self.kind not in kinds:
             raise UserError(
                 f"pipeline.schedule.{name} = {value}; {self.kind} does not have this option. Remove it, or use one "

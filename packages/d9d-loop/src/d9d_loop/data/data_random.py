@@ -1,4 +1,4 @@
-"""Random streams for reading samples, derived from the sample position: ranks with the same samples agree."""
+"""Random streams for reading samples, seeded by sample position. Ranks with equal samples draw equal numbers."""
 
 import json
 import random

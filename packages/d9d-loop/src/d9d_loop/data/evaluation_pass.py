@@ -73,7 +73,7 @@ class _SpacedCursor(Cursor):
 def plan_pass(
     stream: SampleStream, *, batch_size: int, dp_rank: int, dp_size: int, num_samples: int | None = None
 ) -> tuple[list[ReadJob], int]:
-    """Plan one pass over a stream, and return this rank's batches and the number of them without padding.
+    """Plan one pass over a stream; return this rank's batches, and how many of them are not padding.
 
     No collectives: every rank plans the whole pass. Every rank gets the same number of batches, because all ranks take
     part in the collectives of each batch. A rank with fewer samples ends with a padding batch of the first sample,

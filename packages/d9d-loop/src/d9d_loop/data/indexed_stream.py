@@ -13,7 +13,7 @@ from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.data.samples import Samples
 
 _MOST_AHEAD = 4096
-"""Largest number of positions whose indices are computed in one call. A cursor starts with fewer and doubles them."""
+"""Upper limit of the positions whose indices are computed in one call. The number starts lower and doubles."""
 
 
 @final

@@ -133,7 +133,7 @@ class MixtureStream(SampleStream):
 
 @dataclass(slots=True)
 class _Place:
-    """Samples and tokens taken from each source, its deficit relative to its share, and its cursor state."""
+    """State of each source: samples and tokens taken, deficit relative to the share, and cursor state."""
 
     samples: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

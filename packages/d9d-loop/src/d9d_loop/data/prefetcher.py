@@ -35,7 +35,7 @@ def pinned(item: Any) -> Any:
 
 @final
 class Prefetcher(Generic[T]):
-    """Iterator over `items` in a background thread, up to `depth` items ahead, which applies `prepare` there.
+    """Iterator over `items`, which a background thread takes up to `depth` items ahead and passes through `prepare`.
 
     On an accelerator, items are pinned and prepared on a side stream, so copies overlap with computation. The stream
     that takes an item waits for its copies; the host does not. `close` drops prefetched items, so state to be saved

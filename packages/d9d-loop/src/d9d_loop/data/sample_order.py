@@ -101,7 +101,7 @@ class SampleOrder:
 
 
 def _hash(value: int) -> int:
-    """Return the SplitMix64 finalizer of an unsigned 64-bit integer: `mix_bits`, but faster for one number."""
+    """Return the SplitMix64 finalizer of an unsigned 64-bit integer, like `mix_bits` but faster for one number."""
     value = (value ^ value >> 30) * _FIRST & _MASK
     value = (value ^ value >> 27) * _SECOND & _MASK
     return value ^ value >> 31

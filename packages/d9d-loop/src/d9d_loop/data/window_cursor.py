@@ -22,7 +22,7 @@ class _Place:
 
     Attributes:
         start: Cursor state of the underlying stream at the start of the window.
-        offset: Number of the window's new entries that were taken.
+        offset: Number of the window's rearranged entries that were taken.
     """
 
     window: int = 0

@@ -1,4 +1,4 @@
-"""Pool of worker processes that read batches. If a worker dies, fails or times out, the error names it and its sample.
+"""Pool of worker processes that read batches. Errors of failed workers name the worker and its sample.
 
 `torch.utils.data.DataLoader` seeds a worker by its index; here the random numbers of a batch are a function of its
 position. They do not depend on the number of workers, nor on where a job resumed. `DataLoader` also cannot report the
@@ -158,7 +158,8 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
     """Read batches until the connection closes or the parent exits: the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops the workers
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        # Schedulers send these to whole process groups. The job still needs data until it has saved a checkpoint.
+        # Schedulers send these signals to the whole OS process group. The job needs data until its checkpoint is
+        # saved.
         signal.signal(number, signal.SIG_IGN)
     gc.enable()  # a forked worker inherits the disabled collector of the training process
     torch.set_num_threads(1)

@@ -20,8 +20,8 @@ class Pace:
     """Limit of `_MOST_AHEAD` batches between the fastest and the slowest rank, so that a lost rank is noticed early.
 
     After each batch, a rank starts an asynchronous barrier, and waits for the barrier of the batch `_MOST_AHEAD`
-    before. All earlier barriers are complete, so a wait covers at most one batch of the slowest rank, and its time
-    limit is that of one batch.
+    before. All earlier barriers are complete, so a wait covers at most one batch of the slowest rank. The time limit of
+    a wait is that of one batch.
     """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
@@ -61,6 +61,6 @@ class Pace:
             self._barriers.popleft().wait()
 
     def _set_timeout(self, limit: timedelta) -> None:
-        """Set the time limit of a batch. A barrier may wait for all batches that another rank is behind."""
+        """Set the time limit of a batch. Barriers get more time: another rank may be `_MOST_AHEAD` batches behind."""
         self._limit = limit
         self._ctx.set_timeout(limit + _MOST_AHEAD * self._ctx.timeouts.step + self._watchdog.margin)

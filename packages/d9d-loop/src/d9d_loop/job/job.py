@@ -286,7 +286,7 @@ def _draw_plans(plan: JobPlan) -> None:
 
 
 def _end_startup(job: Job) -> None:
-    """Switch to the step timeout after the first step, which compiles kernels and creates groups. Collective."""
+    """After the first step, check buffers, switch to the step timeout and prepare background saves. Collective."""
     check_buffers(job.pipeline.model, step=job.record.step, ctx=job.ctx)
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:

@@ -126,8 +126,8 @@ class JobState:
         same world size. Otherwise the generators are seeded from the job's seed and the step.
 
         Raises:
-            UserError: On every rank, if the checkpoint has only trainable parameters and the frozen parameters of this
-                job differ from those of the job that saved it.
+            UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
+                differ from those at the save.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         self.store.discard_partials(self._ctx)

@@ -58,7 +58,7 @@ class Profiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Write the completed steps of the current range (collective), or after an error discard them."""
+        """Write the completed steps of the current range (collective); after an error, discard them."""
         if error is None and self._running is not None and self._step >= self._first_step:
             self._end_profile()
         self._discard_profile()

@@ -48,7 +48,7 @@ class Reports:
         self._tracker: Tracker = MultiTracker([])
 
     def __enter__(self) -> Self:
-        """Open the trackers and the progress bar, and start the throughput clock."""
+        """Open the trackers and the progress bar, and start to measure the throughput."""
         config, ctx = self._config, self._ctx
         with ExitStack() as opened:
             if ctx.is_main_process:
@@ -129,7 +129,7 @@ class Reports:
 
 
 class _Clock:
-    """Clock of the throughput: weight per second of running time. It starts running when constructed."""
+    """Throughput meter: step weight, such as tokens, per second of running time. Measurement starts at construction."""
 
     def __init__(self, device: torch.device) -> None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -154,12 +154,12 @@ class _Clock:
         return throughput
 
     def average(self) -> torch.Tensor:
-        """Return the throughput over the total running time as a device tensor. The clock must be stopped."""
+        """Return the throughput over the total running time as a device tensor. The meter must be stopped."""
         return (self._total_weight + self._lap_weight) / max(self._total_seconds + self._lap_seconds, 1e-9)
 
     @contextmanager
     def stopped(self) -> Generator[None]:
-        """Stop the clock for the body, after waiting for the device, because its pending work counts."""
+        """Exclude the time of the body. Pending work of the device counts, so this waits for the device first."""
         self._lap_weight.item()
         self._take_time()
         try:

@@ -44,7 +44,10 @@ def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, tota
 
 
 def spans_of(events: Iterable[Any]) -> tuple[list[_Span], list[_Span]]:
-    """Return the compute and communication spans of `torch.profiler` events, in seconds; device events only, if any."""
+    """Return the compute and communication spans of `torch.profiler` events, in seconds.
+
+    Host events are ignored if there are device events.
+    """
     known = list(events)
     on_device = [event for event in known if event.device_type.name != "CPU"]
     compute: list[_Span] = []

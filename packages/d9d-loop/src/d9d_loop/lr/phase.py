@@ -62,7 +62,7 @@ class _Leading(PhaseSettings, ABC):
 
 @final
 class ConstantPhase(PhaseSettings):
-    """Phase with a constant factor."""
+    """Phase that keeps the factor of the previous phase."""
 
     kind: Literal["constant"] = "constant"
 
@@ -77,7 +77,7 @@ class ConstantPhase(PhaseSettings):
 
 @final
 class LinearPhase(_Leading):
-    """Linear change."""
+    """Phase that changes the factor linearly to `to`."""
 
     kind: Literal["linear"] = "linear"
 
@@ -88,7 +88,7 @@ class LinearPhase(_Leading):
 
 @final
 class CosinePhase(_Leading):
-    """Half a period of a cosine (Loshchilov, Hutter, arXiv:1608.03983, equation 5)."""
+    """Phase that follows half a period of a cosine (Loshchilov, Hutter, arXiv:1608.03983, equation 5)."""
 
     kind: Literal["cosine"] = "cosine"
 
@@ -99,7 +99,7 @@ class CosinePhase(_Leading):
 
 @final
 class PolynomialPhase(_Leading):
-    """Polynomial change: a power of the remaining fraction of the phase."""
+    """Phase that follows a power of its remaining fraction."""
 
     kind: Literal["polynomial"] = "polynomial"
     power: PositiveFloat = Field(2.0, description="The power.")
@@ -111,7 +111,7 @@ class PolynomialPhase(_Leading):
 
 @final
 class SqrtPhase(_Leading):
-    """Fast change at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
+    """Phase that changes fast at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
 
     kind: Literal["sqrt"] = "sqrt"
 
@@ -122,7 +122,7 @@ class SqrtPhase(_Leading):
 
 @final
 class RexPhase(_Leading):
-    """Slow change at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
+    """Phase that changes slowly at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
 
     kind: Literal["rex"] = "rex"
 
@@ -133,7 +133,7 @@ class RexPhase(_Leading):
 
 @final
 class ExponentialPhase(PhaseSettings):
-    """Exponential change: the same ratio between any two consecutive steps."""
+    """Phase that multiplies the factor by the same ratio in every step."""
 
     kind: Literal["exponential"] = "exponential"
     to: PositiveFloat = Field(description="Factor of the peak learning rate at the end of the phase.")

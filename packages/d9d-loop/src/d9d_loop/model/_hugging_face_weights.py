@@ -120,7 +120,7 @@ def _forget_records(model: nn.Module) -> None:
 def _stored_ties(model: Any, folder: Path, stored: Mapping[str, TensorInfo]) -> list[str]:
     """Return the names of stored tensors that equal the tensor to which the model ties them.
 
-    If the folder lacks these tensors, `from_pretrained` ties the parameters. Pairs of stored tensors that differ are
+    Without these tensors in the folder, `from_pretrained` ties the parameters. Pairs of stored tensors that differ are
     removed from the model's `all_tied_weights_keys`.
     """
     duplicates: list[str] = []
@@ -182,7 +182,7 @@ def _unmatched(names: Iterable[str], patterns: Sequence[str]) -> Iterable[str]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence the progress bars and logs of `transformers`; `_refuse_differences` raises what they would report."""
+    """Silence the progress bars and logs of `transformers`; `_refuse_differences` reports the differences instead."""
     from transformers.utils import logging  # noqa: PLC0415 - an optional extra
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

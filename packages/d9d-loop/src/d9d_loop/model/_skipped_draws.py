@@ -34,7 +34,7 @@ class SkippedDraws(TorchDispatchMode):
     """Dispatch mode that leaves large random tensors uninitialized.
 
     Attributes:
-        failed: True if the code needed the values of a skipped tensor. The model that it built must be discarded.
+        failed: True if the code needed the values of a skipped tensor. The built model must then be discarded.
     """
 
     def __init__(self) -> None:

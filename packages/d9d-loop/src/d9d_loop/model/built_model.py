@@ -168,7 +168,7 @@ class _Writes(TorchDispatchMode):
         self._by_storage: dict[int, tuple[torch.UntypedStorage, bool]] = {}
 
     def lost(self, tensor: Tensor) -> bool:
-        """Return True if the last write to a tensor came from outside of `reset_parameters`, so it is not repeated."""
+        """Return True if the last write came from outside of `reset_parameters`, which then cannot repeat the write."""
         _, is_reset = self._by_storage.get(tensor.untyped_storage()._cdata, (None, True))
         return not is_reset
 
@@ -209,8 +209,8 @@ def _on_meta(module: nn.Module) -> dict[str, Tensor]:
 def _one_rank_per_host() -> Generator[None]:
     """Hold a file lock, so that the ranks of a job build one after another on this host.
 
-    The launcher's address and port select one of 256 lock files, which are never deleted: that would be a race. Two
-    jobs that share a file only wait for each other.
+    The launcher's address and port select one of 256 lock files, which are never deleted, because deletion would be
+    a race. Two jobs that share a file only wait for each other.
     """
     job = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}-{zlib.crc32(job.encode()) % 256}.lock"

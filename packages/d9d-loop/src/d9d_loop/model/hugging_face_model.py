@@ -1,4 +1,7 @@
-"""Provider of `transformers` models: builds without weights, which each rank reads for its own shards only."""
+"""Provider of `transformers` models.
+
+The model is built without weights; each rank then reads only the weights of its own shards.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -233,9 +236,10 @@ def _find_class(config: Any, model_class: Any) -> Any:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks to gather separately, inner ones first, without those that share a parameter with the outside.
+    """Return the blocks to gather separately, inner blocks first.
 
-    A list, since the caller replaces parameters of one block before it takes the next.
+    Blocks that share a parameter with other modules are excluded. The result is a list, because the caller replaces a
+    block's parameters before it takes the next block.
     """
     names: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     uses = _num_uses(model)

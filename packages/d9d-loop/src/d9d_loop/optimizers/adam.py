@@ -11,7 +11,7 @@ class _OnLocalShards(torch.optim.Adam):
     """Adam that computes on the local shard of each DTensor as a plain tensor; its state consists of DTensors.
 
     The update is elementwise, so the result is the same. On DTensors, each operation would propagate the placements of
-    the lists, which takes seconds in the first step.
+    all tensors, which takes seconds in the first step.
     """
 
     def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)

@@ -20,7 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Selection of parameters by a regular expression, searched in their name, and by number of dims."""
+    """Parameter filter: a regular expression searched in the name, and the number of dims."""
 
     pattern: str
     of: Dims

@@ -32,7 +32,7 @@ class GroupwiseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Update the parameters of a group that have gradients, at least one; their state is in `self.state`.
+        """Update one or more parameters of a group; all of them have gradients, and their state is in `self.state`.
 
         Parameters are plain tensors or DTensors.
         """
@@ -49,7 +49,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the non-empty local shards of tensors, which suffice for an elementwise update; drop `None`.
 
-    On DTensors, each operation would first propagate the placements of the lists, which takes seconds in the first
+    On DTensors, each operation would first propagate the placements of all tensors, which takes seconds in the first
     step. An empty parameter shard has empty gradients and state, so parallel lists still match.
     """
     parts = [local_tensor(tensor) for tensor in tensors if tensor is not None]

@@ -87,7 +87,7 @@ def _splitting_axes(like: Tensor) -> list[int]:
 
 
 def _plain_dim(like: Tensor, axis: int) -> int | None:
-    """Return the dim that an axis alone shards like `torch.chunk`; `None` for any other sharding."""
+    """Return the dim that only `axis` shards, in chunks like `torch.chunk`; `None` for any other sharding."""
     assert isinstance(like, DTensor)
     placement = like.placements[axis]
     others = (other for number, other in enumerate(like.placements) if number != axis)

@@ -162,7 +162,7 @@ class AdamWConfig(_AdamSettings):
     kind: Literal["adamw"] = "adamw"
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Construct an AdamW: fused on an accelerator, foreach on CPU."""
+        """Construct the AdamW optimizer: fused on an accelerator, foreach on CPU."""
         return LocalAdamW(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
@@ -174,7 +174,7 @@ class AdamConfig(_AdamSettings):
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of the parameters that `decays` selects.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Construct an Adam: fused on an accelerator, foreach on CPU."""
+        """Construct the Adam optimizer: fused on an accelerator, foreach on CPU."""
         return LocalAdam(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
@@ -270,7 +270,7 @@ class StochasticAdamWConfig(_AdamSettings):
     seed: int = Field(0, ge=0, description="Seed of stochastic rounding.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Construct an AdamW with stochastic rounding."""
+        """Construct the AdamW optimizer with stochastic rounding."""
         dtype = torch.bfloat16 if self.averages == "bfloat16" else torch.float32
         return StochasticAdamW(groups, betas=self.betas, eps=self.eps, average_dtype=dtype, seed=self.seed)
 

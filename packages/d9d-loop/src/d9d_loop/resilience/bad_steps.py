@@ -147,7 +147,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`. Steps to skip that this process knows are kept."""
+        """Restore the result of `state_dict`. The restored steps to skip are added to those already known."""
         self._losses.load_state_dict(state["losses"])
         self._skipped_on_replay |= set(state["left_out"])
         self._in_a_row = state["in_a_row"]

@@ -62,7 +62,7 @@ def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
 
 
 def _part(known: Collection[int], ranks: list[int]) -> list[int]:
-    """Return `ranks`, or an empty list if they are all known ranks, which identifies no rank as missing."""
+    """Return `ranks`, or an empty list if these are all known ranks: then no rank stands out as missing."""
     return ranks if len(ranks) < len(known) else []
 
 

@@ -119,7 +119,8 @@ class HangWatchdog:
     def phase(self, doing: str, *, timeout: timedelta | None = None) -> Generator[None]:
         """Give a phase of the job its own name and timeout: a save, an evaluation, the handlers of an event.
 
-        The default is the longer of the step timeout and the enclosing phase's timeout, which starts again afterwards.
+        The default is the longer of the step timeout and the enclosing phase's timeout. After the body, the enclosing
+        phase's timeout starts again.
         """
         before = self._progress
         limit = max(self._timeout, before.timeout) if timeout is None else timeout.total_seconds()
@@ -193,7 +194,7 @@ class HangWatchdog:
 
     def _end_process(self, text: str, code: ExitCode) -> None:
         """Print the reason, and for a hang all stacks, then exit immediately with `os._exit`."""
-        if self._end.is_set():  # the main thread has exited by itself
+        if self._end.is_set():  # the main thread has already left the watchdog's `with` block
             return
         out = sys.__stderr__ or sys.stderr
         print(f"d9d: rank {self._rank} exits: {text}", file=out, flush=True)

@@ -18,7 +18,7 @@ from d9d_dist import DistributedContext, gather_json
 from d9d_loop.resilience.resilience_config import HealthConfig
 
 _MIB = 1 << 20
-_REPEATS = 3  # the fastest one counts; the first one compiles kernels and opens connections
+_REPEATS = 3  # runs; the fastest counts, because the first compiles kernels and opens connections
 _LEAST_SECONDS = 1e-3  # shorter measurements are never reported as slow
 _SHOWN = 8
 
@@ -167,7 +167,7 @@ def _memory(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
 
 def _link(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Send a message to the next rank, and receive one from the previous rank."""
+    """Time a message to the next rank, and check the message received from the previous rank."""
     before, after = (ctx.rank - 1) % ctx.world_size, (ctx.rank + 1) % ctx.world_size
     message = _message(ctx.rank, size, ctx)
     received = torch.empty_like(message)
@@ -184,7 +184,7 @@ def _link(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
 
 def _all_reduce(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """All-reduce a message of small integers, which differ between ranks."""
+    """Time an all-reduce of small integers, which differ between ranks, and check the sums."""
     message = _message(ctx.rank, size, ctx)
 
     def reduce() -> torch.Tensor:

@@ -19,7 +19,7 @@ from d9d_dist import DistributedContext, gather_json, local_tensor
 from d9d_dist.consensus import name_ranks
 
 Watch: TypeAlias = Callable[[str, torch.Tensor], None]
-"""Function that checks a tensor, and later its gradient, and reports them by a name such as "the loss"."""
+"""Function of a name, such as "the loss", and a tensor; it checks the tensor and later its gradient."""
 
 _Phase = Literal["forward", "backward"]
 
@@ -74,13 +74,16 @@ def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: D
 
 
 def _order(found: NonFinite) -> tuple[int, int, int]:
-    """Return a sort key for the origin: non-finite values move to later stages in forward, to earlier in backward."""
+    """Return a sort key whose minimum is the origin.
+
+    Non-finite values propagate to later stages in forward and to earlier stages in backward.
+    """
     return (0, found.stage, found.number) if found.phase == "forward" else (1, -found.stage, found.number)
 
 
 @final
 class _Probe:
-    """Checks of tensors until one is non-finite. Each check synchronizes the host with the device."""
+    """Checker of tensors, which stops at the first non-finite one. Each check synchronizes the host with the device."""
 
     def __init__(self, stage: int) -> None:
         self.found: NonFinite | None = None

@@ -1,7 +1,7 @@
 """Handling of preemption signals: all ranks agree on the step after which they save a checkpoint and exit.
 
 A rank that acted on its own signal alone would save while the others compute. So after every step, the ranks start an
-asynchronous all-reduce (maximum) of the received signal numbers on the CPU, and read the result one step later. There
+asynchronous all-reduce (maximum) of the received signal numbers on the CPU. They read the result one step later. There
 is no host-device synchronization, and a host waits for another only if that one is more than a step behind.
 """
 
@@ -90,7 +90,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         """Install the signal handlers and start the watching thread."""
         if threading.current_thread() is threading.main_thread():
-            # Handlers run in the main thread, which may be blocked in a collective. The wakeup socket is always read.
+            # Handlers run in the main thread, which may be blocked in a collective; a thread reads the wakeup socket.
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

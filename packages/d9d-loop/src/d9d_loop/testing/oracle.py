@@ -117,7 +117,10 @@ def trace_layout(
 
 
 def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) -> dict[str, Any]:
-    """Train on this rank and return its values; gradients and parameters only on the first rank per pipeline rank."""
+    """Train on this rank and return its values.
+
+    Of the ranks with the same pipeline stages, only the first returns gradients and parameters.
+    """
     trace: dict[str, Any] = {}
     gradients: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -164,7 +167,7 @@ def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConf
             "trackers": (),
             "logging": {"progress": False},
             "export": False,
-            # Disabled because they would take longer than the job.
+            # Garbage collection at fixed steps and these checks would take longer than the job.
             "host": {"collect_garbage_every": None},
             "resilience": {"health": {"enabled": False}, "watchdog": {"enabled": False}},
         }

@@ -36,7 +36,7 @@ class Flush(NamedTuple):
 
 
 Entry: TypeAlias = StepValues | RunConfig | Rollback | Flush
-"""Call of a tracker, in a queue."""
+"""Queued call of a tracker."""
 
 
 class Outbox(Protocol):
@@ -161,7 +161,7 @@ class MemoryOutbox:
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until the tracker has processed all entries, the last of which is a `Flush`, or is failing."""
+        """Wait until the tracker has processed all entries or is failing. The last entry must be a `Flush`."""
         wanted = self._incoming.num_put
         self._incoming.wake()
         with self._changed:
@@ -171,7 +171,7 @@ class MemoryOutbox:
             return not self._is_failing
 
     def forget_after(self, step: int) -> None:
-        """Do nothing: no entries survive a process."""
+        """Do nothing: the in-memory queue starts empty in every process."""
 
     def load_state(self) -> dict[str, JsonValue]:
         return {}

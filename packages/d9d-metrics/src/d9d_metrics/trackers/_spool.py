@@ -22,7 +22,7 @@ _OFFSET_DIGITS = 20
 
 @final
 class Spool:
-    """On-disk queue: `put` passes an entry to a thread that appends it to a file, from which it is delivered.
+    """On-disk queue. A writer thread appends the entries to a file, from which they are delivered.
 
     The folder has three files. `entries.jsonl` has one entry per line. `delivered` is the number of bytes of
     `entries.jsonl` that the tracker has written durably. `state.json` identifies the tracker's run.

@@ -18,7 +18,7 @@ from d9d_metrics.trackers.values import Tracked, from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _CAPACITY = 10_000  # entries
-_FLUSH_EVERY = 1000  # entries without a flush, after which the tracker is flushed so that its spool can be truncated
+_FLUSH_EVERY = 1000  # entries between two forced flushes of the tracker; a flush allows the spool to be truncated
 _NOT_DURABLE = "not_durable"  # key of the values in the checkpoint's state
 _FORGET_NOTHING = 2**53
 
@@ -73,7 +73,7 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Continue a run and deliver the values left by its last process; if already started, queue a rollback.
+        """Continue a run and deliver the values that its last process left. If already started, queue a rollback.
 
         Raises:
             UserError: If the tracker raised one within `start_seconds`.
@@ -86,7 +86,7 @@ class BackgroundTracker:
             return
         state = dict(state)
         from_checkpoint = _decoded(state.pop(_NOT_DURABLE, []))
-        # The tracker may already have some of the values in the checkpoint: it forgets them, and all are logged again.
+        # The tracker may already have some of the checkpoint's values. It forgets these, and all are logged again.
         first = min((values.step for values in from_checkpoint), default=step + 1)
         self._outbox.forget_after(first - 1)
         self._state, self._step, self._is_resumed = state or self._state, first - 1, True
@@ -157,12 +157,12 @@ class BackgroundTracker:
         while True:
             try:
                 if self._tracker is None and self._is_resumed:
-                    self._open()  # do not wait for an entry: later steps must be forgotten now
+                    self._open()  # without waiting for an entry: `resume` must drop later steps now
                 entry = self._outbox.head()
                 if entry is None:
                     break
                 self._deliver(entry)
-            except Exception as error:  # no exception of a tracker may end the run
+            except Exception as error:  # a tracker exception must not end the run
                 self._after_failure(error, retry)
                 self._outbox.failed()
                 if self._start_error is not None or self._closing.is_set():
@@ -220,7 +220,7 @@ class BackgroundTracker:
             self._num_unflushed = 0
 
     def _roll_back(self, tracker: Tracker, step: int) -> None:
-        """Resume the tracker from an earlier step; if it cannot resume while it is open, open it again."""
+        """Resume the tracker from an earlier step; if that fails, close the tracker and open it again."""
         try:
             tracker.resume(step, self._state)
         except UserError:
@@ -243,7 +243,7 @@ class BackgroundTracker:
         if tracker is not None:
             try:
                 tracker.close()
-            except Exception as error:  # no exception of a tracker may end the run
+            except Exception as error:  # a tracker exception must not end the run
                 _LOGGER.warning("the %s tracker failed to close: %r", self._name, error)
             else:
                 self._num_unflushed = 0

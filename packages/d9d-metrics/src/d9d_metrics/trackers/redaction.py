@@ -30,8 +30,8 @@ def redact_secrets(
 ) -> dict[str, JsonValue]:
     """Return a copy of JSON values in which values that look like secrets are `<redacted>`.
 
-    A value is a secret in one of three cases. The name of the value says so (`password`, `api_key`, `hubToken`, ...).
-    The value has the format of a secret: a password in a URL, an access token of a known service, a private key. Or an
+    A value is a secret in one of three cases. Its name suggests a secret (`password`, `api_key`, `hubToken`, ...). The
+    value has the format of a secret: a password in a URL, an access token of a known service, a private key. Or an
     environment variable with a secret's name has the same value; `environment` defaults to that of this process. Other
     secrets are not detected, so keep secrets in environment variables.
     """

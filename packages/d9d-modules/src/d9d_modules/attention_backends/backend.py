@@ -19,7 +19,7 @@ class AttentionBackend(Protocol):
         ...
 
     def rejection(self, request: AttentionRequest) -> str | None:
-        """Return why the backend does not support a request, or None if it does.
+        """Return the reason why the backend does not support a request, or None if it does.
 
         The reason completes a sentence that starts with the backend's name, such as "has no softcap".
         """

@@ -1,4 +1,4 @@
-"""Selection of the attention backend: the first fast one, or the first one allowed by the user or the environment.
+"""Selection of the attention backend: the first fast one, or the first one in an order given by the user.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """

@@ -83,7 +83,7 @@ def _attend(
     unlimited: int | None,
     **extra: Any,
 ) -> Tensor:
-    """Call the functions of a package, in which `unlimited` is the size of a window without limit."""
+    """Call the attention functions of a package, which expects the window size `unlimited` for no window."""
     kernels: Any = import_module(package)
     options, documents_BS = features["options"], features["documents_BS"]
     settings = {
@@ -100,7 +100,7 @@ def _attend(
 
 
 def _deterministic() -> dict[str, bool]:
-    """Return the option for a deterministic backward if torch's deterministic algorithms are enabled; else none.
+    """Return the option for a deterministic backward if torch's deterministic algorithms are enabled; else `{}`.
 
     Not every release supports the option.
     """

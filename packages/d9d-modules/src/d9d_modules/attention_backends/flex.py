@@ -127,7 +127,7 @@ def _block_ranges(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks_BIJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of key blocks per query block [B, 1, I], and their indices, listed first, [B, 1, I, J]."""
+    """Return the number of true key blocks per query block [B, 1, I], and block indices [B, 1, I, J], true first."""
     indices_BIJ = blocks_BIJ.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks_BIJ.sum(dim=-1, dtype=torch.int32).unsqueeze(1), indices_BIJ.to(torch.int32).unsqueeze(1)
 

@@ -139,7 +139,7 @@ class DecoderModel(nn.Module):
         return None
 
     def _with_zero_losses(self, x_BLD: Tensor) -> Hidden:
-        """Add auxiliary losses of 0 [B, L] if the model has any, or zeros [B, L, 1], to which records broadcast."""
+        """Add zero losses [B, L] if the model has auxiliary losses, or zero records [B, L, 1], which broadcast."""
         if self.auxiliary_losses is None:
             return x_BLD
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)

@@ -81,7 +81,7 @@ def _sliding_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ..
 
 
 def _written_sliding(params: Qwen3Params) -> Mapping[str, JsonValue]:
-    """Return all three entries, even without windows, to override those of the original `config.json`."""
+    """Return all three window entries, even without windows, to override those of the original `config.json`."""
     if params.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
     layers = range(params.num_layers)

@@ -174,7 +174,7 @@ def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV
 
 
 def _check(config: HuggingFaceConfig) -> None:
-    """Refuse null groups, redundant sizes that contradict those from which they follow, and a missing `q_lora_rank`."""
+    """Refuse null groups, redundant sizes that contradict other entries, and a missing `q_lora_rank`."""
     for key in ("n_group", "topk_group"):
         if config.get(key, 1) is None:
             raise UserError(

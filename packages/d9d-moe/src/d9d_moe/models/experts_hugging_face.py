@@ -16,7 +16,7 @@ ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
 
 
 def expert_entries(num_experts: str) -> tuple[Entry, ...]:
-    """Return the entries about experts; their number is in the entry `num_experts`, or in `num_local_experts`."""
+    """Return the entries about experts. `num_experts` is the name of the entry with the number of experts."""
     return (
         Entry("num_experts", num_experts, alias="num_local_experts"),
         Entry("top_k", "num_experts_per_tok"),

@@ -98,7 +98,7 @@ def interleaved_actions(
             f"and {num_microbatches} microbatches; expected at least {least}, the forwards before the first "
             "backward. Allow more activations, or use fewer stages per rank."
         )
-    # Spend the allowed activations where they save most time: short warm-up, deferred weights, long warm-up.
+    # Spend the allowed activations in the order of the time that they save: short warm-up, deferral, long warm-up.
     warmed = min(max(min(short, allowed), allowed - delay), long, len(forwards))
     delay = min(delay, allowed - warmed)
     yield from (Forward(*cell) for cell in forwards[:warmed])

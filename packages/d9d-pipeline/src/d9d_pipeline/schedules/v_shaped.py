@@ -108,10 +108,10 @@ class _SimulatedRank:
         return self._deferred.popleft() if self._deferred else None
 
     def _is_steady(self, forwards: Sequence[int]) -> bool:
-        """Return True if a `BackwardWeight` directly follows its `BackwardInput`, which gives transfers time to arrive.
+        """Return True if the pending `BackwardWeight` should run directly after its `BackwardInput`.
 
-        After the last forward, other ranks wait for input gradients instead. With fewer microbatches than ranks, they
-        always wait.
+        Running it there overlaps it with the transfers. It is deferred where other ranks wait for input gradients:
+        after the last forward, and always with fewer microbatches than ranks.
         """
         if self._num_microbatches < self._num_stages // 2 or not isinstance(self.done[-1], BackwardInput):
             return False
@@ -133,9 +133,9 @@ class _SimulatedRank:
 class DualPipeV(Schedule):
     """DualPipe cut in half (https://github.com/deepseek-ai/DualPipe): forwards and backwards overlap in pairs.
 
-    While one of a pair waits for communication, mainly the all-to-all of expert parallelism, the other computes. With p
-    ranks, a rank holds at most 2p + 1 (stage, microbatch) pairs, of stages half as large as those of 1F1B. The schedule
-    needs at least 2p microbatches.
+    While one action of a pair waits for communication, mainly the all-to-all of expert parallelism, the other computes.
+    With p ranks, a rank holds at most 2p + 1 (stage, microbatch) pairs, of stages half as large as those of 1F1B. The
+    schedule needs at least 2p microbatches.
     """
 
     stages_per_rank = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose

@@ -34,7 +34,7 @@ class Background:
         return self._group
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Start a task after the previous one has finished; raise the error of that one if it was not raised yet."""
+        """Wait for the previous task, raise its error if it was not raised yet, then start a new task."""
         self.wait()
         # Not a daemon thread: the interpreter waits for it at exit, so a started save is completed.
         self._thread = Thread(target=self._run, args=(what, work), name="d9d-checkpoint", daemon=False)

@@ -86,7 +86,7 @@ def move_aside(folder: Path, reason: StateError) -> str | None:
 
 
 def _is_disk_error(error: BaseException | None) -> bool:
-    """Return True if an `OSError` other than `FileNotFoundError` is in the cause chain: always worth a warning."""
+    """Return True if an `OSError` other than `FileNotFoundError` is in the cause chain, which calls for a warning."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None and not isinstance(error, FileNotFoundError)

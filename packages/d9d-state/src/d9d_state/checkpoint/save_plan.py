@@ -47,7 +47,7 @@ class SavePlanner:
         self.num_plans = 0
 
     def plan(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None) -> SavePlan:
-        """Return the plan for some tensors. Collective: all-gathers a digest, and descriptions if one rank changed.
+        """Return the plan for some tensors. Collective: all-gathers a digest, and descriptions if any tensor changed.
 
         Raises `StateError` on every rank if tensors cannot be saved or are inconsistent; `ValueError` in a single
         process.
@@ -129,7 +129,7 @@ def _merge(descriptions: list[JsonValue]) -> SavePlan:
 def _share_out(
     tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[int]], num_ranks: int
 ) -> tuple[tuple[Part, ...], ...]:
-    """Assign each part to one of the ranks that hold it: largest part first, to the rank with the fewest bytes."""
+    """Assign each part to the rank with the fewest assigned bytes among its holders, larger parts first."""
     loads = [0] * num_ranks
     given: list[list[Part]] = [[] for _ in range(num_ranks)]
     sizes = {part: part[1].num_elements * tensors[part[0]].dtype.itemsize for part in holders}

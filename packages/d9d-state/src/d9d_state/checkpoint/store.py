@@ -275,7 +275,7 @@ class CheckpointStore:
                 try:
                     self._background.join()
                 finally:
-                    if self._background.is_busy:  # the wait was interrupted; the end of the process waits
+                    if self._background.is_busy:  # the wait was interrupted; the interpreter waits at exit
                         lock.keep()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
@@ -319,7 +319,7 @@ class CheckpointStore:
         return SaveJob(folder, run_id, step, metric, _mesh_shape(ctx), plan, *texts, ctx)
 
     def _clear_path(self, folder: Path, ctx: DistributedContext | None) -> None:
-        """Move a damaged checkpoint of the same step aside; raise `UserError` if it is undamaged. Collective."""
+        """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective."""
         problem: str | UserError | None = None
         try:
             if is_main(ctx) and folder.exists():

@@ -48,7 +48,7 @@ def refuse_mismatches(
 
 
 def skipped_groups(graph: Graph, *, held: Iterable[str], first_names: Mapping[str, str]) -> frozenset[StateGroup]:
-    """Return groups that can be skipped: their inputs are absent, and tied names of other groups fill their outputs."""
+    """Return groups to skip: their inputs are absent, and other groups fill their outputs under tied names."""
     held = frozenset(held)
     absent = [group for group in graph.groups if group.inputs and held.isdisjoint(group.inputs)]
     if not absent:

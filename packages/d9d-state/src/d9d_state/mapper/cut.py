@@ -159,9 +159,9 @@ def select(src: str, dst: str | None = None, *, dim: int = 0, index: int) -> Sta
 def pad(
     src: str, dst: str | None = None, *, dim: int = 0, size: int, padded_size: int, value: float = 0
 ) -> StateMapper:
-    """Pad one dim at its end from `size` to `padded_size`, such as a vocabulary. The inverse cuts the padding.
+    """Pad one dim, such as the vocabulary, at its end from `size` to `padded_size`.
 
-    `dst=None` keeps the name. Negative dims count from the end.
+    The inverse removes the padding. `dst=None` keeps the name. Negative dims count from the end.
 
     Raises:
         ValueError: If `size` is negative or above `padded_size`.

@@ -37,7 +37,7 @@ class Operation(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Region of input number `input`, and the view of the output's memory that it fills, of the same shape."""
+    """Region of input number `input`, and a view of the output's memory to fill with it, of the same shape."""
 
     input: int
     region: Region
@@ -47,7 +47,7 @@ class Piece:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Part of an output, a view of its memory, to fill with a constant rounded to the output's dtype."""
+    """Part of an output to fill with a constant, rounded to the output's dtype. `target` is a view of its memory."""
 
     value: float
     target: Tensor

@@ -68,9 +68,9 @@ class StateMapper(Graph):
             source: Source of the inputs.
 
         Raises:
-            ValueError: If `destinations` are not outputs of one group, the source lacks an input, an operation does not
-                accept its inputs, or a destination has the wrong shape or dtype. All floating-point dtypes match each
-                other.
+            ValueError: If `destinations` are not outputs of one group, or have a wrong shape or dtype; all
+                floating-point dtypes match each other. Also if the source lacks an input, or an operation does not
+                accept its inputs.
         """
         fill(self, destinations, source)
 
