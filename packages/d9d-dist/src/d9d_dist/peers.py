@@ -18,7 +18,7 @@ ProcessState = Literal["runs", "is stopped", "is gone"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Process of a rank: its host, and its process id in a namespace of the host (containers may have namespaces)."""
+    """Process of a rank: host, process-id namespace (a container may have its own) and process id."""
 
     rank: int
     host: str

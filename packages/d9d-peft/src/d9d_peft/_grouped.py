@@ -10,7 +10,7 @@ Product = Callable[..., Tensor]
 
 
 def grouped_product(layer: nn.Module) -> Product | None:
-    """Return `d9d_moe.grouped_matmul` for a `d9d_moe.GroupedLinear`, else `None`. Never imports `d9d_moe` first."""
+    """Return `d9d_moe.grouped_matmul` for a `d9d_moe.GroupedLinear`, else `None`. Does not import `d9d_moe` itself."""
     if "d9d_moe" not in sys.modules:
         return None
     from d9d_moe import GroupedLinear, grouped_matmul  # noqa: PLC0415  (the extra `moe`)
