@@ -139,7 +139,7 @@ class FillByIndex(TorchDispatchMode):
         return named if named and named.is_distributed and storage_key(named.tensor) == storage_key(tensor) else None
 
     def _runs_on_shards(self, func: Any, tensors: list[torch.Tensor], truncated: torch.Tensor | None) -> bool:
-        """Return True if the operator gives shards the same values as it gives full tensors."""
+        """Return True if running the operator on local shards gives the same values as on full tensors."""
         if isinstance(truncated, DTensor):
             return self._find(truncated) is not None
         is_random = func in (_aten.normal_.default, _aten.uniform_.default)

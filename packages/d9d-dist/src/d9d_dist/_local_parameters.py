@@ -143,7 +143,7 @@ def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield those of a module and its descendants whose parameters are on a mesh of their own, outside of FSDP."""
+    """Yield the submodules, `module` included, whose parameters are on a separate mesh and not managed by FSDP."""
     for submodule in module.modules():
         hooks = local_parameters_of(submodule)
         if hooks is not None and hooks.is_apart:

@@ -90,13 +90,13 @@ def join_trees(parts: Sequence[_Tree], spec: ShardSpec) -> _Tree:
 def unshard_tree(tree: _Tree, spec: ShardSpec, group: dist.ProcessGroup | None = None) -> _Tree:
     """Return the whole tree from the ranks' shards: the collective inverse of `shard_tree`. Not differentiable.
 
-    Collective over the group: for each `ShardOn` tensor `all_gather_variadic`; for each list `agree`, `gather_json` and
-    a broadcast of each of its tensors. Synchronizes the host. Shards may differ in size; the spec must be the same on
-    all ranks.
+    Collective over the group. Each `ShardOn` tensor needs one `all_gather_variadic`. Each list needs one `agree`, one
+    `gather_json` and one broadcast per tensor. Causes host-device synchronization. Shard sizes may differ; the spec
+    must be equal on all ranks.
 
     Raises:
-        UserError: If tree and spec do not match; names the path. On every rank, if a leaf of a list is neither a tensor
-            nor a JSON value, or a container is no list, tuple or dict.
+        UserError: If tree and spec do not match; the message names the path. Raised on every rank if a list contains a
+            leaf that is neither a tensor nor a JSON value, or a container that is not a list, tuple or dict.
     """
     _map(_check_part, spec, [tree])  # before the first collective, so that no rank waits for a rank that raised
     return _map(partial(_unshard, group=group), spec, [tree])

@@ -21,7 +21,7 @@ class Throughput(Metric):
         return {"items": self._items, "seconds": self._seconds}
 
     def update(self, items: Tensor | float, seconds: float) -> None:
-        """Add the items that this rank processed in a time interval, e.g. tokens; a number or a scalar tensor."""
+        """Add the number of items, e.g. tokens, that this rank processed in `seconds`: a number or a scalar tensor."""
         self._items.update(items)
         # Times add up on one rank; the maximum is taken over ranks.
         self._seconds.update(self._seconds.value.clamp(min=0) + seconds)

@@ -245,7 +245,7 @@ def _num_elements(shapes: _Shapes, reductions: tuple[Reduction, ...]) -> int:
 
 
 def _blocks(shapes: _Shapes, others: Tensor) -> Iterator[tuple[Reduction, Tensor]]:
-    """Yield the columns of all maxima, of all minima, and of each concatenation."""
+    """Yield each reduction with its columns of `others`: all maxima, all minima, then each concatenation."""
     columns: list[tuple[Reduction, int]] = [(kind, _num_elements(shapes, (kind,))) for kind in _EXTREMES]
     columns += [(reduction, shape[0]) for reduction, shape in shapes if reduction == "concat"]
     start = 0

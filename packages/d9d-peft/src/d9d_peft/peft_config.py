@@ -311,7 +311,7 @@ def _exact_pattern(name: str) -> str:
 
 
 def _by_pattern(config: Mapping[str, Any], entry: str, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a name or its end after a dot, as in `peft`."""
+    """Return the value of the first regular expression that matches the name or a suffix after a dot, as in `peft`."""
     matching = (value for key, value in (config.get(entry) or {}).items() if _match(rf"(.*\.)?({key})$", name, entry))
     return next(matching, default)
 

@@ -24,7 +24,7 @@ from d9d_pipeline._deadlock import deadlock_problems
 from d9d_pipeline.actions import Action, Backward, BackwardInput, ComputeLoss, Forward, Overlap
 from d9d_pipeline.program import Program
 
-_MAX_PROBLEMS = 20  # most problems listed in an error
+_MAX_PROBLEMS = 20  # maximum number of problems listed in an error
 
 
 class ProgramError(UserError):

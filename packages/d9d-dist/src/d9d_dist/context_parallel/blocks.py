@@ -93,7 +93,10 @@ class CpuFlashKernel:
 
 @final
 class FlashKernel:
-    """Flash kernel of torch for accelerators: bfloat16 or float16, head dims up to 256 divisible by 8, no documents."""
+    """PyTorch's flash attention kernel for accelerators.
+
+    Requires bfloat16 or float16, and a head dim that is divisible by 8 and at most 256; no document mask.
+    """
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""

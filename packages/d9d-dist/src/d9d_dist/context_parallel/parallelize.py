@@ -35,16 +35,16 @@ class RequiresFullSequence(Protocol):
 
 
 def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: ContextMethod) -> Attention:
-    """Return the context-parallel form of an attention function. Inputs and output are this rank's part of the rows.
+    """Return the context-parallel form of an attention function, on this rank's shard of each sequence.
 
-    On a mesh of one rank the function itself is returned.
+    If the mesh has one rank, the function is returned unchanged.
 
     Args:
-        attention: Attention function over whole rows.
-        mesh: Mesh of one axis, over which rows are split by `ContextSplit`, e.g. `ctx.mesh_for("batch")["cp"]`.
+        attention: Attention function over full sequences.
+        mesh: One-axis mesh whose ranks share each sequence (`ContextSplit`), e.g. `ctx.mesh_for("batch")["cp"]`.
         method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function and
-            sends less data if there are few query heads per key/value head. `"ring"` never holds a whole row; its own
-            kernels replace `sdpa_attention` and functions that declare to compute the same (`DeclaresStandardSdpa`).
+            sends less data if there are few query heads per key/value head. `"ring"` never holds a full sequence. Its own
+            kernels replace `sdpa_attention`, or a function that is marked as equivalent (`DeclaresStandardSdpa`).
 
     Raises:
         UserError: If the mesh does not have exactly one axis, the function is already context parallel, or the method

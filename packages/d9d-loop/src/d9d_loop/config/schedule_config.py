@@ -40,7 +40,7 @@ class ScheduleConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Kind = Field("1f1b", description="Which schedule.")
+    kind: Kind = Field("1f1b", description="Name of the pipeline schedule.")
     stages_per_rank: PositiveInt | None = Field(
         None, description="Stages per rank, for schedules that allow a choice; by default 2, and 1 for zb1p."
     )

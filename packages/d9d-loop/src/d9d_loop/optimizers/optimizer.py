@@ -43,10 +43,10 @@ class GroupConfig(Section):
         "any", description="Restrict to matrices or to vectors: norms, biases and other parameters below 2 dims."
     )
     learning_rate: PositiveFloat | None = Field(
-        None, description="Peak learning rate of the group; null: that of the optimizer."
+        None, description="Peak learning rate of the group; null: use the optimizer's value."
     )
     weight_decay: NonNegativeFloat | None = Field(
-        None, description="Weight decay of the group, also of its vectors; null: that of the optimizer."
+        None, description="Weight decay of the group, applied to vectors too; null: use the optimizer's value."
     )
     optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for the group.")
 

@@ -20,7 +20,7 @@ from d9d_loop.resilience.resilience_config import BadStepConfig
 
 _MAD_TO_DEVIATION = 1.4826
 _LEAST_DEVIATION = 0.01  # relative to the median
-_UNKNOWN_STEPS = 1  # number of previous steps whose loss the host of an accelerator does not know yet
+_UNKNOWN_STEPS = 1  # on an accelerator, the loss of a step reaches the host this many steps late
 
 
 @final

@@ -134,7 +134,7 @@ class DecoderForClassification(HeadedDecoder):
 
 @final
 class DecoderForEmbedding(HeadedDecoder):
-    """Backbone with an `EmbeddingHead` on its last stage, with the same arguments. The task computes the loss.
+    """Backbone with an `EmbeddingHead` on its last stage. Takes the arguments of the head; the task computes the loss.
 
     Raises:
         UserError: If `params` has auxiliary losses.

@@ -81,7 +81,10 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
 
 
 def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGroup | None) -> None:
-    """Raise if any rank has a problem, after deleting the partial folder, since the disk may be full. Collective."""
+    """Delete the partial folder and raise `StateError` if any rank reports a problem. Collective.
+
+    Deletion frees space if the disk is full.
+    """
     try:
         agree(problem, group, error=StateError, alone=job.ctx is None)
     except StateError:

@@ -266,7 +266,8 @@ class CheckpointStore:
         """Hold an exclusive lock on the folder for the body and background saves; see `locked_folder`. Collective."""
         run_id = None
         if is_main(ctx):
-            with suppress(OSError, StateError):  # the id only informs people; a folder that cannot be read fails below
+            # The run id is used in messages only. If the folder is unreadable, `locked_folder` raises.
+            with suppress(OSError, StateError):
                 run_id = self._current_run_id()
         with locked_folder(self.folder, ctx, run_id=run_id) as lock:
             try:

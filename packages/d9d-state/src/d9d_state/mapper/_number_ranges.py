@@ -5,7 +5,7 @@ from math import prod
 
 
 def folded_rows(rows: Sequence[tuple[int, ...]]) -> list[tuple[list[str], int]]:
-    """Fold rows of numbers into rows of range texts; return each with the number of rows it represents.
+    """Fold rows of numbers into rows of range strings such as `{0..2}`, each with the number of rows that it covers.
 
     Within a row, ranges of equal length advance together; ranges of different lengths form all combinations. Rows that
     cannot be expressed this way are split into several folded rows.

@@ -108,7 +108,7 @@ class Graph:
         return frozenset(set(range(self.num_wires)) - is_set)
 
     def component_of_outputs(self, names: Iterable[str]) -> Component:
-        """Return the component that produces some outputs; raise `ValueError` if they are not of one group."""
+        """Return the component that produces the given outputs; raise `ValueError` if they belong to several groups."""
         found: Component | None = None
         for name in names:
             component = self._component_by_output.get(name)

@@ -37,7 +37,7 @@ class Operation(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Region of input number `input`, and a view of the output's memory to fill with it, of the same shape."""
+    """Copy of a region of input number `input` into `target`, a view of the output's memory of the same shape."""
 
     input: int
     region: Region
