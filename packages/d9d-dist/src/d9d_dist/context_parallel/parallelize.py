@@ -43,8 +43,8 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
         attention: Attention function over full sequences.
         mesh: One-axis mesh whose ranks share each sequence (`ContextSplit`), e.g. `ctx.mesh_for("batch")["cp"]`.
         method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function and
-            sends less data if there are few query heads per key/value head. `"ring"` never holds a full sequence. Its own
-            kernels replace `sdpa_attention`, or a function that is marked as equivalent (`DeclaresStandardSdpa`).
+            sends less data if there are few query heads per key/value head. `"ring"` never holds a full sequence. Its
+            own kernels replace `sdpa_attention`, or a function that is marked as equivalent (`DeclaresStandardSdpa`).
 
     Raises:
         UserError: If the mesh does not have exactly one axis, the function is already context parallel, or the method
