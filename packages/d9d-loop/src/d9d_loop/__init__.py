@@ -20,6 +20,7 @@ from d9d_loop.config.trainer_config import (
     PipelineConfig,
     RunConfig,
     TrainerConfig,
+    WorkerConfig,
 )
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_order import SampleOrder
@@ -158,6 +159,7 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "WarmupCosineConfig",
+    "WorkerConfig",
     "WsdConfig",
     "build_job",
     "cli_main",

@@ -53,6 +53,8 @@ def test_a_spaced_stream_resumes_and_reads() -> None:
     assert stream.cursor(cursor.state_dict()).take(9) == cursor.take(9) == [4, 6, 8]
     assert cursor.take(1) == []
     assert (stream.read(4), stream.length(4)) == ([4] * 4, 4)
+    with pytest.raises(UserError, match=r"length of a sample of type dict is unknown"):
+        EvenlySpacedStream([{"x": [1, 2]}]).length(0)
     assert stream.identity() != EvenlySpacedStream(range(10), 4).identity()
 
 

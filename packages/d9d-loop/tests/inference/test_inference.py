@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from d9d_dist import ContextSplit, StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import FunctionProvider, Inference, InferenceConfig, InferenceTask, PartWritten, validate_config
+from d9d_loop.data.batch_reader import BatchReader
+from d9d_loop.inference import inference as inference_module
 from d9d_pipeline import Inputs
 from d9d_state import save_model_state
 
@@ -97,7 +100,7 @@ def test_every_sample_has_its_result_in_order_on_any_ranks(tmp_path: Path, ranks
     torch.testing.assert_close([line["sum"] for line in lines], _expected(model), rtol=1e-12, atol=1e-12)
 
 
-def test_a_job_continues_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_restart_computes_only_the_missing_parts(tmp_path: Path) -> None:
     first, seen = _inference(tmp_path), []
 
     def stop(event: PartWritten) -> None:
@@ -119,7 +122,7 @@ def test_a_job_continues_with_what_is_missing(tmp_path: Path) -> None:
     assert len(seen) == 2
 
 
-def test_results_of_another_job_are_neither_mixed_nor_returned(tmp_path: Path) -> None:
+def test_results_of_another_job_are_refused(tmp_path: Path) -> None:
     _inference(tmp_path, size=6).run()
     for other, difference in (
         ({"seed": 3}, "seed was 0, and now is 3"),
@@ -141,7 +144,7 @@ class _NotNumbers(_Sums):
         return [float("nan")] * len(outputs)
 
 
-def test_a_task_that_does_not_give_one_result_each_is_refused(tmp_path: Path) -> None:
+def test_a_task_with_a_wrong_number_of_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^_Doubles\.results returned 4 results for a batch of 2 samples; expected one result per"
     ):
@@ -155,7 +158,7 @@ class _Noise(_Sums):
         return torch.rand(len(outputs)).tolist()
 
 
-def test_what_is_drawn_does_not_depend_on_restarts(tmp_path: Path) -> None:
+def test_random_numbers_do_not_depend_on_restarts(tmp_path: Path) -> None:
     texts = []
     for name, stops in (("whole", False), ("cut", True)):
         for tries in range(2 if stops else 1):
@@ -197,7 +200,7 @@ def _run_sequences(folder: str, mesh: dict[str, int]) -> None:
     Inference(_config(Path(folder), mesh=mesh), model=_Net, data=_long_data(), task=_Tokens()).run()
 
 
-def test_sequences_that_ranks_share_are_put_together(tmp_path: Path) -> None:
+def test_sequences_split_over_ranks_are_joined(tmp_path: Path) -> None:
     run_ranks(_run_sequences, str(tmp_path / "two"), {"context_parallel_shard": 2})
     _run_sequences(str(tmp_path / "one"), {})
     one, two = (_lines(tmp_path / name) for name in ("one", "two"))
@@ -241,6 +244,17 @@ def _scores(folder: Path, mesh: dict[str, int]) -> list[JsonValue]:
 def test_weights_that_the_function_loaded_are_used(tmp_path: Path, mesh: dict[str, int]) -> None:
     for results in run_ranks(_scores, tmp_path, mesh, world_size=len(mesh) + 1):
         assert results == [0.0, 12.0, 24.0, 36.0]
+
+
+def test_data_workers_have_the_prefetch_and_timeout_of_the_configuration(tmp_path: Path) -> None:
+    _weights(tmp_path / "weights")
+    data = {"num_workers": 1, "prefetch": 3, "worker_timeout": 77.0}
+    with mock.patch.object(inference_module, "BatchReader", wraps=BatchReader) as reader:
+        _inference(tmp_path, weights=str(tmp_path / "weights"), data=data).run()
+    used = reader.call_args.kwargs
+    assert (used["num_workers"], used["prefetch"], used["timeout"]) == (1, 3, 77.0)
+    with pytest.raises(UserError, match=r"data\.shuffle is not a configuration key"):
+        _config(tmp_path, data={"shuffle": False})
 
 
 def test_weights_from_nowhere_are_refused(tmp_path: Path) -> None:

@@ -247,6 +247,20 @@ def test_metrics_see_every_microbatch(ctx: DistributedContext) -> None:
     assert metrics["error"].compute().item() == pytest.approx(outcome.loss.item(), rel=1e-12)
 
 
+def _one_microbatch(model: nn.Module, task: Task, ctx: DistributedContext) -> TrainStep:
+    return TrainStep(
+        model,
+        _sgd(model),
+        task=task,
+        metrics=task.metrics(),
+        lr_schedule=lambda step: 1.0,
+        max_norm=None,
+        num_microbatches=1,
+        ctx=ctx,
+        events=Events(),
+    )
+
+
 def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
     class Mean(_Masked):
         def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
@@ -254,17 +268,7 @@ def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
 
     model, batch = _model(), _batch(0)
     expected = nn.functional.mse_loss(model(batch["x"]), batch["y"])
-    take_step = TrainStep(
-        model,
-        _sgd(model),
-        task=Mean(),
-        metrics=Mean().metrics(),
-        lr_schedule=lambda step: 1.0,
-        max_norm=None,
-        num_microbatches=1,
-        ctx=ctx,
-        events=Events(),
-    )
+    take_step = _one_microbatch(model, Mean(), ctx)
     outcome = take_step(0, [batch])
     assert outcome.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert outcome.weight.item() == GLOBAL_SIZE * 3
@@ -276,17 +280,7 @@ def test_a_weight_of_nan_is_no_batch_without_weight(ctx: DistributedContext) -> 
             return Loss(outputs.square().sum(), weight=torch.nan)
 
     model = _model()
-    take_step = TrainStep(
-        model,
-        _sgd(model),
-        task=Broken(),
-        metrics=Broken().metrics(),
-        lr_schedule=lambda step: 1.0,
-        max_norm=None,
-        num_microbatches=1,
-        ctx=ctx,
-        events=Events(),
-    )
+    take_step = _one_microbatch(model, Broken(), ctx)
     outcome = take_step(0, [_batch(0)])
     assert outcome.loss.isnan()
     assert outcome.grad_norm.isnan()

@@ -22,7 +22,7 @@ class _Net(nn.Module):
         super().__init__()
         self.stage, self.fault = stage, fault
         indices = stage.layers(4)
-        if fault == "left out" and stage.index == 1:
+        if fault == "missing" and stage.index == 1:
             indices = indices[1:]
         size = 5 if fault == "another size" and stage.index == 1 else 4
         self.layers = nn.ModuleDict({str(index): nn.Linear(4, size if index else 4, bias=False) for index in indices})
@@ -74,7 +74,7 @@ def test_what_the_model_ties_may_be_on_several_stages() -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("left out", "layers.2.weight is not on any stage"),
+        ("missing", "layers.2.weight is not on any stage"),
         ("renamed", "extra is on a stage, but not in the whole model"),
         ("another size", r"layers.2.weight is \[5, 4\] on stage 1, and \[4, 4\] in the whole model"),
         ("buffers", "the persistent buffer table is on the stages 0, 1, but a checkpoint stores only one"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field, PositiveInt
 
 from d9d_dist import MeshConfig
-from d9d_loop.config.trainer_config import DataConfig, JobConfig, LoggingConfig, RunConfig
+from d9d_loop.config.trainer_config import JobConfig, LoggingConfig, RunConfig, WorkerConfig
 from d9d_loop.resilience import HangConfig
 
 
@@ -23,6 +23,6 @@ class InferenceConfig(JobConfig):
     seed: int = Field(0, ge=0, description="Seed of the model's random numbers, such as those for sampled tokens.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
-    data: DataConfig = DataConfig()
+    data: WorkerConfig = WorkerConfig()
     resilience: HangConfig = HangConfig()
     logging: LoggingConfig = LoggingConfig()

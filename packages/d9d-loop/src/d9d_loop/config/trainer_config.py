@@ -62,17 +62,22 @@ class BatchConfig(Section):
     )
 
 
-class DataConfig(Section):
-    """Sample order and data workers."""
+class WorkerConfig(Section):
+    """Data workers."""
 
-    shuffle: bool = Field(True, description="Shuffle the samples again in each epoch.")
     num_workers: int = Field(
         0, ge=0, description="Number of data worker processes; 0 reads samples in the training process."
     )
-    prefetch: PositiveInt = Field(2, description="Number of steps that workers read ahead.")
+    prefetch: PositiveInt = Field(2, description="Number of steps (of batches in inference) that workers read ahead.")
     worker_timeout: PositiveFloat | None = Field(
         600.0, description="Timeout of a worker for one batch, in seconds; null disables it."
     )
+
+
+class DataConfig(WorkerConfig):
+    """Sample order and data workers."""
+
+    shuffle: bool = Field(True, description="Shuffle the samples again in each epoch.")
 
 
 class GradientConfig(Section):

@@ -1,10 +1,12 @@
 """One pass over a finite stream, such as held-out data: the batches of each data-parallel rank."""
 
+from dataclasses import dataclass
 from typing import Any, final
 
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_loop.data.indexed_stream import OrderCursor, measured_length
 from d9d_loop.data.sample_reader import ReadJob
 from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.data.samples import Samples
@@ -40,15 +42,16 @@ class EvenlySpacedStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return _SpacedCursor(len(self._samples), self._num_samples, state)
+        spacing = _Spacing(len(self._samples), self._num_samples)
+        return OrderCursor(spacing, state, end=self._num_samples)
 
     def read(self, entry: int) -> Any:
         """Read the sample at an index."""
         return self._samples[entry]
 
     def length(self, entry: int) -> int:
-        """Return `len` of the sample at an index."""
-        return len(self._samples[entry])
+        """Return the length of the sample at an index."""
+        return measured_length(self._samples[entry])
 
     def identity(self) -> JsonValue:
         """Return the sizes of the dataset and of the stream."""
@@ -56,18 +59,13 @@ class EvenlySpacedStream(SampleStream):
 
 
 @final
-class _SpacedCursor(Cursor):
-    def __init__(self, data_size: int, num_samples: int, state: JsonValue) -> None:
-        self._data_size, self._num_samples = data_size, num_samples
-        self._position = 0 if state is None else int(str(state))
+@dataclass(frozen=True, slots=True)
+class _Spacing:
+    data_size: int
+    num_samples: int
 
-    def take(self, num_entries: int) -> list[int]:
-        start = self._position
-        self._position = min(start + num_entries, self._num_samples)
-        return [number * self._data_size // self._num_samples for number in range(start, self._position)]
-
-    def state_dict(self) -> JsonValue:
-        return self._position
+    def take(self, start: int, stop: int) -> list[int]:
+        return [number * self.data_size // self.num_samples for number in range(start, stop)]
 
 
 def plan_pass(

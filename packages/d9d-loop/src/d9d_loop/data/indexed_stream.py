@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from pydantic import JsonValue, TypeAdapter
 from torch import Tensor
@@ -89,11 +89,19 @@ class _Place:
 _PLACE = TypeAdapter(_Place)
 
 
+class Order(Protocol):
+    """Order of samples, such as `SampleOrder`."""
+
+    def take(self, start: int, stop: int) -> list[int]:
+        """Return the sample indices at positions `start` to `stop - 1`."""
+        ...
+
+
 @final
 class OrderCursor(Cursor):
-    """Cursor over a `SampleOrder`, whose entries are sample indices. Endless if `end` is `None`."""
+    """Cursor over an order of samples, whose entries are sample indices. Endless if `end` is `None`."""
 
-    def __init__(self, order: SampleOrder, state: JsonValue = None, *, end: int | None = None) -> None:
+    def __init__(self, order: Order, state: JsonValue = None, *, end: int | None = None) -> None:
         self._order, self._end = order, end
         self._position = _Place().position if state is None else _PLACE.validate_python(state).position
         self._ahead: list[int] = []

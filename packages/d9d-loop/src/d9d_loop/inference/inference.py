@@ -178,6 +178,8 @@ class Inference:
             place=BatchPlacement(self._task, ctx),
             device=ctx.device,
             num_workers=config.data.num_workers,
+            prefetch=config.data.prefetch,
+            timeout=config.data.worker_timeout,
         )
         num_parts = self._results.num_parts
         progress = Progress(
