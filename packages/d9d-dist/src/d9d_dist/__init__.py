@@ -83,6 +83,7 @@ from d9d_dist.tensor_styles import (
     VocabParallelHead,
 )
 from d9d_dist.token_ids import check_token_ids
+from d9d_dist.tree_gather import all_gather_trees
 from d9d_dist.tree_sharding import (
     ShardOn,
     ShardSpec,
@@ -151,6 +152,7 @@ __all__ = [
     "Whole",
     "agree",
     "all_gather",
+    "all_gather_trees",
     "all_gather_variadic",
     "all_reduce_scalars",
     "all_to_all",
