@@ -19,7 +19,7 @@ from email.parser import Parser
 from pathlib import Path
 
 from packaging.version import Version
-from release_plan import META, NotReleasable, Plan, plan_release
+from release_plan import META, Plan, ReleaseError, plan_release
 
 ROOT = Path(__file__).resolve().parents[1]
 RATING = 8
@@ -58,10 +58,9 @@ def check_distributions(name: str, version: Version, wheel: Path, sdist: Path) -
         problems.append(f"{wheel.name} has no py.typed")
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2]: member for member in archive.getmembers()}
-    for file in ("LICENSE", "README.md", "pyproject.toml"):
-        if file not in packed or not packed[file].isfile():
-            problems.append(f"{sdist.name} has no {file}")
-    return problems
+    needed = ("LICENSE", "README.md", "pyproject.toml")
+    absent = [file for file in needed if file not in packed or not packed[file].isfile()]
+    return problems + [f"{sdist.name} has no {file}" for file in absent]
 
 
 def release(root: Path, plan: Plan, out: Path) -> None:
@@ -101,7 +100,7 @@ def main(arguments: list[str]) -> int:
             run("git", "clone", "--quiet", "--shared", ROOT, root, cwd=ROOT)
         try:
             plan = plan_release(root, chosen.packages, datetime.datetime.now(datetime.UTC).date())
-        except NotReleasable as error:
+        except ReleaseError as error:
             print(error, file=sys.stderr)
             return 1
         if not plan.versions:
@@ -110,7 +109,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(plan.notes))
         release(root, plan, out)
         print(run("git", "show", "--stat", "--format=%s", "HEAD", cwd=root).strip())
-        print("\n".join(sorted(path.name for path in out.iterdir())))
+        print("\n".join(sorted(path.name for path in out.glob("d9d*"))))
         print(f"tags: {' '.join(plan.tags)}")
     if chosen.dry_run:
         print("A dry run: nothing was kept.")

@@ -1,7 +1,7 @@
 """Decide what a release changes: versions, changelogs, and the ranges by which packages require each other.
 
-Nothing is written here. `plan_release` reads a workspace and returns the new text of each file, or raises `NotReleasable`
-with every problem and the command that solves it.
+Nothing is written here. `plan_release` reads a workspace and returns the new text of each file. If the release would be
+wrong, it raises `ReleaseError` with every problem and the command that solves it.
 """
 
 import datetime
@@ -21,7 +21,7 @@ BUMPS = ("current", "patch", "minor", "major")
 UNRELEASED = re.compile(r"^## (?:Unreleased|\S+ \(unreleased\))$", re.MULTILINE)
 
 
-class NotReleasable(Exception):
+class ReleaseError(Exception):
     """The release would be wrong; the message has one line per problem."""
 
 
@@ -123,7 +123,7 @@ def parse_bumps(words: list[str], packages: Mapping[str, Package], root: Path) -
     """Read `d9d-state=minor d9d-moe=patch`; `all` is every package with unreleased entries.
 
     Raises:
-        NotReleasable: If a word is not a package and a bump.
+        ReleaseError: If a word is not a package and a bump.
     """
     if words == ["all"]:
         unreleased = [name for name, package in packages.items() if package.entries]
@@ -131,9 +131,9 @@ def parse_bumps(words: list[str], packages: Mapping[str, Package], root: Path) -
     bumps = dict(word.partition("=")[::2] for word in words)
     for name, how in bumps.items():
         if name not in packages:
-            raise NotReleasable(f"{name!r} is no package; expected one of {', '.join(packages)}, or all alone.")
+            raise ReleaseError(f"{name!r} is no package; expected one of {', '.join(packages)}, or all alone.")
         if how not in BUMPS:
-            raise NotReleasable(f"{name}={how}: expected {name}= and one of {', '.join(BUMPS)}.")
+            raise ReleaseError(f"{name}={how}: expected {name}= and one of {', '.join(BUMPS)}.")
     return {name: bumps[name] for name in packages if name in bumps}
 
 
@@ -141,7 +141,7 @@ def plan_release(root: Path, words: list[str], today: datetime.date) -> Plan:
     """Return the plan of a release.
 
     Raises:
-        NotReleasable: If a version was released already or never, a changelog has no entries, or a range does not fit.
+        ReleaseError: If a version was released already or never, a changelog has no entries, or a range does not fit.
     """
     packages = read_packages(root)
     bumps = parse_bumps(words, packages, root)
@@ -150,18 +150,25 @@ def plan_release(root: Path, words: list[str], today: datetime.date) -> Plan:
     behind = {name for name, package in packages.items() for _ in _stale(package, versions)}
     if missing := [name for name in packages if name in behind - versions.keys()]:
         for name in missing:
-            for requirement in _stale(packages[name], versions):
-                problems.append(
-                    f"{name} requires {requirement}, which excludes {versions[requirement.name]}. "
-                    "Release it together, with a new range."
-                )
+            problems += [
+                f"{name} requires {requirement.name}{written(requirement.specifier)}, which excludes "
+                f"{versions[requirement.name]}. "
+                "Release it together, with a new range."
+                for requirement in _stale(packages[name], versions)
+            ]
         both = [f"{name}={bumps.get(name, 'patch')}" for name in packages if name in bumps or name in missing]
         problems.append(f"Try: python .ci/release.py {' '.join(both)}")
     if problems:
-        raise NotReleasable("\n".join(problems))
+        raise ReleaseError("\n".join(problems))
     texts: dict[Path, str] = {}
-    for name, version in versions.items():
-        texts |= _released(packages[name], version, versions, today)
+    for name, package in packages.items():
+        if name in versions:
+            texts |= _released(package, versions, today)
+        else:  # a group of test requirements is part of no release
+            project = package.folder / "pyproject.toml"
+            before = project.read_text(encoding="utf-8")
+            if (after := _with_ranges(before, versions)) != before:
+                texts[project] = after
     return Plan(versions, texts, tuple(_notes(packages, versions)))
 
 
@@ -182,7 +189,7 @@ def _stale(package: Package, versions: Mapping[str, Version]) -> list[Requiremen
     """Return the requirements of a package that exclude a new version, one for each sibling."""
     stale = [each for each in package.requirements if each.name in versions]
     stale = [each for each in stale if not each.specifier.contains(versions[each.name])]
-    return list({each.name: each for each in stale}.values())
+    return list({each.name: each for each in reversed(stale)}.values())
 
 
 def _unreleased_requirements(
@@ -196,31 +203,40 @@ def _unreleased_requirements(
             released = last_released(root, requirement.name)
             if released is None or not requirement.specifier.contains(released):
                 last = "it was never released" if released is None else f"its last release is {released}"
-                yield f"{name} requires {requirement}, but {last}. Release {requirement.name} together."
+                needed = f"{requirement.name}{written(requirement.specifier)}"
+                yield f"{name} requires {needed}, but {last}. Release {requirement.name} together."
 
 
-def _released(
-    package: Package, version: Version, versions: Mapping[str, Version], today: datetime.date
-) -> dict[Path, str]:
+def _released(package: Package, versions: Mapping[str, Version], today: datetime.date) -> dict[Path, str]:
     """Return the files of a package after its release."""
-    project = package.folder / "pyproject.toml"
-    text = project.read_text(encoding="utf-8")
-    text = text.replace(f'version = "{package.version}"', f'version = "{version}"', 1)
-    entries = []
-    for requirement in _stale(package, versions):
-        fitting = written(compatible_range(versions[requirement.name]))
-        pattern = rf'"{re.escape(requirement.name)}(\[[\w,-]+\])?[<>=~!][^"]*"'
-        text = re.sub(pattern, rf'"{requirement.name}\g<1>{fitting}"', text)
-        entries.append(f"- Requires `{requirement.name}{fitting}`.")
-    changelog, heading = package.changelog, f"## {version} ({today.isoformat()})"
-    if package.entries:
-        changelog = UNRELEASED.sub(heading, changelog, count=1)
-    else:
-        first = changelog.find("\n## ")
-        changelog = f"{changelog[:first]}\n{heading}\n{changelog[first:]}"
-    if entries:
-        changelog = changelog.replace(f"{heading}\n", f"{heading}\n\n" + "\n".join(entries), 1)
-    return {project: text, package.folder / "CHANGELOG.md": re.sub(r"\n{3,}", "\n\n", changelog)}
+    project, version = package.folder / "pyproject.toml", versions[package.name]
+    text = project.read_text(encoding="utf-8").replace(f'version = "{package.version}"', f'version = "{version}"', 1)
+    lines = [
+        f"- Requires `{each.name}{written(compatible_range(versions[each.name]))}`."
+        for each in _stale(package, versions)
+    ]
+    lines += [package.entries] if package.entries else []
+    section = "\n".join([f"## {version} ({today.isoformat()})", "", *lines, ""])
+    start = UNRELEASED.search(package.changelog) or re.search(r"^(?=## )", package.changelog, re.MULTILINE)
+    assert start is not None
+    title, older = package.changelog[: start.start()], package.changelog[start.end() :]
+    before = re.search(r"^## .*", older, re.MULTILINE | re.DOTALL)
+    changelog = "\n".join([f"{title}{section}", *([before[0]] if before else [])])
+    return {project: _with_ranges(text, versions), package.folder / "CHANGELOG.md": changelog}
+
+
+def _with_ranges(text: str, versions: Mapping[str, Version]) -> str:
+    """Move each range in a pyproject.toml that excludes a new version."""
+
+    def moved(found: re.Match[str]) -> str:
+        requirement = Requirement(found[1])
+        version = versions.get(requirement.name)
+        if version is None or requirement.specifier.contains(version):
+            return found[0]
+        extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+        return f'"{requirement.name}{extras}{written(compatible_range(version))}"'
+
+    return re.sub(r'"(d9d[\w-]*(?:\[[\w,-]+\])?[<>=~!][^"]*)"', moved, text)
 
 
 def _notes(packages: Mapping[str, Package], versions: Mapping[str, Version]) -> Iterator[str]:
