@@ -85,6 +85,7 @@ from d9d_modules.models.hugging_face_family import (
     Entry,
     HuggingFaceFamily,
 )
+from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import (
     Llama3ForCausalLM,
     Llama3Params,
@@ -227,6 +228,7 @@ __all__ = [
     "llama3_params_from_hugging_face",
     "parallelize_decoder",
     "pool",
+    "quantization_from_hugging_face",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",
