@@ -1,6 +1,7 @@
 """Distributed training for PyTorch: device meshes, collectives, parallelism and gradient reduction."""
 
 from d9d_dist.batch_norm import synchronize_batch_norm
+from d9d_dist.block_gather import gather_in_blocks
 from d9d_dist.collectives import (
     all_gather,
     all_gather_variadic,
@@ -172,6 +173,7 @@ __all__ = [
     "full_tensor",
     "gather",
     "gather_from_axis",
+    "gather_in_blocks",
     "gather_json",
     "gather_variadic",
     "global_grad_norm",

@@ -113,7 +113,7 @@ from d9d_modules.rope_scaling import (
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
-from d9d_modules.token_scores import TokenScores, token_scores
+from d9d_modules.vocabulary_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
