@@ -43,6 +43,7 @@ from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.expert_parallel import parallelize_experts
 from d9d_dist.follows_weight import FollowsWeight
+from d9d_dist.grad_dtype import grad_dtype_of, set_grad_dtype
 from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
 from d9d_dist.gradients import (
@@ -177,6 +178,7 @@ __all__ = [
     "gather_json",
     "gather_variadic",
     "global_grad_norm",
+    "grad_dtype_of",
     "grad_norm_parts",
     "indexed_blocks",
     "is_first_replica",
@@ -208,6 +210,7 @@ __all__ = [
     "scatter_to_axis",
     "sdpa_attention",
     "seed_everything",
+    "set_grad_dtype",
     "set_gradient_sync",
     "shard_spec",
     "shard_tree",

@@ -46,6 +46,7 @@ class DatasetProvider(DataProvider):
 
     Args:
         shuffle: If True, shuffle each epoch, in a different order each time.
+        epochs: Number of epochs; `None` repeats them without end.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class DatasetProvider(DataProvider):
         shuffle: bool = True,
         evaluation: Samples | SampleStream | None = None,
         collate: Collate = default_collate,
+        epochs: int | None = None,
     ) -> None:
-        self._samples, self._shuffle = samples, shuffle
+        self._samples, self._shuffle, self._epochs = samples, shuffle, epochs
         self._evaluation, self._collate = evaluation, collate
         self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
 
@@ -64,7 +66,7 @@ class DatasetProvider(DataProvider):
         """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
         if len(self._samples) == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
-        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)
+        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle, epochs=self._epochs)
 
     def evaluation(self) -> Samples | SampleStream | None:
         """Return the held-out data, or `None`."""

@@ -174,8 +174,8 @@ class Engine:
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.
 
-        Ranks may pass different numbers of batches, of different shapes: those with fewer run stand-ins of weight 0
-        (`BatchTask.stand_in`). Collectives: an all-gather of the numbers, those of the model, sends and receives
+        Ranks may pass different numbers of batches, of different shapes: those with fewer run stand-ins, whose loss is
+        0 (`BatchTask.stand_in`). Collectives: an all-gather of the numbers, those of the model, sends and receives
         between stages, the gradient reduction of each call, and those of the returned values.
 
         Args:
@@ -273,7 +273,9 @@ class Engine:
         if self._is_reference:
             raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
 
-    def accumulate(self, batches: Sequence[Any], loss: LossFunction, *, measured: bool = False) -> Timeline | None:
+    def accumulate(
+        self, batches: Sequence[Any], loss: LossFunction, *, num_own: int | None = None, measured: bool = False
+    ) -> Timeline | None:
         """Run forward and backward of prepared microbatches: `forward_backward` without its preparations and values.
 
         Collectives: those of the model, sends and receives between stages, and the gradient reduction.
@@ -282,12 +284,14 @@ class Engine:
             batches: Microbatches on this rank's device, split for context parallelism, equally many on all ranks: those
                 of a `StreamLoader`.
             loss: See `forward_backward`.
+            num_own: Number of microbatches that count; the later ones are stand-ins. `None` if all count.
             measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
 
         Returns:
             Start and end of every pipeline action, if `measured`.
         """
-        return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=len(batches), measured=measured)
+        num_own = len(batches) if num_own is None else num_own
+        return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=num_own, measured=measured)
 
     def step(self, learning_rate: float | None = None) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.

@@ -64,7 +64,7 @@ def engine_parts(
         health = check_health(config.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
-        pipeline = build_pipeline(plan, ctx, progress=config.progress)
+        pipeline = build_pipeline(plan, ctx, progress=config.progress, grad_dtype=config.gradients.dtype)
         seed_everything(config.seed, ctx)
         built = optimizer(pipeline.model)
         pipeline.shared.copy_values()

@@ -10,6 +10,7 @@ from torch import nn
 
 from d9d_dist import UserError
 from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_state import frozen_digest_of
 from d9d_loop.model.model_provider import ModelProvider
@@ -47,6 +48,26 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper |
             f"export = true, but the provider's state mapper has no inverse: {error} Add an inverse, or use "
             "--export false."
         ) from None
+
+
+def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
+    """Return the number of steps of a job; raise `UserError` if the training data do not determine or suffice it."""
+    if stream.is_endless:
+        if config.steps is None:
+            raise UserError(
+                "steps is missing, and the training data have no end; expected a number of steps or finite data. Set "
+                "--steps, or --epochs 1 for one pass over a dataset, or pass epochs=1 to the stream."
+            )
+        return config.steps
+    available = -(-stream.count() // config.batch.global_size)
+    if available == 0:
+        raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
+    if config.steps is not None and config.steps > available:
+        raise UserError(
+            f"steps = {config.steps}, but the finite training data have samples for {available} steps of "
+            f"batch.global_size = {config.batch.global_size}; expected at most that. Leave out steps, or add epochs."
+        )
+    return config.steps or available
 
 
 def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
@@ -99,7 +120,7 @@ def checkpoint_folder(config: TrainerConfig) -> Path:
     return config.run.dir / "checkpoints"
 
 
-def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
+def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue) -> bool:
     """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
 
     They are needed without such a checkpoint, or if checkpoints contain only trainable parameters. Raises `UserError`
@@ -110,9 +131,9 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: 
         return True
     trainable_only = frozen_digest_of(info) is not None
     check_same_model(info, model, trainable_only=trainable_only)
-    if info.step > config.steps:
+    if info.step > steps:
         raise UserError(
-            f"steps = {config.steps}, but the run in {config.run.dir} has already completed {info.step}. "
+            f"steps = {steps}, but the run in {config.run.dir} has already completed {info.step}. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
     state: Any = info.state

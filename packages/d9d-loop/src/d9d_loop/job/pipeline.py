@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
+import torch
 from torch import nn
 
-from d9d_dist import DistributedContext, GradientSync
+from d9d_dist import DistributedContext, GradientSync, set_grad_dtype
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
@@ -74,6 +75,11 @@ class Pipeline:
         # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
         splits = self.program(num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
+
+    def set_grad_dtype(self, dtype: torch.dtype) -> None:
+        """Accumulate gradients in a dtype; see `d9d_dist.set_grad_dtype`. Call it before the first forward."""
+        for stage in self.stages.values():
+            set_grad_dtype(stage.parameters(), dtype)
 
     def evaluation(self, num_microbatches: int) -> Executor:
         """Return an executor of forward passes."""

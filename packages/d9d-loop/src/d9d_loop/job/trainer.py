@@ -128,8 +128,18 @@ def _data_provider(
     collate: Collate | None,
 ) -> DataProvider:
     if not isinstance(data, DataProvider):
-        shuffle = config.data.shuffle
-        return DatasetProvider(data, shuffle=shuffle, evaluation=evaluation_data, collate=collate or default_collate)
+        return DatasetProvider(
+            data,
+            shuffle=config.data.shuffle,
+            evaluation=evaluation_data,
+            collate=collate or default_collate,
+            epochs=config.epochs,
+        )
+    if config.epochs is not None:
+        raise UserError(
+            f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream has its own number; "
+            "expected a dataset. Leave out epochs, and pass them to the stream."
+        )
     if evaluation_data is not None or collate is not None:
         what = "evaluation_data" if evaluation_data is not None else "collate"
         raise UserError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -28,12 +29,15 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import load_model_state
 
 
-def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) -> Pipeline:
+def build_pipeline(
+    plan: ModelPlan, ctx: DistributedContext, *, progress: bool, grad_dtype: str | None = None
+) -> Pipeline:
     """Build the stages that a plan assigns to this rank, and load the initial weights, if any. Collective.
 
     If the pipeline has one stage, the plan's model is parallelized in place. With `late_init`, an initial value is a
     function of the seed, the parameter name and the element index. Otherwise the random number generators are seeded
-    while the model is built. With `progress`, show the progress of reading weights.
+    while the model is built. With `progress`, show the progress of reading weights. `grad_dtype` is the name of the
+    dtype in which gradients accumulate.
 
     Raises:
         UserError: If `parallelize` changed names, shapes or dtypes, or sharded a weight that must stay whole. Also if a
@@ -71,6 +75,8 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
         # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
         unused = "ignore" if plan.is_pipelined else "error"
         load_model_state(pipeline.model, plan.weights, plan.load_mapper, unused=unused, progress=progress)
+    if grad_dtype is not None:
+        pipeline.set_grad_dtype(getattr(torch, grad_dtype))
     return pipeline
 
 
