@@ -150,8 +150,7 @@ class TrainStep:
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
             dist.all_reduce(totals, group=self._losses_group)
-        # With weight 0 the factor is 0, because 0 / 0 would be NaN. A NaN weight gives NaN.
-        per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
+        per_weight = _inverse(weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
         loss = total * per_weight
@@ -184,6 +183,14 @@ class TrainStep:
         self.executors.gradient_sync.finish()
         self._shared.add_gradients()  # clears the gradients of copies, which model.parameters() omits
         self._model.zero_grad()
+
+
+def _inverse(weight: Tensor) -> Tensor:
+    """Return 1 / weight, but 0 for weight 0, because 0 / 0 would be NaN. A NaN weight gives NaN."""
+    if weight.device.type == "cpu":  # Python numbers are cheaper than tensors, and as exact
+        number = weight.item()
+        return torch.tensor(1.0 / number if number > 0 else 0.0 * number, dtype=weight.dtype)
+    return torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
 
 
 def _zero_loss(outputs: Any) -> Tensor:

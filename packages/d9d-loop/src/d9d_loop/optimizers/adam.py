@@ -42,7 +42,7 @@ class _OnLocalShards(torch.optim.Adam):
         groups = self.param_groups
         joined: dict[object, dict[str, Any]] = {}
         for group in groups:
-            key = tuple(sorted((name, value) for name, value in group.items() if name not in _OWN))
+            key = tuple([value for name, value in group.items() if name not in _OWN])
             if not (group["foreach"] and group["decoupled_weight_decay"]):
                 joined[id(group)] = group
             elif key in joined:
