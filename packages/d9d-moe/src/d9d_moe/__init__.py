@@ -12,7 +12,7 @@ from d9d_moe.expert_balance import (
     update_global_load,
 )
 from d9d_moe.expert_counts import ExpertCounter
-from d9d_moe.experts import GroupedSwiGLU
+from d9d_moe.experts import Experts, GroupedClampedSwiGLU, GroupedSwiGLU, clamped_swiglu
 from d9d_moe.grouped_linear import (
     GROUPED_MATMUL_VARIABLE,
     GroupedLinear,
@@ -65,7 +65,9 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "ExpertCounter",
+    "Experts",
     "ExpertsLayout",
+    "GroupedClampedSwiGLU",
     "GroupedLinear",
     "GroupedMatmulBackend",
     "GroupedSwiGLU",
@@ -85,6 +87,7 @@ __all__ = [
     "TopKRouter",
     "balance_experts",
     "choose_grouped_matmul",
+    "clamped_swiglu",
     "deep_ep_buffer",
     "deepseek_v3_from_hugging_face",
     "deepseek_v3_hugging_face_config",

@@ -14,6 +14,7 @@ from d9d_modules.models.hugging_face_config import (
     require_value,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.hugging_face_rope import ROPE_ENTRIES, rope_from_hugging_face, rope_to_hugging_face
 from d9d_state import JsonValue
 
@@ -92,7 +93,7 @@ GROUPED_QUERY_ENTRIES = (
 FIXED_ENTRIES: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 """Entries of all families with only one supported value."""
 
-_UNSUPPORTED: Mapping[str, JsonValue] = {"quantization_config": None, "is_encoder_decoder": False}
+_UNSUPPORTED: Mapping[str, JsonValue] = {"is_encoder_decoder": False}
 """Entries that no family writes, with the only value that can be read."""
 
 
@@ -131,10 +132,12 @@ class HuggingFaceFamily(Generic[P]):
     def used(self) -> tuple[str, ...]:
         """Names of all entries that `read` reads."""
         keys = [name for entry in self.entries for name in (entry.key, entry.alias) if name is not None]
-        return ("model_type", *keys, *ROPE_ENTRIES, *self.fixed, *_UNSUPPORTED, *self.own)
+        return ("model_type", *keys, *ROPE_ENTRIES, *self.fixed, *_UNSUPPORTED, "quantization_config", *self.own)
 
     def read(self, config: HuggingFaceConfig) -> P:
         """Read the hyperparameters from a parsed `config.json`.
+
+        They do not depend on a quantization of the checkpoint; see `quantization_from_hugging_face`.
 
         Raises:
             UserError: If `config` is of another family, lacks an entry, or has an unknown or unsupported entry.
@@ -143,6 +146,7 @@ class HuggingFaceFamily(Generic[P]):
         require_known_keys(config, used=self.used, irrelevant=self.irrelevant)
         for key, supported in {**self.fixed, **_UNSUPPORTED}.items():
             require_value(config, key, supported)
+        quantization_from_hugging_face(config)  # refuses layouts that cannot be loaded
         self.check(config)
         theta, scaling = rope_from_hugging_face(config)
         values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}

@@ -5,7 +5,7 @@ Releases from 3.1 on use `Llama3Scaling`; the small 3.2 models tie the language-
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, final
+from typing import TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
@@ -22,8 +22,6 @@ Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
 @dataclass(frozen=True, kw_only=True)
 class Llama3Params(GroupedQueryParams):
     """Hyperparameters of a Llama 3 model; see `GroupedQueryParams`. Released models have no sliding windows."""
-
-    has_qk_norm: ClassVar[bool] = False
 
     rope_theta: float = 500_000.0
     rms_norm_eps: float = 1e-5

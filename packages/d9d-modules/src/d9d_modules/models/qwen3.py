@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
-from d9d_modules.models.grouped_query import GroupedQueryParams
+from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
 from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
 from d9d_state import JsonValue, StateMapper
@@ -20,10 +20,13 @@ Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
 class Qwen3Params(GroupedQueryParams):
     """Hyperparameters of a Qwen3 model; see `GroupedQueryParams`."""
 
-    has_qk_norm: ClassVar[bool] = True
-
     rope_theta: float = 1_000_000.0
     max_position_embeddings: int = 32768
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `GroupedQueryParams`."""
+        return AttentionForm(qk_norm=True)
 
 
 def qwen3_from_hugging_face(params: Qwen3Params) -> StateMapper:

@@ -27,7 +27,7 @@ from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, s
 from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import SigmoidRouter, check_groups
 from d9d_moe.shared_experts import SharedExperts
-from d9d_state import JsonValue, StateMapper, rename, scope
+from d9d_state import JsonValue, StateMapper, parallel, rename, scope
 
 DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
 
@@ -96,18 +96,6 @@ class DeepseekV3Params(SparseParams):
         """See `DecoderParams`."""
         return self.rotary_dim
 
-    @property
-    def hugging_face_mixer(self) -> Mapping[str, str]:
-        """See `DecoderParams`."""
-        queries = {"q_a_proj": "q_down_proj", "q_a_layernorm": "q_norm", "q_b_proj": "q_up_proj"}
-        return {
-            **({"q_proj": "q_proj"} if self.q_rank is None else queries),
-            "kv_a_proj_with_mqa": "kv_down_proj",
-            "kv_a_layernorm": "kv_norm",
-            "kv_b_proj": "kv_up_proj",
-            "o_proj": "o_proj",
-        }
-
     def mixer(self, index: int) -> nn.Module:
         """See `DecoderParams`; the attention is the same in all layers."""
         scale = (self.head_dim + self.rotary_dim) ** -0.5
@@ -124,6 +112,21 @@ class DeepseekV3Params(SparseParams):
             rotary_layout=self.rotary_layout,
             options=AttentionOptions(scale=scale),
             init_std=self.initializer_range,
+        )
+
+    def mixer_from_hugging_face(self, index: int) -> StateMapper:
+        """See `DecoderParams`."""
+        del index
+        queries = {"q_a_proj": "q_down_proj", "q_a_layernorm": "q_norm", "q_b_proj": "q_up_proj"}
+        names = {
+            **({"q_proj": "q_proj"} if self.q_rank is None else queries),
+            "kv_a_proj_with_mqa": "kv_down_proj",
+            "kv_a_layernorm": "kv_norm",
+            "kv_b_proj": "kv_up_proj",
+            "o_proj": "o_proj",
+        }
+        return parallel(
+            *(rename(f"self_attn.{theirs}.weight", f"attention.{ours}.weight") for theirs, ours in names.items())
         )
 
     def is_dense(self, index: int) -> bool:

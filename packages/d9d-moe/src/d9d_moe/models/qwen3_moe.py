@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
     FIXED_ENTRIES,
     GROUPED_QUERY_ENTRIES,
+    AttentionForm,
     DecoderForCausalLM,
     Entry,
     GroupedQueryParams,
@@ -35,8 +36,6 @@ class Qwen3MoeParams(SparseParams, GroupedQueryParams):
         dense_layers: Indices of the layers with a dense feed-forward block.
     """
 
-    has_qk_norm: ClassVar[bool] = True
-
     dense_layers: tuple[int, ...] = ()
     rope_theta: float = 1_000_000.0
     max_position_embeddings: int = 32768
@@ -44,6 +43,11 @@ class Qwen3MoeParams(SparseParams, GroupedQueryParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layers("dense_layers", self.dense_layers, self.num_layers)
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `d9d_modules.GroupedQueryParams`."""
+        return AttentionForm(qk_norm=True)
 
     def is_dense(self, index: int) -> bool:
         """See `SparseParams`."""
