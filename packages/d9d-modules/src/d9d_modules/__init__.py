@@ -77,7 +77,7 @@ from d9d_modules.models.decoder_params import (
 )
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
     FIXED_ENTRIES,
@@ -222,6 +222,7 @@ __all__ = [
     "gated_delta_rule",
     "generate",
     "language_model_head",
+    "layer_types_of",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
