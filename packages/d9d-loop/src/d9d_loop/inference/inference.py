@@ -101,7 +101,9 @@ class Inference:
         plan = self._plan()
         hangs = self._config.resilience
         with (
-            plan.mesh.build(launch=plan.launch, timeouts=hangs.timeouts.timeouts) as ctx,
+            plan.mesh.build(
+                launch=plan.launch, timeouts=hangs.timeouts.timeouts, precision=self._config.precision
+            ) as ctx,
             HangWatchdog(ctx, enabled=hangs.watchdog.enabled) as watchdog,
         ):
             self.events.watch(watchdog.phase)
