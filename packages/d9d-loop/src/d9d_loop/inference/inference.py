@@ -216,7 +216,7 @@ class Inference:
 @final
 class _PartForward:
     def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
-        self._task, self._forward = task, ForwardRunner(pipeline, task, ctx)
+        self._task, self._forward = task, ForwardRunner(pipeline, task.inputs, ctx)
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
         is_last = ctx.coordinate("batch", "pp") == ctx.size("batch", "pp") - 1
         self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
