@@ -188,4 +188,8 @@ class TrainerConfig(JobConfig):
     initial_weights: Path | None = Field(
         None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
     )
+    rehearsal: bool = Field(
+        True,
+        description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
+    )
     export: bool = Field(True, description="Write the trained model to `export/` in the run folder.")
