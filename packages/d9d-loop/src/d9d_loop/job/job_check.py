@@ -28,8 +28,8 @@ def check_data(data: Samples, what: str) -> None:
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
     """Raise `UserError` if a dataset is smaller than the global batch, so that a step would repeat samples."""
-    if not isinstance(data, DatasetProvider) or data.num_samples >= config.batch.global_size:
-        return
+    if not (isinstance(data, DatasetProvider) and 0 < data.num_samples < config.batch.global_size):
+        return  # an empty dataset has a message of its own
     raise UserError(
         f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, so "
         "each step would repeat samples; expected at most the size of the data. Use --batch.global_size "

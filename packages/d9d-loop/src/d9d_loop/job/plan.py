@@ -24,7 +24,7 @@ from d9d_loop.job.job_check import (
 )
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_plan import ModelPlan, plan_model
-from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.task import Task
 from d9d_metrics import check_trackers
@@ -103,7 +103,7 @@ def plan_job(
     check_trackers(config.trackers)
     check_writable(config.run.dir)
     schedule = pipeline_schedule or config.pipeline.schedule.build()
-    if pipeline_schedule is None:
+    if pipeline_schedule is None and isinstance(model, FunctionProvider | ModuleProvider):
         check_schedule(schedule, mesh, name=config.pipeline.schedule.kind)
     layout = plan_model(
         model,

@@ -99,7 +99,7 @@ class FunctionProvider(ModelProvider):
 
 
 @final
-class _ModuleProvider(ModelProvider):
+class ModuleProvider(ModelProvider):
     """Provider for a module that the user built. Each build is a copy with the module's values."""
 
     late_init = False
@@ -108,6 +108,7 @@ class _ModuleProvider(ModelProvider):
         self._module = module
 
     def build(self, stage: StageInfo) -> nn.Module:
+        """Return a copy of the module. Raise `UserError` for a pipeline stage."""
         _check_whole(stage, f"the model is a {type(self._module).__name__} that is already built")
         return copy.deepcopy(self._module)
 
@@ -120,7 +121,7 @@ def model_provider(model: "ModelProvider | nn.Module | BuildFunction") -> ModelP
     if isinstance(model, ModelProvider):
         return model
     if isinstance(model, nn.Module):
-        return _ModuleProvider(model)
+        return ModuleProvider(model)
     if isinstance(model, type) and issubclass(model, ModelProvider):
         raise UserError(f"got the class {model.__name__} as model; expected an instance. Pass {model.__name__}(...).")
     if not callable(model):
