@@ -180,7 +180,9 @@ class DecoderWithHeads(HeadedDecoder):
 def decoder_lm_head(backbone: DecoderModel) -> LanguageModelHead:
     """Build the language-model head of a last stage; with weight tying it shares the embedding's parameter."""
     params = backbone.params
-    head = LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
+    head = LanguageModelHead(
+        params.hidden_size, params.vocab_size, softcap=params.logit_softcap, init_std=params.initializer_range
+    )
     if params.tie_word_embeddings:
         assert backbone.embedding is not None  # the last stage has it if weights are tied
         head.weight = backbone.embedding.get_parameter("weight")
