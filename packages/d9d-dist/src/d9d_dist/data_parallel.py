@@ -8,7 +8,6 @@ loss is a mean over equally many elements. Here the sum over ranks is divided on
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,22 +29,8 @@ from d9d_dist._local_parameters import (
 from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """dtypes of data parallelism; `None` keeps the parameter's own dtype.
-
-    Attributes:
-        compute: dtype of parameters in forward and backward.
-        reduce: dtype in which gradients are reduced over ranks.
-        cast_inputs: True to cast floating-point inputs of forward to the compute dtype. Use False for inner blocks with
-            float32 tables as inputs, such as rotary embeddings.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    cast_inputs: bool = True
+from d9d_dist.gathered_parameters import mark_as_kept_gathered
+from d9d_dist.precision import Precision
 
 
 def parallelize_hsdp(
@@ -78,6 +63,8 @@ def parallelize_hsdp(
         shard_axis: Axis over which parameters are sharded.
         precision: dtypes of computation and reduction.
         reshard_after_forward: True to free the gathered parameters after forward and gather them again in backward.
+            False to keep them until the step's last backward, which is faster for pipeline stages with several
+            microbatches. After a forward without backward, call `module.reshard()`.
         shard_dim: Dim of all parameters that is sharded. If it is not 0, the number of ranks must divide its size.
 
     Raises:
@@ -113,6 +100,8 @@ def parallelize_hsdp(
         },
     )
     assert isinstance(module, FSDPModule)
+    if not reshard_after_forward:
+        mark_as_kept_gathered(module)
     module.register_forward_hook(_refuse_second_derivatives)
     module.set_gradient_divide_factor(1.0)
     # Otherwise a factor of 1 is applied by a pre-multiplied sum, which gloo does not support.

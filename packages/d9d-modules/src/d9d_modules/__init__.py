@@ -77,7 +77,7 @@ from d9d_modules.models.decoder_params import (
 )
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
     FIXED_ENTRIES,
@@ -113,6 +113,7 @@ from d9d_modules.rope_scaling import (
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
+from d9d_modules.token_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
@@ -197,6 +198,7 @@ __all__ = [
     "SplitTokenEmbedding",
     "SwiGLU",
     "TokenEmbedding",
+    "TokenScores",
     "WholeRows",
     "YarnScaling",
     "add_rms_norm",
@@ -222,6 +224,7 @@ __all__ = [
     "gated_delta_rule",
     "generate",
     "language_model_head",
+    "layer_types_of",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
@@ -237,4 +240,5 @@ __all__ = [
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
+    "token_scores",
 ]
