@@ -19,8 +19,7 @@ SIZE = 6
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink tiles: several token tiles and vocabulary blocks, the last ones smaller."""
-    monkeypatch.setattr(chunked_cross_entropy, "_TILE_LOGITS", 40)
-    monkeypatch.setattr(chunked_cross_entropy, "TILE_TOKENS", 4)
+    monkeypatch.setattr(chunked_cross_entropy, "HOST_TILE", chunked_cross_entropy.TileSize(logits=40, tokens=4))
 
 
 def _draw(num_tokens: int, splits: Sequence[int], seed: int = 0) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -33,7 +33,7 @@ def _gradients(ctx: DistributedContext, kind: str, optimizer: OptimizerSettings)
     elif kind == "replicated":
         parallelize_replicate(model, dense["dp_replicate",])
     pipeline = Pipeline({0: model}, ctx=ctx)
-    pipeline.set_grad_dtype(torch.float32)
+    pipeline.set_grad_dtype("float32")
     engine = Engine(pipeline, optimizer.build(model), ctx=ctx, task=_Sum())
     seen: list[Tensor] = []
 

@@ -46,7 +46,7 @@ def token_scores(
     all-reduces per 1,024 tokens, of one and three values per token.
     """
     vocabulary = tiles.VocabularyBlocks(weights_VD, CrossEntropy(mesh=mesh), softcap)
-    size = tiles.TILE_TOKENS
+    size = tiles.tile_size(hidden_TD).tokens
     found = [
         _score_tile(hidden_tD, labels_t, vocabulary, mesh)
         for hidden_tD, labels_t in zip(hidden_TD.split(size), labels_T.split(size), strict=True)

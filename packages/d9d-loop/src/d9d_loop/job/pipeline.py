@@ -76,10 +76,14 @@ class Pipeline:
         splits = self.program(num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
 
-    def set_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Accumulate gradients in a dtype; see `d9d_dist.set_grad_dtype`. Call it before the first forward."""
-        for stage in self.stages.values():
-            set_grad_dtype(stage.parameters(), dtype)
+    def set_grad_dtype(self, name: str | None) -> None:
+        """Accumulate gradients in a dtype, such as "float32"; see `d9d_dist.set_grad_dtype`. `None` changes nothing.
+
+        Call it before the first forward.
+        """
+        if name is not None:
+            for stage in self.stages.values():
+                set_grad_dtype(stage.parameters(), getattr(torch, name))
 
     def evaluation(self, num_microbatches: int) -> Executor:
         """Return an executor of forward passes."""

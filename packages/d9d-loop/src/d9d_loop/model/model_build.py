@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -29,21 +28,23 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import load_model_state
 
 
-def build_pipeline(
-    plan: ModelPlan, ctx: DistributedContext, *, progress: bool, grad_dtype: str | None = None
-) -> Pipeline:
+def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) -> Pipeline:
     """Build the stages that a plan assigns to this rank, and load the initial weights, if any. Collective.
 
     If the pipeline has one stage, the plan's model is parallelized in place. With `late_init`, an initial value is a
     function of the seed, the parameter name and the element index. Otherwise the random number generators are seeded
-    while the model is built. With `progress`, show the progress of reading weights. `grad_dtype` is the name of the
-    dtype in which gradients accumulate.
+    while the model is built. With `progress`, show the progress of reading weights.
 
     Raises:
         UserError: If `parallelize` changed names, shapes or dtypes, or sharded a weight that must stay whole. Also if a
             trainable parameter is not on all ranks of its stage, or no experts were sharded although the
             expert-parallel degree is above 1.
     """
+    if ctx.precision is not None and ctx.is_main_process:
+        print(
+            "d9d: forward and backward compute in bfloat16; parameters and sums of gradients stay in float32. "
+            'precision = "parameters" computes in the dtype of the parameters.'
+        )
     provider, seed, whole, num_stages = plan.provider, plan.seed, plan.built, plan.program.num_stages
     stages: dict[int, nn.Module] = {}
     # Creating a process group is collective, so ranks whose stages have no batch norm create it too.
@@ -75,8 +76,6 @@ def build_pipeline(
         # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
         unused = "ignore" if plan.is_pipelined else "error"
         load_model_state(pipeline.model, plan.weights, plan.load_mapper, unused=unused, progress=progress)
-    if grad_dtype is not None:
-        pipeline.set_grad_dtype(getattr(torch, grad_dtype))
     return pipeline
 
 

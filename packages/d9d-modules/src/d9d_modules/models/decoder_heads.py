@@ -79,8 +79,8 @@ class HeadedDecoder(nn.Module):
             mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
                 padding.
             labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
-                predict at each position [B, L], already shifted; -100 ignores a position. Classification: class of each
-                row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
+                predict at each position [B, L], already shifted, or K candidates [B, L, K]; -100 ignores a position.
+                Classification: class of each row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
             scores: True for log-probabilities and entropies instead of losses; only with a single language-model head.
 
         Returns:
@@ -229,6 +229,11 @@ def _output(name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, 
             )
     if auxiliary_BL is None or labels is None:
         return output
+    if labels.dim() > auxiliary_BL.dim():
+        raise UserError(
+            "got several labels for each position, and a model with router losses, which belong to no label; expected "
+            "none. Balance experts by a bias instead."
+        )
     if labels.dim() == 1:
         num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
         auxiliary_BL = auxiliary_BL.sum(dim=1) / num_tokens_B

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.grouped_query import GroupedQueryParams
@@ -50,10 +49,7 @@ def llama3_params_from_hugging_face(config: HuggingFaceConfig) -> Llama3Params:
 
 
 def _refuse_windows(params: Llama3Params) -> Mapping[str, JsonValue]:
-    if params.sliding_window is not None:
-        raise UserError(
-            f"sliding_window = {params.sliding_window}; a config.json of Llama has no sliding windows: expected None."
-        )
+    params.require_no_windows()
     return {}
 
 
