@@ -46,7 +46,8 @@ def layout_curves() -> Figure:
     for index, (_, values) in enumerate(others, start=1):
         relative = [abs(a - b) / abs(b) for a, b in zip(values, reference, strict=True)]
         errors.plot(steps, [max(each, 1e-17) for each in relative], color=COLORS[index])
-    errors.set(yscale="log", ylim=(1e-17, 1e-8), xlabel="step", title="relative difference from one process")
+    errors.set(yscale="log", ylim=(1e-17, 1e-8), xlabel="step", title="difference from one process, relative")
+    errors.title.set_fontsize(10)
     errors.axhline(1e-9, color=GREY, linestyle=":")
     errors.text(1, 1.3e-9, "bound of the tests", fontsize=8, color=GREY)
     return figure
@@ -73,8 +74,8 @@ def packages() -> Figure:
     axes = _plain(figure, (-0.9, 6.2), (-0.45, 3.5))
     for upper, lower in edges:
         start, end = places[upper], places[lower]
-        arrow = FancyArrowPatch((start[0], start[1]), (end[0], end[1]), arrowstyle="-|>", mutation_scale=9)
-        arrow.set(color=GREY, shrinkA=20, shrinkB=20, zorder=1)
+        arrow = FancyArrowPatch((start[0], start[1] - 0.28), (end[0], end[1] + 0.28), arrowstyle="-|>")
+        arrow.set(color=GREY, zorder=1, mutation_scale=9)
         axes.add_patch(arrow)
     for index, (name, (x, y, what)) in enumerate(places.items()):
         _box(axes, (x, y), COLORS[index], f"d9d-{name}", what)
@@ -85,7 +86,7 @@ def meshes() -> Figure:
     """Draw the coordinates of eight ranks in three domains of a mesh."""
     config = MeshConfig(pipeline_parallel=2, data_parallel_shard=2, tensor_parallel=2, expert_parallel=4)
     domains = config.resolve(8).domains()
-    figure = Figure(figsize=(8.4, 2.6), layout="constrained")
+    figure = Figure(figsize=(10.4, 2.9), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), ("dense", "expert", "batch"), strict=True):
         sizes = {axis: size for axis, size in domains[name].items() if size > 1}
         axes.set(xlim=(-0.1, 4.1), ylim=(-0.1, 2.1), title=f'mesh_for("{name}")\n{_text(sizes)}')
