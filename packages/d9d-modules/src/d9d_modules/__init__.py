@@ -37,7 +37,7 @@ from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from d9d_modules.float8 import Float8, Float8Recipe, convert_to_float8
 from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.gated_norm import GatedRMSNorm
-from d9d_modules.generation import generate
+from d9d_modules.generation import Rollout, generate, rollout
 from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.layer_means import LayerMeans
 from d9d_modules.linear import Linear
@@ -47,6 +47,7 @@ from d9d_modules.lm_head import (
     LossBackend,
     language_model_head,
 )
+from d9d_modules.mixer_cache import MixerCache, PositionCache, RecurrentCache, SupportsCache
 from d9d_modules.models.decoder_heads import (
     DecoderForCausalLM,
     DecoderForClassification,
@@ -179,15 +180,19 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "LossBackend",
+    "MixerCache",
     "MixerKind",
     "MultiHeadLatentAttention",
     "Operator",
     "ParallelizeExperts",
     "Pooling",
+    "PositionCache",
     "Qwen3ForCausalLM",
     "Qwen3Params",
     "RMSNorm",
     "Received",
+    "RecurrentCache",
+    "Rollout",
     "Rope",
     "RopeScaling",
     "RotaryLayout",
@@ -196,6 +201,7 @@ __all__ = [
     "RowParts",
     "SdpaBackend",
     "SplitTokenEmbedding",
+    "SupportsCache",
     "SwiGLU",
     "TokenEmbedding",
     "TokenScores",
@@ -237,6 +243,7 @@ __all__ = [
     "qwen3_params_from_hugging_face",
     "require_value",
     "rms_norm",
+    "rollout",
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",

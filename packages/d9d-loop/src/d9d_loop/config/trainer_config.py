@@ -200,4 +200,8 @@ class TrainerConfig(JobConfig):
     initial_weights: Path | None = Field(
         default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
     )
+    rehearsal: bool = Field(
+        default=True,
+        description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
+    )
     export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")
