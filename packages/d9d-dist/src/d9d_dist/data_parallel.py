@@ -8,7 +8,6 @@ loss is a mean over equally many elements. Here the sum over ranks is divided on
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,22 +30,7 @@ from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.gathered_parameters import mark_as_kept_gathered
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """dtypes of data parallelism; `None` keeps the parameter's own dtype.
-
-    Attributes:
-        compute: dtype of parameters in forward and backward.
-        reduce: dtype in which gradients are reduced over ranks.
-        cast_inputs: True to cast floating-point inputs of forward to the compute dtype. Use False for inner blocks with
-            float32 tables as inputs, such as rotary embeddings.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    cast_inputs: bool = True
+from d9d_dist.precision import Precision
 
 
 def parallelize_hsdp(

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from d9d_dist.context import DistributedContext, Domains, Timeouts
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch, read_launch
+from d9d_dist.precision import PrecisionName
 
 
 class MeshConfig(BaseModel):
@@ -106,11 +107,18 @@ class MeshConfig(BaseModel):
             "flat": {"world": pp * dp * cp * tp},
         }
 
-    def build(self, *, launch: Launch | None = None, timeouts: Timeouts | None = None) -> DistributedContext:
+    def build(
+        self,
+        *,
+        launch: Launch | None = None,
+        timeouts: Timeouts | None = None,
+        precision: PrecisionName = "parameters",
+    ) -> DistributedContext:
         """Join the job: check the degrees, start the process group and build the meshes.
 
         Collective over all ranks of the job. Without a launcher the job has one process. By default `launch` is read
-        from the environment. Close the returned context, or use it in a `with` statement.
+        from the environment. `precision` is resolved for the device, see `DistributedContext.precision`. Close the
+        returned context, or use it in a `with` statement.
 
         Raises:
             UserError: If the degrees do not match the number of ranks, before any process group starts. On every rank,
@@ -118,7 +126,7 @@ class MeshConfig(BaseModel):
         """
         launch = launch or read_launch()
         domains = self.resolve(launch.world_size).domains()
-        return DistributedContext(domains, launch=launch, timeouts=timeouts or Timeouts())
+        return DistributedContext(domains, launch=launch, timeouts=timeouts or Timeouts(), precision=precision)
 
 
 def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> str:

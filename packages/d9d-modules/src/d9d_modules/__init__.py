@@ -113,6 +113,7 @@ from d9d_modules.rope_scaling import (
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
+from d9d_modules.token_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
@@ -197,6 +198,7 @@ __all__ = [
     "SplitTokenEmbedding",
     "SwiGLU",
     "TokenEmbedding",
+    "TokenScores",
     "WholeRows",
     "YarnScaling",
     "add_rms_norm",
@@ -238,4 +240,5 @@ __all__ = [
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
+    "token_scores",
 ]

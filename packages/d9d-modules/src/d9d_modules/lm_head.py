@@ -19,6 +19,7 @@ from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_
 from d9d_modules._vocabulary_splits import VocabularySplits
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
+from d9d_modules.token_scores import token_scores
 
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 """Implementation of the cross entropy: `linear_cross_entropy` of this package, or the package `cut-cross-entropy`."""
@@ -69,17 +70,49 @@ class LanguageModelHead(VocabularySplits):
         self.token_loss: TokenLoss = token_loss
         self.loss_backend: LossBackend | None = loss_backend
 
-    def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
-        """Call `language_model_head` with the weights and the loss of this module."""
+    def forward(
+        self, hidden_BLD: Tensor, *, labels: Tensor | None = None, scores: bool = False
+    ) -> Tensor | dict[str, Tensor]:
+        """Call `language_model_head` with the weights and the loss of this module.
+
+        With `scores`, return the log-probability of each label [B, L], with gradients, under `log_probs`, and the
+        entropy of each prediction [B, L], without, under `entropy`; see `token_scores`. Label smoothing and z-loss do
+        not change them.
+
+        Raises:
+            UserError: If `scores` is True without labels, or `token_loss` is no cross entropy.
+        """
+        if scores:
+            return self._scores(hidden_BLD, labels)
+        return self._loss(hidden_BLD, labels, self.token_loss)
+
+    def _loss(self, hidden_BLD: Tensor, labels: Tensor | None, token_loss: TokenLoss) -> Tensor:
         return language_model_head(
             hidden_BLD,
             self._weights(),
             labels=labels,
             vocab_size=self.vocab_size,
-            token_loss=self.token_loss,
+            token_loss=token_loss,
             softcap=self.softcap,
             backend=self.loss_backend,
         )
+
+    def _scores(self, hidden_BLD: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        loss = PLAIN_CROSS_ENTROPY if self.token_loss is token_cross_entropy else self.token_loss
+        if labels is None or not isinstance(loss, CrossEntropy):
+            got = "no labels" if labels is None else f"token_loss = {loss!r}"
+            raise UserError(
+                f"got scores=True with {got}; expected labels and a CrossEntropy. Pass labels, or compute the scores "
+                "from the logits."
+            )
+        plain = CrossEntropy(mesh=loss.mesh)
+        found = token_scores(
+            hidden_BLD.flatten(0, -2), self._weights(), labels.flatten(), softcap=self.softcap, mesh=loss.mesh
+        )
+        log_probs_BL, entropy_BL = (each.view_as(labels) for each in found)
+        if torch.is_grad_enabled() and hidden_BLD.requires_grad:
+            log_probs_BL = -self._loss(hidden_BLD, labels, plain)
+        return {"log_probs": log_probs_BL, "entropy": entropy_BL}
 
 
 def language_model_head(

@@ -101,7 +101,9 @@ class Inference:
         plan = self._plan()
         hangs = self._config.resilience
         with (
-            plan.mesh.build(launch=plan.launch, timeouts=hangs.timeouts.timeouts) as ctx,
+            plan.mesh.build(
+                launch=plan.launch, timeouts=hangs.timeouts.timeouts, precision=self._config.precision
+            ) as ctx,
             HangWatchdog(ctx, enabled=hangs.watchdog.enabled) as watchdog,
         ):
             self.events.watch(watchdog.phase)
@@ -214,7 +216,7 @@ class Inference:
 @final
 class _PartForward:
     def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
-        self._task, self._forward = task, ForwardRunner(pipeline, task, ctx)
+        self._task, self._forward = task, ForwardRunner(pipeline, task.inputs, ctx)
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
         is_last = ctx.coordinate("batch", "pp") == ctx.size("batch", "pp") - 1
         self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0

@@ -14,7 +14,8 @@ from typing import Any
 from d9d_dist import DistributedContext, seed_everything
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine.engine import BadStepError, Engine, StepResult
+from d9d_loop.engine.engine import BadStepError, Engine
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
     BadStepFound,

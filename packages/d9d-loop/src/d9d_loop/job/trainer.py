@@ -85,7 +85,8 @@ class Trainer:
         """
         plan = self._plan()
         timeouts = plan.config.resilience.timeouts.timeouts
-        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts) as ctx:
+        precision = plan.config.precision
+        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
             result = self._train(plan, ctx)
         if isinstance(result, Stopped):
             # Raised outside the context, which would report the exception to the other ranks as a failure.

@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, StageInfo, parallelize_hsdp
 from d9d_state import JsonValue, StateMapper
@@ -41,13 +42,22 @@ class ModelProvider(ABC):
         """
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        """Parallelize one stage in place. The default is HSDP over the dense mesh.
+        """Parallelize one stage in place. The default is HSDP over the dense mesh, in the precision of the job.
 
-        `model` is the stage, on `meta` if the job has several ranks or `late_init` is True.
+        If that is bfloat16, the default casts floating-point outputs of the stage to float32, for the loss. `model` is
+        the stage, on `meta` if the job has several ranks or `late_init` is True.
         """
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # A pipeline stage would gather its parameters again for each microbatch.
-        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", reshard_after_forward=ctx.size("regular", "pp") == 1)
+        parallelize_hsdp(
+            model,
+            dense,
+            shard_axis="dp_cp_shard",
+            precision=ctx.precision,
+            reshard_after_forward=ctx.size("regular", "pp") == 1,
+        )
+        if ctx.precision is not None:
+            model.register_forward_hook(_widen_outputs)
 
     def state_mapper(self, model: nn.Module) -> StateMapper | None:
         """Return the mapper from weights on disk to those of the model; exports use its inverse.
@@ -63,6 +73,15 @@ class ModelProvider(ABC):
     def export_files(self) -> Mapping[str, JsonValue]:
         """Return JSON files to write beside exported weights, such as `config.json`, by file name."""
         return {}
+
+
+def _widen_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
+    """Cast floating-point outputs to float32 (forward hook)."""
+
+    def widen(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(widen, outputs)
 
 
 @final
