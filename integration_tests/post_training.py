@@ -233,13 +233,9 @@ def _unsplit_reference() -> Generator[None]:
         yield
 
 
-@contextmanager
-def _pairs_are_not_replicated() -> Generator[None]:
-    """Each context-parallel rank counts all pairs."""
-    with mock.patch.object(
-        d9d_loop.losses.preference, "num_replicas", lambda cp: 1 if cp is None else cp.get_local_rank() + 1
-    ):
-        yield
+def _pairs_of_each_rank(batch: dict[str, Any], loss: Loss) -> Loss:
+    """Count each pair once for every context-parallel rank."""
+    return Loss(loss.total, weight=loss.weight * batch["cp"].size() if "cp" in batch else loss.weight)
 
 
 def _experts_of_the_stage(self: DecoderModel, expert_indices: Tensor) -> Any:
@@ -254,10 +250,12 @@ def _experts_of_all_tokens(self: DecoderModel, expert_indices: Tensor) -> Any:
     return expert_indices[:, :length].unbind(2)
 
 
-def _recorded_probabilities(self: TopKRouter, x: Tensor, indices: Tensor) -> Routing:
+REAL_ROUTER = TopKRouter.forward
+
+
+def _recorded_probabilities(self: TopKRouter, x: Tensor, recorded: Tensor | None = None) -> Routing:
     """Keep the weights of the experts that the router would choose."""
-    routing, chosen = TopKRouter._route(self, x, indices), self(x)
-    return routing._replace(probabilities=chosen.probabilities)
+    return REAL_ROUTER(self, x, recorded)._replace(probabilities=REAL_ROUTER(self, x).probabilities)
 
 
 MUTANTS = {
@@ -268,7 +266,7 @@ MUTANTS = {
         _attribute(DecoderModel, "_of_layers", _experts_of_all_tokens), "replay", "tp=2", "moe"
     ),
     "probabilities_of_other_experts": PostTrainingMutant(
-        _attribute(TopKRouter, "replay", _recorded_probabilities), "replay", "dp_shard=2", "moe"
+        _attribute(TopKRouter, "forward", _recorded_probabilities), "replay", "dp_shard=2", "moe"
     ),
     "mask_shifted_by_one": PostTrainingMutant(_changed_batch(PolicyTask, _shifted_labels), "dapo", "dp_shard=2"),
     "document_sums_are_not_reduced_over_cp": PostTrainingMutant(
@@ -295,7 +293,9 @@ MUTANTS = {
     "context_parallel_ranks_are_forgotten": PostTrainingMutant(
         _changed_batch(PreferenceTask, _local_mesh), "dpo", "cp_shard=2"
     ),
-    "pairs_are_counted_unevenly": PostTrainingMutant(_pairs_are_not_replicated, "dpo", "cp_shard=2"),
+    "pairs_are_counted_on_each_rank": PostTrainingMutant(
+        _changed_loss(PreferenceTask, _pairs_of_each_rank), "dpo", "cp_shard=2"
+    ),
     "pairs_are_split": PostTrainingMutant(
         _attribute(d9d_loop.losses.preference, "take_pairs", lambda sums: (sums[:, 1:-1:2], sums[:, 2::2])),
         "dpo",

@@ -17,7 +17,7 @@ ROUTERS = {
 def test_replaying_the_own_choice_changes_nothing(name: str) -> None:
     router, x = ROUTERS[name]().double(), torch.randn(9, 8, dtype=torch.float64)
     expected = router(x)
-    found = router.replay(x, expected.indices)
+    found = router(x, expected.indices)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
     gradients = [torch.autograd.grad(each.probabilities.square().sum(), router.weight)[0] for each in (found, expected)]
@@ -29,7 +29,7 @@ def test_recorded_experts_get_their_current_scores(name: str) -> None:
     router, x = ROUTERS[name]().double(), torch.randn(9, 8, dtype=torch.float64)
     recorded = torch.rand(9, 6).topk(2, dim=-1).indices
     recorded[4] = -1
-    found, own = router.replay(x, recorded), router(x)
+    found, own = router(x, recorded), router(x)
     assert_close(found.indices[:4], recorded[:4])
     assert_close(found.indices[4], own.indices[4])
     assert_close(found.probabilities[4], own.probabilities[4])
@@ -43,7 +43,7 @@ def test_recorded_experts_get_their_current_scores(name: str) -> None:
 
 def test_records_of_another_shape_are_refused() -> None:
     with pytest.raises(UserError, match=r"the recorded experts have shape \(9, 3\); expected \(9, 2\)"):
-        ROUTERS["top_k"]().replay(torch.randn(9, 8), torch.zeros(9, 3, dtype=torch.int64))
+        ROUTERS["top_k"]()(torch.randn(9, 8), torch.zeros(9, 3, dtype=torch.int64))
 
 
 class _FirstExpert(nn.Module):

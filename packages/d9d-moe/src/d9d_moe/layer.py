@@ -114,9 +114,9 @@ class MoELayer(nn.Module):
         if not isinstance(self.router, ReplayRouter):
             raise UserError(
                 f"got recorded experts for a {type(self.router).__name__}, which cannot replay them; expected a router "
-                "with a method replay. Implement it, or omit expert_indices."
+                "that does. Implement ReplayRouter, or omit expert_indices."
             )
-        return self.router.replay(tokens_TD, expert_indices.flatten(0, -2))
+        return self.router(tokens_TD, expert_indices.flatten(0, -2))
 
     def _losses(self, routing: Routing, x: Tensor, mask_T: Tensor | None) -> Tensor:
         """Compute the router losses of each token [...], or the records [..., R] for a loss over all layers."""

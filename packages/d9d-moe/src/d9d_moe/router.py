@@ -60,13 +60,18 @@ class ReplayRouter(Protocol):
     Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
     """
 
-    def replay(self, x_TD: Tensor, indices_TA: Tensor) -> Routing:
-        """Route each token of `x_TD` [T, D] to the given experts, with weights from the current scores.
+    @property
+    def can_replay(self) -> bool:
+        """True: the router takes recorded experts."""
+        ...
+
+    def __call__(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
+        """Route each token of `x_TD` [T, D] to recorded experts, with weights from the current scores.
 
         Args:
             x_TD: Tokens [T, D].
-            indices_TA: Recorded experts [T, A], integer, distinct in each row. The router chooses the experts of tokens
-                with an index below 0.
+            recorded_TA: Recorded experts [T, A], integer, distinct in each row. The router chooses the experts of
+                tokens with an index below 0. None to choose those of all tokens.
         """
         ...
 
@@ -102,6 +107,7 @@ class TopKRouter(nn.Module):
     ) -> None:
         super().__init__()
         check_top_k(top_k, num_experts)
+        self.can_replay = True
         self.num_experts = num_experts
         self.top_k = top_k
         self.renormalize = renormalize
@@ -119,15 +125,8 @@ class TopKRouter(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        """Choose the experts of each token of `x_TD` [T, D]."""
-        return self._route(x_TD, None)
-
-    def replay(self, x_TD: Tensor, indices_TA: Tensor) -> Routing:
-        """See `ReplayRouter`."""
-        return self._route(x_TD, indices_TA)
-
-    def _route(self, x_TD: Tensor, recorded_TA: Tensor | None) -> Routing:
+    def forward(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
+        """Choose the experts of each token of `x_TD` [T, D], or use the recorded ones; see `ReplayRouter`."""
         logits_TE = _logits(x_TD, self.weight, self.bias)
         scores_TE = logits_TE.softmax(dim=-1)
         if self.selection_bias is None:
@@ -182,6 +181,7 @@ class SigmoidRouter(nn.Module):
         super().__init__()
         check_top_k(top_k, num_experts)
         check_groups(num_experts=num_experts, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
+        self.can_replay = True
         self.num_experts = num_experts
         self.top_k = top_k
         self.num_groups, self.top_groups = num_groups, top_groups
@@ -198,15 +198,8 @@ class SigmoidRouter(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
         nn.init.zeros_(self.selection_bias)
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        """Choose the experts of each token of `x_TD` [T, D]."""
-        return self._route(x_TD, None)
-
-    def replay(self, x_TD: Tensor, indices_TA: Tensor) -> Routing:
-        """See `ReplayRouter`."""
-        return self._route(x_TD, indices_TA)
-
-    def _route(self, x_TD: Tensor, recorded_TA: Tensor | None) -> Routing:
+    def forward(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
+        """Choose the experts of each token of `x_TD` [T, D], or use the recorded ones; see `ReplayRouter`."""
         logits_TE = _logits(x_TD, self.weight)
         scores_TE = logits_TE.sigmoid()
         with torch.no_grad():
