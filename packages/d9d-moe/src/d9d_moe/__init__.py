@@ -45,7 +45,7 @@ from d9d_moe.models.qwen3_moe import (
 )
 from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
 from d9d_moe.moe_parallel import Dispatch, DispatchName, parallelize_moe
-from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
+from d9d_moe.router import ReplayRouter, Router, Routing, SigmoidRouter, TopKRouter
 from d9d_moe.router_losses import (
     BalanceDefinition,
     BalanceScope,
@@ -91,6 +91,7 @@ __all__ = [
     "MoELayer",
     "Qwen3MoeForCausalLM",
     "Qwen3MoeParams",
+    "ReplayRouter",
     "Router",
     "RouterLosses",
     "Routing",
