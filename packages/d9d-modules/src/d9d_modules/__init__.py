@@ -63,14 +63,22 @@ from d9d_modules.models.decoder_hugging_face import (
     decoder_backbone_from_hugging_face,
     decoder_classifier_from_hugging_face,
     decoder_from_hugging_face,
-    swiglu_from_hugging_face,
 )
 from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
 from d9d_modules.models.decoder_parallelize import ParallelizeExperts, parallelize_decoder
-from d9d_modules.models.decoder_params import AuxiliaryLosses, DecoderParams, RopeScaling, check_layers, check_positive
+from d9d_modules.models.decoder_params import (
+    AuxiliaryLosses,
+    DecoderParams,
+    MixerKind,
+    Rope,
+    RopeScaling,
+    check_layers,
+    check_positive,
+    swiglu_from_hugging_face,
+)
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
-from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
     FIXED_ENTRIES,
@@ -78,6 +86,7 @@ from d9d_modules.models.hugging_face_family import (
     Entry,
     HuggingFaceFamily,
 )
+from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import (
     Llama3ForCausalLM,
     Llama3Params,
@@ -104,7 +113,8 @@ from d9d_modules.rope_scaling import (
     YarnScaling,
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
-from d9d_modules.swiglu import SwiGLU, silu_mul
+from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
+from d9d_modules.token_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
@@ -117,6 +127,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionBackendName",
     "AttentionFeatures",
+    "AttentionForm",
     "AttentionOptions",
     "AttentionRequest",
     "AttentionSinks",
@@ -147,6 +158,7 @@ __all__ = [
     "Float8Recipe",
     "GatedDeltaNet",
     "GatedRMSNorm",
+    "GeGLU",
     "GroupedQueryAttention",
     "GroupedQueryParams",
     "HasExperts",
@@ -169,6 +181,7 @@ __all__ = [
     "LongRopeScaling",
     "LossBackend",
     "MixerCache",
+    "MixerKind",
     "MultiHeadLatentAttention",
     "Operator",
     "ParallelizeExperts",
@@ -180,6 +193,7 @@ __all__ = [
     "Received",
     "RecurrentCache",
     "Rollout",
+    "Rope",
     "RopeScaling",
     "RotaryLayout",
     "RotaryScaling",
@@ -190,6 +204,7 @@ __all__ = [
     "SupportsCache",
     "SwiGLU",
     "TokenEmbedding",
+    "TokenScores",
     "WholeRows",
     "YarnScaling",
     "add_rms_norm",
@@ -215,12 +230,14 @@ __all__ = [
     "gated_delta_rule",
     "generate",
     "language_model_head",
+    "layer_types_of",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
     "parallelize_decoder",
     "pool",
+    "quantization_from_hugging_face",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",
@@ -230,4 +247,5 @@ __all__ = [
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
+    "token_scores",
 ]
