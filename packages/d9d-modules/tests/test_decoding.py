@@ -1,6 +1,5 @@
 """Generation from caches gives the results of generation that recomputes the whole context."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,7 +33,7 @@ from d9d_modules import (
 )
 from d9d_modules.decoding import CachedContext, WholeContext
 from d9d_modules.linear import Linear
-from d9d_state import load_model_state
+from d9d_state import StateMapper, load_model_state
 
 VOCAB, WIDTH = 19, 16
 
@@ -50,9 +49,8 @@ class MixedParams(DecoderParams):
     def rotated_features(self) -> int:
         return 8
 
-    @property
-    def hugging_face_mixer(self) -> Mapping[str, str]:
-        return {}
+    def mixer_from_hugging_face(self, index: int) -> StateMapper:
+        raise NotImplementedError
 
     def mixer(self, index: int) -> nn.Module:
         grouped: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "init_std": 0.3}
