@@ -207,8 +207,8 @@ def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContex
 def of_a_tied_weight_only_the_head_has_a_gradient() -> AbstractContextManager[object]:
     real = d9d_dist.tensor_styles.embed_vocab_shard
 
-    def detached(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
-        return real(ids, weight_VD.detach(), mesh).requires_grad_()
+    def detached(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+        return real(ids, num_rows, mesh, lookup).detach().requires_grad_()
 
     return mock.patch.object(d9d_dist.tensor_styles, "embed_vocab_shard", detached)
 
