@@ -76,6 +76,8 @@ from d9d_modules.models.decoder_params import (
     swiglu_from_hugging_face,
 )
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
+from d9d_modules.models.gemma3 import GEMMA3, Gemma3Params
+from d9d_modules.models.glm4 import GLM4, Glm4Params
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
 from d9d_modules.models.hugging_face_family import (
@@ -86,13 +88,17 @@ from d9d_modules.models.hugging_face_family import (
     HuggingFaceFamily,
 )
 from d9d_modules.models.llama3 import (
+    LLAMA3,
     Llama3ForCausalLM,
     Llama3Params,
     llama3_from_hugging_face,
     llama3_hugging_face_config,
     llama3_params_from_hugging_face,
 )
+from d9d_modules.models.mistral import MISTRAL, MistralParams
+from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
 from d9d_modules.models.qwen3 import (
+    QWEN3,
     Qwen3ForCausalLM,
     Qwen3Params,
     qwen3_from_hugging_face,
@@ -107,6 +113,7 @@ from d9d_modules.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     RotaryScaling,
     YarnScaling,
 )
@@ -117,9 +124,15 @@ __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
     "FIXED_ENTRIES",
+    "GEMMA3",
+    "GLM4",
     "GROUPED_QUERY_ENTRIES",
     "IGNORED_LABEL",
+    "LLAMA3",
+    "MISTRAL",
     "PLAIN_CROSS_ENTROPY",
+    "QWEN2",
+    "QWEN3",
     "WHOLE_MODEL",
     "AttentionBackend",
     "AttentionBackendName",
@@ -156,6 +169,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "GeGLU",
+    "Gemma3Params",
+    "Glm4Params",
     "GroupedQueryAttention",
     "GroupedQueryParams",
     "HasExperts",
@@ -177,11 +192,14 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "LossBackend",
+    "MistralParams",
     "MixerKind",
     "MultiHeadLatentAttention",
+    "NtkScaling",
     "Operator",
     "ParallelizeExperts",
     "Pooling",
+    "Qwen2Params",
     "Qwen3ForCausalLM",
     "Qwen3Params",
     "RMSNorm",

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar, final
 
 from d9d_dist.errors import UserError
-from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
+from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import (
     HuggingFaceConfig,
     config_keys_in_errors,
@@ -14,8 +16,14 @@ from d9d_modules.models.hugging_face_config import (
     require_value,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.hugging_face_rope import ROPE_ENTRIES, rope_from_hugging_face, rope_to_hugging_face
-from d9d_state import JsonValue
+from d9d_modules.models.hugging_face_rope import (
+    ROPE_ENTRIES,
+    rope_from_hugging_face,
+    rope_to_hugging_face,
+    rotary_dim_from_hugging_face,
+    rotary_dim_to_hugging_face,
+)
+from d9d_state import JsonValue, StateMapper
 
 P = TypeVar("P", bound=DecoderParams)
 
@@ -99,7 +107,7 @@ _UNSUPPORTED: Mapping[str, JsonValue] = {"quantization_config": None, "is_encode
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceFamily(Generic[P]):
-    """`config.json` of a family, in both directions.
+    """Family of checkpoints: its `config.json` and its weights, in both directions.
 
     Attributes:
         params: Class of the hyperparameters.
@@ -110,9 +118,14 @@ class HuggingFaceFamily(Generic[P]):
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
         check: Function that refuses configurations that the family does not support.
+        partial_rotary: Default of `partial_rotary_factor`, which sets the hyperparameter `rotary_dim`; None if the
+            family rotates all features.
+        read_rope: Function that reads RoPE base and scaling.
+        write_rope: Function that returns the RoPE entries.
         read_own: Function that reads the other hyperparameters, given those of `entries`.
         write_own: Function that returns the entries of the other hyperparameters.
         irrelevant: Entries that do not affect the model, with the reasons.
+        mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
     """
 
     params: type[P]
@@ -123,9 +136,13 @@ class HuggingFaceFamily(Generic[P]):
     written: Mapping[str, JsonValue] = field(default_factory=dict)
     own: tuple[str, ...] = ()
     check: Callable[[HuggingFaceConfig], None] = lambda config: None
+    partial_rotary: float | None = None
+    read_rope: Callable[[HuggingFaceConfig], tuple[float, RopeScaling | None]] | None = None
+    write_rope: Callable[[P], Mapping[str, JsonValue]] = rope_to_hugging_face
     read_own: Callable[[HuggingFaceConfig, Mapping[str, Any]], Mapping[str, Any]] = lambda config, values: {}
     write_own: Callable[[P], Mapping[str, JsonValue]] = lambda params: {}
     irrelevant: Mapping[str, str] = field(default_factory=lambda: IRRELEVANT)
+    mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -144,10 +161,14 @@ class HuggingFaceFamily(Generic[P]):
         for key, supported in {**self.fixed, **_UNSUPPORTED}.items():
             require_value(config, key, supported)
         self.check(config)
-        theta, scaling = rope_from_hugging_face(config)
+        is_partial = self.partial_rotary is not None
+        theta, scaling = (self.read_rope or partial(rope_from_hugging_face, is_partial=is_partial))(config)
         values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
         for entry in self.entries:
             values[entry.field] = entry.read(config, values)
+        if self.partial_rotary is not None:
+            head_dim = values["head_dim"]
+            values["rotary_dim"] = rotary_dim_from_hugging_face(config, head_dim, default=self.partial_rotary)
         values.update(self.read_own(config, values))
         with config_keys_in_errors({entry.field: entry.key_in(config) for entry in self.entries}):
             return self.params(**values)
@@ -165,8 +186,21 @@ class HuggingFaceFamily(Generic[P]):
             **{
                 name: values[each.field] for each in self.entries for name in (each.key, each.alias) if name is not None
             },
-            **rope_to_hugging_face(params),
+            **self._written_rope(params),
             **self.fixed,
             **self.written,
             **self.write_own(params),
+        }
+
+    def _written_rope(self, params: P) -> Mapping[str, JsonValue]:
+        rope = dict(self.write_rope(params))
+        if self.partial_rotary is None:
+            return rope
+        values, parameters = vars(params), rope["rope_parameters"]
+        assert isinstance(parameters, Mapping)
+        factor = rotary_dim_to_hugging_face(values["rotary_dim"], values["head_dim"])
+        return {
+            **rope,
+            "partial_rotary_factor": factor,
+            "rope_parameters": {**parameters, "partial_rotary_factor": factor},
         }
