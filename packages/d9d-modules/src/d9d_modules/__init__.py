@@ -79,7 +79,7 @@ from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, Whol
 from d9d_modules.models.gemma3 import GEMMA3, Gemma3Params
 from d9d_modules.models.glm4 import GLM4, Glm4Params
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
     FIXED_ENTRIES,
@@ -87,6 +87,7 @@ from d9d_modules.models.hugging_face_family import (
     Entry,
     HuggingFaceFamily,
 )
+from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import (
     LLAMA3,
     Llama3ForCausalLM,
@@ -239,12 +240,14 @@ __all__ = [
     "gated_delta_rule",
     "generate",
     "language_model_head",
+    "layer_types_of",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
     "parallelize_decoder",
     "pool",
+    "quantization_from_hugging_face",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",

@@ -19,8 +19,8 @@ from d9d_modules import (
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_layers import sliding_window_of
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, sparse_from_hugging_face
-from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
+from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
 from d9d_moe.router import TopKRouter
 from d9d_state import JsonValue, StateMapper
 
@@ -83,17 +83,6 @@ def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoePar
     return QWEN3_MOE.read(config)
 
 
-def _refuse_router_loss(config: HuggingFaceConfig) -> None:
-    """Refuse `output_router_logits`, with which `transformers` adds the balance loss to the loss of the model."""
-    if config_value(config, "output_router_logits", bool, default=False):
-        factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
-        raise UserError(
-            f"config.json has output_router_logits = True, with which transformers adds a balance loss of "
-            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and configure the loss of the model: "
-            f'replace(params, router_losses=RouterLosses(balance={factor}, definition="transformers", scope="batch")).'
-        )
-
-
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the indices of the dense layers, and the sliding window of all layers."""
     num_layers = values["num_layers"]
@@ -148,7 +137,7 @@ QWEN3_MOE = HuggingFaceFamily(
         "sliding_window",
         "use_sliding_window",
     ),
-    check=_refuse_router_loss,
+    check=refuse_router_loss,
     read_own=_read_layers,
     write_own=_written_layers,
     irrelevant={
