@@ -62,6 +62,7 @@ from d9d_loop.job.trainer import Trainer
 from d9d_loop.lr.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
 from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.model.pretrained_model import PretrainedProvider, pretrained_model
 from d9d_loop.optimizers.optimizer import (
     AdamConfig,
     AdamWConfig,
@@ -140,6 +141,7 @@ __all__ = [
     "Pipeline",
     "PipelineConfig",
     "PresetConfig",
+    "PretrainedProvider",
     "ProfileConfig",
     "Profiler",
     "ResilienceConfig",
@@ -171,6 +173,7 @@ __all__ = [
     "plan_job",
     "preset_inference",
     "preset_trainer",
+    "pretrained_model",
     "read_config_file",
     "run_job",
     "validate_config",

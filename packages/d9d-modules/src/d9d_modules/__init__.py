@@ -97,6 +97,13 @@ from d9d_modules.models.llama3 import (
     llama3_params_from_hugging_face,
 )
 from d9d_modules.models.mistral import MISTRAL, MistralParams
+from d9d_modules.models.pretrained import (
+    FAMILY_ENTRY_POINTS,
+    PretrainedDecoder,
+    PretrainedHead,
+    from_pretrained_config,
+    known_families,
+)
 from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
 from d9d_modules.models.qwen3 import (
     QWEN3,
@@ -124,6 +131,7 @@ from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
 __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
+    "FAMILY_ENTRY_POINTS",
     "FIXED_ENTRIES",
     "GEMMA3",
     "GLM4",
@@ -200,6 +208,8 @@ __all__ = [
     "Operator",
     "ParallelizeExperts",
     "Pooling",
+    "PretrainedDecoder",
+    "PretrainedHead",
     "Qwen2Params",
     "Qwen3ForCausalLM",
     "Qwen3Params",
@@ -237,8 +247,10 @@ __all__ = [
     "default_attention_backends",
     "default_saved_operators",
     "documents_of_lengths",
+    "from_pretrained_config",
     "gated_delta_rule",
     "generate",
+    "known_families",
     "language_model_head",
     "layer_types_of",
     "linear_cross_entropy",

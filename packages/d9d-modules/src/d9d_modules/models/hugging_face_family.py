@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
+from d9d_modules.models.decoder_parallelize import parallelize_decoder
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import (
     HuggingFaceConfig,
@@ -125,6 +126,9 @@ class HuggingFaceFamily(Generic[P]):
             family rotates all features.
         read_rope: Function that reads RoPE base and scaling; see `rope_from_hugging_face`.
         write_rope: Function that returns the RoPE entries; see `rope_to_hugging_face`.
+        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded; `{num_layers}` and other
+            hyperparameters are replaced. Other tensors that the mapper does not consume raise an error.
+        parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
         mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
     """
 
@@ -142,6 +146,8 @@ class HuggingFaceFamily(Generic[P]):
     rotary_factor: float | None = None
     read_rope: Callable[..., tuple[float, RopeScaling | None]] = rope_from_hugging_face
     write_rope: Callable[..., Mapping[str, JsonValue]] = rope_to_hugging_face
+    unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    parallelize: Callable[..., None] = parallelize_decoder
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
 
     @property
