@@ -26,7 +26,8 @@ from d9d_loop.config.trainer_config import (
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.engine.engine import BadStepError, Engine, StepResult
+from d9d_loop.engine.engine import BadStepError, Engine
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.event_bus import Events, on_event
 from d9d_loop.events import (
     BackwardDone,

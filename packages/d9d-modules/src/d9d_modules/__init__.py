@@ -37,7 +37,7 @@ from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from d9d_modules.float8 import Float8, Float8Recipe, convert_to_float8
 from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.gated_norm import GatedRMSNorm
-from d9d_modules.generation import generate
+from d9d_modules.generation import Rollout, generate, rollout
 from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.layer_means import LayerMeans
 from d9d_modules.linear import Linear
@@ -47,6 +47,7 @@ from d9d_modules.lm_head import (
     LossBackend,
     language_model_head,
 )
+from d9d_modules.mixer_cache import MixerCache, PositionCache, RecurrentCache, SupportsCache
 from d9d_modules.models.decoder_heads import (
     DecoderForCausalLM,
     DecoderForClassification,
@@ -127,6 +128,7 @@ from d9d_modules.rope_scaling import (
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
+from d9d_modules.token_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
@@ -202,12 +204,14 @@ __all__ = [
     "LongRopeScaling",
     "LossBackend",
     "MistralParams",
+    "MixerCache",
     "MixerKind",
     "MultiHeadLatentAttention",
     "NtkScaling",
     "Operator",
     "ParallelizeExperts",
     "Pooling",
+    "PositionCache",
     "PretrainedDecoder",
     "PretrainedHead",
     "Qwen2Params",
@@ -215,6 +219,8 @@ __all__ = [
     "Qwen3Params",
     "RMSNorm",
     "Received",
+    "RecurrentCache",
+    "Rollout",
     "Rope",
     "RopeScaling",
     "RotaryLayout",
@@ -223,8 +229,10 @@ __all__ = [
     "RowParts",
     "SdpaBackend",
     "SplitTokenEmbedding",
+    "SupportsCache",
     "SwiGLU",
     "TokenEmbedding",
+    "TokenScores",
     "WholeRows",
     "YarnScaling",
     "add_rms_norm",
@@ -265,7 +273,9 @@ __all__ = [
     "qwen3_params_from_hugging_face",
     "require_value",
     "rms_norm",
+    "rollout",
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
+    "token_scores",
 ]

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from d9d_modules import HuggingFaceFamily, parallelize_decoder
-from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3
+from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from d9d_moe.models.glm4_moe import GLM4_MOE
 from d9d_moe.models.gpt_oss import GPT_OSS
 from d9d_moe.models.qwen3_moe import QWEN3_MOE
@@ -16,6 +16,6 @@ _parallelize = partial(parallelize_decoder, experts=parallelize_moe)
 
 FAMILIES: tuple[HuggingFaceFamily[Any], ...] = tuple(
     replace(family, mapper=sparse_from_hugging_face, parallelize=_parallelize)
-    for family in (DEEPSEEK_V3, GLM4_MOE, GPT_OSS, QWEN3_MOE)
+    for family in (DEEPSEEK_V3, GLM4_MOE, GPT_OSS, KIMI_K2, QWEN3_MOE)
 )
 """Families of this package, with their mapper and expert parallelism."""
