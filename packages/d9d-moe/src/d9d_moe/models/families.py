@@ -15,7 +15,12 @@ from d9d_moe.moe_parallel import parallelize_moe
 _parallelize = partial(parallelize_decoder, experts=parallelize_moe)
 
 FAMILIES: tuple[HuggingFaceFamily[Any], ...] = tuple(
-    replace(family, mapper=sparse_from_hugging_face, parallelize=_parallelize)
+    replace(
+        family,
+        mapper=sparse_from_hugging_face,
+        parallelize=_parallelize,
+        unused=(*family.unused, "model.layers.{num_layers}.*"),  # multi-token prediction
+    )
     for family in (DEEPSEEK_V3, GLM4_MOE, GPT_OSS, KIMI_K2, QWEN3_MOE)
 )
 """Families of this package, with their mapper and expert parallelism."""
