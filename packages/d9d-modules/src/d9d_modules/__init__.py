@@ -77,6 +77,8 @@ from d9d_modules.models.decoder_params import (
     swiglu_from_hugging_face,
 )
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
+from d9d_modules.models.gemma3 import GEMMA3, Gemma3Params
+from d9d_modules.models.glm4 import GLM4, Glm4Params
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
@@ -88,13 +90,24 @@ from d9d_modules.models.hugging_face_family import (
 )
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import (
+    LLAMA3,
     Llama3ForCausalLM,
     Llama3Params,
     llama3_from_hugging_face,
     llama3_hugging_face_config,
     llama3_params_from_hugging_face,
 )
+from d9d_modules.models.mistral import MISTRAL, MistralParams
+from d9d_modules.models.pretrained import (
+    FAMILY_ENTRY_POINTS,
+    PretrainedDecoder,
+    PretrainedHead,
+    from_pretrained_config,
+    known_families,
+)
+from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
 from d9d_modules.models.qwen3 import (
+    QWEN3,
     Qwen3ForCausalLM,
     Qwen3Params,
     qwen3_from_hugging_face,
@@ -109,6 +122,7 @@ from d9d_modules.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     RotaryScaling,
     YarnScaling,
 )
@@ -119,10 +133,17 @@ from d9d_modules.vocabulary_scores import TokenScores, token_scores
 __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
+    "FAMILY_ENTRY_POINTS",
     "FIXED_ENTRIES",
+    "GEMMA3",
+    "GLM4",
     "GROUPED_QUERY_ENTRIES",
     "IGNORED_LABEL",
+    "LLAMA3",
+    "MISTRAL",
     "PLAIN_CROSS_ENTROPY",
+    "QWEN2",
+    "QWEN3",
     "WHOLE_MODEL",
     "AttentionBackend",
     "AttentionBackendName",
@@ -159,6 +180,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "GeGLU",
+    "Gemma3Params",
+    "Glm4Params",
     "GroupedQueryAttention",
     "GroupedQueryParams",
     "HasExperts",
@@ -180,13 +203,18 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "LossBackend",
+    "MistralParams",
     "MixerCache",
     "MixerKind",
     "MultiHeadLatentAttention",
+    "NtkScaling",
     "Operator",
     "ParallelizeExperts",
     "Pooling",
     "PositionCache",
+    "PretrainedDecoder",
+    "PretrainedHead",
+    "Qwen2Params",
     "Qwen3ForCausalLM",
     "Qwen3Params",
     "RMSNorm",
@@ -227,8 +255,10 @@ __all__ = [
     "default_attention_backends",
     "default_saved_operators",
     "documents_of_lengths",
+    "from_pretrained_config",
     "gated_delta_rule",
     "generate",
+    "known_families",
     "language_model_head",
     "layer_types_of",
     "linear_cross_entropy",
