@@ -86,6 +86,14 @@ from d9d_modules.models.hugging_face_family import (
     HuggingFaceFamily,
 )
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
+from d9d_modules.models.hybrid import (
+    HYBRID_FIXED,
+    HYBRID_OWN,
+    HybridParams,
+    hybrid_entries,
+    read_full_layers,
+    written_full_layers,
+)
 from d9d_modules.models.llama3 import (
     Llama3ForCausalLM,
     Llama3Params,
@@ -100,6 +108,7 @@ from d9d_modules.models.qwen3 import (
     qwen3_hugging_face_config,
     qwen3_params_from_hugging_face,
 )
+from d9d_modules.models.qwen3_5 import QWEN3_5, Qwen35Params, text_config
 from d9d_modules.norm import RMSNorm, add_rms_norm, rms_norm
 from d9d_modules.pooling import Pooling, pool
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, rotary_tables
@@ -119,8 +128,11 @@ __all__ = [
     "DECODER_ENTRIES",
     "FIXED_ENTRIES",
     "GROUPED_QUERY_ENTRIES",
+    "HYBRID_FIXED",
+    "HYBRID_OWN",
     "IGNORED_LABEL",
     "PLAIN_CROSS_ENTROPY",
+    "QWEN3_5",
     "WHOLE_MODEL",
     "AttentionBackend",
     "AttentionBackendName",
@@ -169,6 +181,7 @@ __all__ = [
     "HiddenAndLosses",
     "HuggingFaceConfig",
     "HuggingFaceFamily",
+    "HybridParams",
     "LanguageModelHead",
     "LayerMeans",
     "Linear",
@@ -185,6 +198,7 @@ __all__ = [
     "Pooling",
     "Qwen3ForCausalLM",
     "Qwen3Params",
+    "Qwen35Params",
     "RMSNorm",
     "Received",
     "Rope",
@@ -221,6 +235,7 @@ __all__ = [
     "documents_of_lengths",
     "gated_delta_rule",
     "generate",
+    "hybrid_entries",
     "language_model_head",
     "layer_types_of",
     "linear_cross_entropy",
@@ -233,9 +248,12 @@ __all__ = [
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",
+    "read_full_layers",
     "require_value",
     "rms_norm",
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
+    "text_config",
+    "written_full_layers",
 ]

@@ -10,13 +10,16 @@ FeedForwardMapper: TypeAlias = Callable[[int], StateMapper]
 """Function that maps a layer index to the mapper of its feed-forward block; names are relative to the block."""
 
 
-def decoder_from_hugging_face(params: DecoderParams, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
+def decoder_from_hugging_face(
+    params: DecoderParams, *, prefix: str = "model.", feed_forward: FeedForwardMapper | None = None
+) -> StateMapper:
     """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
 
-    `feed_forward` returns the mapper of each feed-forward block; None for `params.feed_forward_from_hugging_face`.
+    `prefix` is that of the backbone's tensor names. `feed_forward` returns the mapper of each feed-forward block; None
+    for `params.feed_forward_from_hugging_face`.
     """
     return parallel(
-        decoder_backbone_from_hugging_face(params, feed_forward=feed_forward),
+        decoder_backbone_from_hugging_face(params, prefix=prefix, feed_forward=feed_forward),
         *([] if params.tie_word_embeddings else [rename("lm_head.weight", "lm_head.weight")]),
     )
 
