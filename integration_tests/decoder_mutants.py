@@ -247,7 +247,8 @@ def _with_loss(change: Callable[[CrossEntropy], CrossEntropy]) -> AbstractContex
 @caught_by("llama3,dp_replicate=2")
 @contextmanager
 def a_chunked_loss_leaves_out_the_last_block_of_the_vocabulary() -> Generator[None]:
-    vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
+    chunked = d9d_modules.chunked_cross_entropy
+    vocabulary = chunked._Vocabulary
     real = vocabulary.blocks
 
     def without_the_last(self: Any, index: int, **options: Any) -> Any:
@@ -255,7 +256,7 @@ def a_chunked_loss_leaves_out_the_last_block_of_the_vocabulary() -> Generator[No
         return blocks[: max(1, len(blocks) - 1)]
 
     with (
-        mock.patch.object(d9d_modules.chunked_cross_entropy, "_TILE_LOGITS", 512),
+        mock.patch.object(chunked, "_HOST_TILE", chunked._TileSize(logits=512, tokens=1024)),
         mock.patch.object(vocabulary, "blocks", without_the_last),
     ):
         yield

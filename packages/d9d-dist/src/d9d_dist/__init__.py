@@ -42,6 +42,7 @@ from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.expert_parallel import parallelize_experts
 from d9d_dist.follows_weight import FollowsWeight
+from d9d_dist.gathered_parameters import free_gathered, free_gathered_after_backward
 from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
 from d9d_dist.gradients import (
@@ -83,6 +84,7 @@ from d9d_dist.tensor_styles import (
     VocabParallelHead,
 )
 from d9d_dist.token_ids import check_token_ids
+from d9d_dist.tree_gather import all_gather_trees
 from d9d_dist.tree_sharding import (
     ShardOn,
     ShardSpec,
@@ -151,6 +153,7 @@ __all__ = [
     "Whole",
     "agree",
     "all_gather",
+    "all_gather_trees",
     "all_gather_variadic",
     "all_reduce_scalars",
     "all_to_all",
@@ -166,6 +169,8 @@ __all__ = [
     "defer_weight_grad",
     "digest_values",
     "finish_gradient_sync",
+    "free_gathered",
+    "free_gathered_after_backward",
     "from_local",
     "full_tensor",
     "gather",

@@ -30,6 +30,7 @@ from d9d_dist._local_parameters import (
 from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
+from d9d_dist.gathered_parameters import mark_as_kept_gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ def parallelize_hsdp(
         shard_axis: Axis over which parameters are sharded.
         precision: dtypes of computation and reduction.
         reshard_after_forward: True to free the gathered parameters after forward and gather them again in backward.
+            False to keep them until the step's last backward, which is faster for pipeline stages with several
+            microbatches. After a forward without backward, call `module.reshard()`.
         shard_dim: Dim of all parameters that is sharded. If it is not 0, the number of ranks must divide its size.
 
     Raises:
@@ -113,6 +116,8 @@ def parallelize_hsdp(
         },
     )
     assert isinstance(module, FSDPModule)
+    if not reshard_after_forward:
+        mark_as_kept_gathered(module)
     module.register_forward_hook(_refuse_second_derivatives)
     module.set_gradient_divide_factor(1.0)
     # Otherwise a factor of 1 is applied by a pre-multiplied sum, which gloo does not support.

@@ -26,20 +26,22 @@ class MeshConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    pipeline_parallel: int = Field(1, description="Number of ranks of a pipeline (axis pp).")
+    pipeline_parallel: int = Field(default=1, description="Number of ranks of a pipeline (axis pp).")
     data_parallel_replicate: int = Field(
-        1, description="Number of replicas of the parameters, each with its own samples."
+        default=1, description="Number of replicas of the parameters, each with its own samples."
     )
     data_parallel_shard: int = Field(
-        1, description="Number of ranks that shard the parameters, each with its own samples."
+        default=1, description="Number of ranks that shard the parameters, each with its own samples."
     )
-    context_parallel_shard: int = Field(1, description="Number of ranks that shard each sequence, and the parameters.")
+    context_parallel_shard: int = Field(
+        default=1, description="Number of ranks that shard each sequence, and the parameters."
+    )
     context_parallel_replicate: int = Field(
-        1, description="Number of ranks that shard each sequence, with replicated parameters."
+        default=1, description="Number of ranks that shard each sequence, with replicated parameters."
     )
-    tensor_parallel: int = Field(1, description="Number of ranks that shard each layer's matrices (axis tp).")
+    tensor_parallel: int = Field(default=1, description="Number of ranks that shard each layer's matrices (axis tp).")
     expert_parallel: int = Field(
-        1, description="Number of ranks that shard the experts; reuses the dp x cp x tp ranks."
+        default=1, description="Number of ranks that shard the experts; reuses the dp x cp x tp ranks."
     )
 
     @field_validator("*")

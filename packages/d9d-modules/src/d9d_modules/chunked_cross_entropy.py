@@ -33,11 +33,19 @@ from torch.nn import functional as F
 from d9d_dist.split_backward import WeightGradHandle, defer_weight_grad
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
-_TILE_LOGITS = 2**22
-"""Number of logits in a tile (16 MiB in float32), enough to saturate a device."""
 
-_TILE_TOKENS = 2**10
-"""Number of tokens in a tile in the forward pass."""
+class _TileSize(NamedTuple):
+    """Size of a tile: number of logits, and number of tokens in the forward pass."""
+
+    logits: int
+    tokens: int
+
+
+_HOST_TILE = _TileSize(logits=2**22, tokens=2**10)
+"""A tile of 16 MiB in float32, near the size of a processor's caches."""
+
+_DEVICE_TILE = _TileSize(logits=2**26, tokens=2**11)
+"""A tile of 256 MiB in float32. Smaller ones cost an accelerator more in launches and in passes over the means."""
 
 
 def linear_cross_entropy(
@@ -55,8 +63,8 @@ def linear_cross_entropy(
     `language_model_head`.
 
     If `loss.mesh` is set, the weights are this rank's vocabulary shard and the labels are global token ids. The
-    gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens, of
-    one and three values per token; backward issues none.
+    gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens
+    (2,048 on accelerators), of one and three values per token; backward issues none.
     """
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]
@@ -83,9 +91,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *weights_VD: Tensor,
     ) -> Tensor:
         vocabulary = _Vocabulary(weights_VD, options.loss, options.softcap)
+        num_tokens = _tile_size(hidden_TD).tokens
         tiles = [
             _forward_tile(hidden_tD, labels_t, vocabulary, with_gradient=options.with_gradient)
-            for hidden_tD, labels_t in zip(hidden_TD.split(_TILE_TOKENS), labels_T.split(_TILE_TOKENS), strict=True)
+            for hidden_tD, labels_t in zip(hidden_TD.split(num_tokens), labels_T.split(num_tokens), strict=True)
         ]
         losses_T, lse_T, unit_TD = (torch.cat(parts) for parts in zip(*tiles, strict=True))
         ctx.save_for_backward(hidden_TD, labels_T, lse_T, unit_TD, *weights_VD)
@@ -176,7 +185,7 @@ class _Vocabulary:
     def blocks(self, index: int, *, num_tokens: int) -> Iterator[tuple[int, Tensor]]:
         """Yield blocks of rows of one weight with their first token id; each gives one tile of logits."""
         weight_VD = self.weights_VD[index]
-        size = max(1, _TILE_LOGITS // max(1, num_tokens))
+        size = max(1, _tile_size(weight_VD).logits // max(1, num_tokens))
         for start in range(0, len(weight_VD), size):
             yield self._firsts[index] + start, weight_VD[start : start + size]
 
@@ -252,6 +261,10 @@ class _SoftmaxSums:
         self.label_t, self.total_t = sums_3t[1], sums_3t[2]
         if self._with_gradient:
             self.mean_tD *= (before_t - self.lse_t).exp_().unsqueeze(-1)
+
+
+def _tile_size(x: Tensor) -> _TileSize:
+    return _HOST_TILE if x.device.type in ("cpu", "meta") else _DEVICE_TILE
 
 
 def _within(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,8 @@ class ModelProvider(ABC):
         `model` is the stage, on `meta` if the job has several ranks or `late_init` is True.
         """
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
-        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
+        # A pipeline stage would gather its parameters again for each microbatch.
+        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", reshard_after_forward=ctx.size("regular", "pp") == 1)
 
     def state_mapper(self, model: nn.Module) -> StateMapper | None:
         """Return the mapper from weights on disk to those of the model; exports use its inverse.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from torch import nn
@@ -48,8 +49,8 @@ def parallelize_decoder(
 
     The steps, in order: float8 conversion, tensor and sequence parallelism over `tp`, context parallelism over `cp`,
     expert parallelism, activation checkpointing and compilation of each layer, and HSDP. HSDP shards over `dp_cp_shard`
-    and replicates over the other data-parallel axes. An axis of one rank has no effect. Collective over all ranks of
-    the job.
+    and replicates over the other data-parallel axes. An axis of one rank has no effect. Pipeline stages keep gathered
+    parameters until the last backward of a step. Collective over all ranks of the job.
 
     Args:
         model: Model on the `meta` device, with its layers in `backbone.layers`.
@@ -88,9 +89,17 @@ def parallelize_decoder(
     checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)
     if compile_blocks:
         compile_layers(layers)
+    # A pipeline stage would gather its parameters again for each microbatch.
+    shard = partial(
+        parallelize_hsdp,
+        mesh=dp,
+        shard_axis="dp_cp_shard",
+        precision=precision,
+        reshard_after_forward=ctx.size("regular", "pp") == 1,
+    )
     for layer in layers.values():
-        parallelize_hsdp(layer, dp, shard_axis="dp_cp_shard", precision=precision)
-    parallelize_hsdp(model, dp, shard_axis="dp_cp_shard", precision=precision)
+        shard(layer)
+    shard(model)
 
 
 def _check_dense(layers: nn.ModuleDict) -> None:
