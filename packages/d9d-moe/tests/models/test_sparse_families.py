@@ -52,7 +52,7 @@ from d9d_state import (
     save_model_state,
 )
 
-PUBLISHED = Path(__file__).parent / "published"
+PUBLISHED = Path(__file__).parent / "published_sparse"
 
 
 @dataclass(frozen=True)
