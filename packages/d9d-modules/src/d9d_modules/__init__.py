@@ -76,8 +76,10 @@ from d9d_modules.models.decoder_params import (
     swiglu_from_hugging_face,
 )
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
+from d9d_modules.models.gemma3 import GEMMA3, Gemma3Params
+from d9d_modules.models.glm4 import GLM4, Glm4Params
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
     FIXED_ENTRIES,
@@ -85,6 +87,7 @@ from d9d_modules.models.hugging_face_family import (
     Entry,
     HuggingFaceFamily,
 )
+from d9d_modules.models.hugging_face_layers import layer_types_of, refuse_windows
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.hybrid import (
     HYBRID_FIXED,
@@ -95,13 +98,17 @@ from d9d_modules.models.hybrid import (
     written_full_layers,
 )
 from d9d_modules.models.llama3 import (
+    LLAMA3,
     Llama3ForCausalLM,
     Llama3Params,
     llama3_from_hugging_face,
     llama3_hugging_face_config,
     llama3_params_from_hugging_face,
 )
+from d9d_modules.models.mistral import MISTRAL, MistralParams
+from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
 from d9d_modules.models.qwen3 import (
+    QWEN3,
     Qwen3ForCausalLM,
     Qwen3Params,
     qwen3_from_hugging_face,
@@ -117,6 +124,7 @@ from d9d_modules.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     RotaryScaling,
     YarnScaling,
 )
@@ -127,11 +135,17 @@ __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
     "FIXED_ENTRIES",
+    "GEMMA3",
+    "GLM4",
     "GROUPED_QUERY_ENTRIES",
     "HYBRID_FIXED",
     "HYBRID_OWN",
     "IGNORED_LABEL",
+    "LLAMA3",
+    "MISTRAL",
     "PLAIN_CROSS_ENTROPY",
+    "QWEN2",
+    "QWEN3",
     "QWEN3_5",
     "WHOLE_MODEL",
     "AttentionBackend",
@@ -169,6 +183,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "GeGLU",
+    "Gemma3Params",
+    "Glm4Params",
     "GroupedQueryAttention",
     "GroupedQueryParams",
     "HasExperts",
@@ -191,11 +207,14 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "LossBackend",
+    "MistralParams",
     "MixerKind",
     "MultiHeadLatentAttention",
+    "NtkScaling",
     "Operator",
     "ParallelizeExperts",
     "Pooling",
+    "Qwen2Params",
     "Qwen3ForCausalLM",
     "Qwen3Params",
     "Qwen35Params",
@@ -249,6 +268,7 @@ __all__ = [
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",
     "read_full_layers",
+    "refuse_windows",
     "require_value",
     "rms_norm",
     "rotary_tables",

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from d9d_dist._mesh_axes import only_axis
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
-from d9d_dist.context_parallel.attention import Attention, is_standard_sdpa
+from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, is_standard_sdpa
 from d9d_dist.context_parallel.ring import RingAttention
 from d9d_dist.errors import UserError
 
@@ -42,13 +42,15 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
     Args:
         attention: Attention function over full sequences.
         mesh: One-axis mesh whose ranks share each sequence (`ContextSplit`), e.g. `ctx.mesh_for("batch")["cp"]`.
-        method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function and
-            sends less data if there are few query heads per key/value head. `"ring"` never holds a full sequence. Its
-            own kernels replace `sdpa_attention`, or a function that is marked as equivalent (`DeclaresStandardSdpa`).
+        method: `"all_gather"` supports any causal function and any number of heads. `"all_to_all"` supports any
+            function and sends less data if there are few query heads per key/value head. `"ring"` never holds a full
+            sequence. Its own kernels replace `sdpa_attention`, or a function that is marked as equivalent
+            (`DeclaresStandardSdpa`).
 
     Raises:
         UserError: If the mesh does not have exactly one axis, the function is already context parallel, or the method
-            is unknown. Also if the method is `"ring"` and the function does not compute the same as `sdpa_attention`.
+            is unknown. If the method is `"all_gather"` and the function is not causal (`DeclaresCausality`), or the
+            method is `"ring"` and the function does not compute the same as `sdpa_attention`.
     """
     only_axis(mesh, example="cp")
     if isinstance(attention, AllGatherAttention | AllToAllAttention | RingAttention):
@@ -60,6 +62,11 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
         return attention
     match method:
         case "all_gather":
+            if isinstance(attention, DeclaresCausality) and not attention.is_causal:
+                raise UserError(
+                    f"got the bidirectional attention function {attention!r} with method = 'all_gather'; expected "
+                    "causal attention, because each rank attends only to earlier positions. Use 'all_to_all'."
+                )
             return AllGatherAttention(attention, mesh)
         case "all_to_all":
             return AllToAllAttention(attention, mesh)

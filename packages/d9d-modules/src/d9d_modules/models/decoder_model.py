@@ -83,6 +83,7 @@ class DecoderModel(nn.Module):
         position_ids: Tensor | None = None,
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Received:
         """Run this stage. Issues collectives only if the feed-forward blocks or their auxiliary losses do.
 
@@ -96,6 +97,8 @@ class DecoderModel(nn.Module):
                 its own document id. None: each row is one document.
             mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding. Padding is excluded from the
                 tokens per expert and has auxiliary loss 0. The mask does not affect attention. Pass it to all stages.
+            attention_mask: Boolean mask [B, L, L] or [1, L, L], True where a query (dim 1) attends to a key (dim 2),
+                such as that of a prefix language model; see `GroupedQueryAttention.forward`. Pass it to all stages.
 
         Returns:
             Hidden states [B, L, D], after the final norm on the last stage. With auxiliary losses: a tuple of the
@@ -119,7 +122,9 @@ class DecoderModel(nn.Module):
             x = self._with_zero_losses(self._scaled(self.embedding(received)))
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         for name, layer in self.layers.items():
-            x = layer(x, rotary[ropes[name]], document_ids_BL=document_ids_BL, mask_BL=mask_BL)
+            x = layer(
+                x, rotary[ropes[name]], document_ids_BL=document_ids_BL, mask_BL=mask_BL, attention_mask=attention_mask
+            )
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         x_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         if losses is None:

@@ -73,6 +73,6 @@ QWEN3_5 = HuggingFaceFamily(
     read_own=read_full_layers,
     write_own=written_full_layers,
     irrelevant=QWEN3_5_IRRELEVANT,
-    rotary_factor=0.25,
+    partial_rotary=0.25,
 )
 """`config.json` of dense Qwen3.5 models, alone or as `text_config`."""

@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
-from d9d_modules import DECODER_ENTRIES, FIXED_ENTRIES, AttentionForm, Entry, GroupedQueryParams, HuggingFaceFamily
+from d9d_modules import (
+    DECODER_ENTRIES,
+    FIXED_ENTRIES,
+    AttentionForm,
+    Entry,
+    GroupedQueryParams,
+    HuggingFaceFamily,
+    refuse_windows,
+)
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
@@ -42,8 +50,7 @@ class Glm4MoeParams(DeepseekMoeParams, GroupedQueryParams):
 
 def _written(params: Glm4MoeParams) -> Mapping[str, JsonValue]:
     require_shared_experts(params)
-    params.require_no_windows()
-    return {}
+    return refuse_windows(params)
 
 
 GLM4_MOE = HuggingFaceFamily(
@@ -63,6 +70,6 @@ GLM4_MOE = HuggingFaceFamily(
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     write_own=_written,
     irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
-    rotary_factor=0.5,
+    partial_rotary=0.5,
 )
 """`config.json` of GLM-4.5, 4.6 and 4.7 with experts."""

@@ -18,7 +18,7 @@ from d9d_modules import (
     config_value,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.qwen3 import sliding_window_of
+from d9d_modules.models.hugging_face_layers import sliding_window_of
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
 from d9d_moe.router import TopKRouter

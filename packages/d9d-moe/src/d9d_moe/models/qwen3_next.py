@@ -142,7 +142,7 @@ QWEN3_NEXT = HuggingFaceFamily(
     read_own=_read_next,
     write_own=_written_next,
     irrelevant=IRRELEVANT,
-    rotary_factor=0.25,
+    partial_rotary=0.25,
 )
 """`config.json` of Qwen3-Next."""
 
@@ -158,6 +158,6 @@ QWEN3_5_MOE = HuggingFaceFamily(
     read_own=read_full_layers,
     write_own=_written_moe,
     irrelevant=QWEN3_5_IRRELEVANT,
-    rotary_factor=0.25,
+    partial_rotary=0.25,
 )
 """`config.json` of sparse Qwen3.5 models, alone or as `text_config`."""
