@@ -239,7 +239,7 @@ def _is_served(values: Values) -> bool:
     """Return True if the model supports the values; `test_oracle.py` checks the errors of the other combinations."""
     model = values.get("model", FAMILIES[0])
     has_context = values.get("cp_shard", "1") != "1" or values.get("cp_replicate", "1") != "1"
-    if has_context and model in (*POOLED, "delta"):
+    if has_context and model in POOLED:
         return False
     if values.get("method") == "ring" and (model == "sinks" or values.get("window", "none") != "none"):
         return False

@@ -30,7 +30,7 @@ from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.compiling import compile_layers
 from d9d_modules.convolution import CausalConvolution, causal_convolution
 from d9d_modules.cross_entropy import PLAIN_CROSS_ENTROPY, CrossEntropy
-from d9d_modules.decay_gate import DecayGate, DecayParallel
+from d9d_modules.decay_gate import DecayGate, DecayParallel, LogSigmoidDecayGate
 from d9d_modules.decoder import DecoderLayer, HasExperts, Hidden, HiddenAndLosses
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
@@ -205,6 +205,7 @@ __all__ = [
     "Llama3ForCausalLM",
     "Llama3Params",
     "Llama3Scaling",
+    "LogSigmoidDecayGate",
     "LongRopeScaling",
     "LossBackend",
     "MistralParams",
