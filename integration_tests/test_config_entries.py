@@ -58,6 +58,7 @@ class Family:
     used: tuple[str, ...]
     irrelevant: Any
     sizes: dict[str, Any]
+    tolerance: float = TOLERANCE
 
 
 SIZES: dict[str, Any] = {
@@ -128,6 +129,7 @@ FAMILIES = {
 }
 HYBRID = {
     **HEADS,
+    "head_dim": 16,  # of which a quarter is rotated
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
@@ -146,6 +148,7 @@ SPARSE = {
         transformers.Glm4MoeForCausalLM,
         {
             **HEADS,
+            "head_dim": 8,  # of which a half is rotated
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 6,
@@ -173,6 +176,8 @@ FAMILIES |= {
         files.used,
         files.irrelevant,
         sizes,
+        # A recurrence accumulates rounding errors.
+        tolerance=20 * TOLERANCE if sizes is HYBRID else TOLERANCE,
     )
     for name, (files, config, reference, sizes) in SPARSE.items()
 }
@@ -297,7 +302,7 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
     except UserError as error:
         return "refused" if key in str(error) else f"refused, but not by name: {error}"
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
-    return "equal" if error <= TOLERANCE else f"logits that differ by {error:.2g}"
+    return "equal" if error <= family.tolerance else f"logits that differ by {error:.2g}"
 
 
 @pytest.mark.parametrize("sliding", [False, True])
@@ -307,8 +312,8 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
 )
 def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
-    if sliding and "sliding_window" not in family.used:
-        pytest.skip("a family without windows")
+    if sliding and (name in SPARSE or "sliding_window" not in family.used):
+        pytest.skip("a family without these entries")
     base = _base(name, sliding=sliding)
     assert _check(family, base, "vocab_size", 11) == "equal", "the configuration itself"
     keys = ("layer_types", "max_window_layers", "num_hidden_layers", "sliding_window", "use_sliding_window")

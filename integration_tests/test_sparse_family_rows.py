@@ -11,13 +11,22 @@ import pytest
 from oracle_models import MaskedNextToken, samples
 from torch import Tensor, nn
 
+import d9d_modules.models.decoder_tensor_plan
 import d9d_moe.experts
 import d9d_moe.grouped_linear
 from d9d_dist import DistributedContext, StageInfo
 from d9d_dist.testing import differences
 from d9d_loop import ModelProvider
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
-from d9d_modules import CheckpointPolicy, DecoderForCausalLM, RMSNorm, parallelize_decoder
+from d9d_modules import (
+    CheckpointPolicy,
+    DecoderForCausalLM,
+    DecoderWithMtp,
+    MtpLayer,
+    RMSNorm,
+    mtp_targets,
+    parallelize_decoder,
+)
 from d9d_moe import (
     Glm4MoeParams,
     GptOssParams,
@@ -30,6 +39,7 @@ from d9d_moe import (
     parallelize_moe,
 )
 from d9d_peft import LoRA, inject
+from d9d_pipeline import Inputs
 
 RTOL = 1e-9
 SIZES: dict[str, Any] = {
@@ -60,7 +70,7 @@ def _params(family: str, num_layers: int) -> SparseParams:
     sizes: dict[str, Any] = {**SIZES, "num_layers": num_layers}
     full = tuple(range(1, num_layers, 2))
     match family:
-        case "glm":
+        case "glm" | "mtp":
             return Glm4MoeParams(
                 **sizes,
                 intermediate_size=20,
@@ -106,7 +116,9 @@ class FamilyProvider(ModelProvider):
     num_layers: int
 
     def build(self, stage: StageInfo) -> nn.Module:
-        model = DecoderForCausalLM(_params(self.row.family, self.num_layers), stage)
+        params = _params(self.row.family, self.num_layers)
+        is_mtp = self.row.family == "mtp"
+        model = DecoderWithMtp(params, stage, num_mtp_layers=2) if is_mtp else DecoderForCausalLM(params, stage)
         if self.row.lora:
             inject(LoRA(r"_proj$", rank=2, alpha=4), model, is_part=stage.count > 1)
         for module in model.modules():
@@ -124,11 +136,27 @@ def _draw(module: nn.Module, reset: Callable[..., None]) -> None:
     nn.init.normal_(module.get_parameter("bias"), std=0.5)
 
 
+class MtpNextToken(MaskedNextToken):
+    """Passes the targets of multi-token prediction to the model."""
+
+    def inputs(self, batch: Any) -> Inputs:
+        known = super().inputs(batch)
+        targets = {"mtp_ids_BLK": batch["mtp_ids"], "mtp_labels_BLK": batch["mtp_labels"]}
+        return Inputs(*known.first, **known.shared, **targets)
+
+
+def _with_targets(sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows = (sample[name].unsqueeze(0) for name in ("input_ids", "labels", "documents"))
+    ids, labels = mtp_targets(*rows, num_mtp_layers=2)
+    return {**sample, "mtp_ids": ids[0], "mtp_labels": labels[0]}
+
+
 def _trace(row: Row, num_layers: int, *, num_steps: int = 2, around: Around = nullcontext) -> dict[str, Any]:
+    is_mtp = row.family == "mtp"
     experiment = Experiment(
         model=FamilyProvider(row, num_layers),
-        batch=samples(ragged=True),
-        task=MaskedNextToken(),
+        batch=[_with_targets(each) for each in samples(ragged=True)] if is_mtp else samples(ragged=True),
+        task=MtpNextToken() if is_mtp else MaskedNextToken(),
         num_steps=num_steps,
     )
     return trace_layout(experiment, parse_layout(row.layout), around=around)
@@ -147,7 +175,7 @@ def _differences(row: Row, *, num_steps: int = 2, around: Around = nullcontext) 
     return [str(found) for found in differences(trace, expected, rtol=RTOL)]
 
 
-FAMILIES = ("glm", "gpt_oss", "qwen3_next", "qwen3_5")
+FAMILIES = ("glm", "gpt_oss", "qwen3_next", "qwen3_5", "mtp")
 LAYOUTS = [
     "dp_shard=2",
     "dp_replicate=2",
@@ -164,6 +192,7 @@ DEFAULT = {
     "gpt_oss": ["tp=2", "ep=2,dp_shard=2", "pp=2,cp_shard=2,tp=2,microbatch=2"],
     "qwen3_next": ["cp_shard=2", "pp=2,cp_shard=2,tp=2,microbatch=2"],
     "qwen3_5": [],
+    "mtp": ["pp=2,microbatch=2", "ep=2,cp_shard=2,tp=2"],
 }
 
 
@@ -229,7 +258,32 @@ def _norms_are_not_zero_centered() -> AbstractContextManager[object]:
     return mock.patch.object(RMSNorm, "forward", forward)
 
 
+def _mtp_layers_are_not_sequence_parallel() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "MtpLayer", type(None))
+
+
+def _the_mtp_loss_reaches_only_the_last_layer() -> AbstractContextManager[object]:
+    real = MtpLayer.forward
+
+    def forward(self: MtpLayer, embedded_BLD: Tensor, hidden_BLD: Tensor, *args: Any, **options: Any) -> Any:
+        return real(self, embedded_BLD, hidden_BLD.detach(), *args, **options)
+
+    return mock.patch.object(MtpLayer, "forward", forward)
+
+
+def _copies_of_the_embedding_differ() -> AbstractContextManager[object]:
+    real = MtpLayer.forward
+
+    def forward(self: MtpLayer, embedded_BLD: Tensor, *args: Any, **options: Any) -> Any:
+        return real(self, embedded_BLD.detach(), *args, **options)
+
+    return mock.patch.object(MtpLayer, "forward", forward)
+
+
 MUTANTS: list[tuple[Bug, Row]] = [
+    (_mtp_layers_are_not_sequence_parallel, Row("mtp", "ep=2,cp_shard=2,tp=2")),
+    (_the_mtp_loss_reaches_only_the_last_layer, Row("mtp", "pp=2,microbatch=2")),
+    (_copies_of_the_embedding_differ, Row("mtp", "pp=2,microbatch=2")),
     (_biases_of_experts_are_those_of_the_first, Row("gpt_oss", "ep=2,dp_shard=2")),
     (_clamped_experts_lose_their_residual, Row("gpt_oss", "ep=2,dp_shard=2")),
     (_the_router_ignores_its_bias, Row("gpt_oss", "ep=2,dp_shard=2")),

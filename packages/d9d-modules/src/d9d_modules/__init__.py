@@ -64,6 +64,15 @@ from d9d_modules.models.decoder_hugging_face import (
     decoder_from_hugging_face,
 )
 from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
+from d9d_modules.models.decoder_mtp import (
+    DEEPSEEK_MTP,
+    QWEN_MTP,
+    DecoderWithMtp,
+    MtpLayer,
+    MtpNames,
+    mtp_from_hugging_face,
+    mtp_targets,
+)
 from d9d_modules.models.decoder_parallelize import ParallelizeExperts, parallelize_decoder
 from d9d_modules.models.decoder_params import (
     AuxiliaryLosses,
@@ -134,6 +143,7 @@ from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
 __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
+    "DEEPSEEK_MTP",
     "FIXED_ENTRIES",
     "GEMMA3",
     "GLM4",
@@ -147,6 +157,7 @@ __all__ = [
     "QWEN2",
     "QWEN3",
     "QWEN3_5",
+    "QWEN_MTP",
     "WHOLE_MODEL",
     "AttentionBackend",
     "AttentionBackendName",
@@ -169,6 +180,7 @@ __all__ = [
     "DecoderModel",
     "DecoderParams",
     "DecoderWithHeads",
+    "DecoderWithMtp",
     "DeltaRuleBackend",
     "DynamicNtkScaling",
     "EagerBackend",
@@ -210,6 +222,8 @@ __all__ = [
     "LossBackend",
     "MistralParams",
     "MixerKind",
+    "MtpLayer",
+    "MtpNames",
     "MultiHeadLatentAttention",
     "NtkScaling",
     "Operator",
@@ -262,6 +276,8 @@ __all__ = [
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
+    "mtp_from_hugging_face",
+    "mtp_targets",
     "parallelize_decoder",
     "pool",
     "quantization_from_hugging_face",

@@ -59,8 +59,9 @@ class HybridParams(GroupedQueryParams, ABC):
         return AttentionForm(qk_norm=True, output_gate=True, rotary_dim=self.rotary_dim)
 
     def mixer_kind(self, index: int) -> MixerKind:
-        """See `DecoderParams`; by `full_layers`."""
-        return super().mixer_kind(index) if index in self.full_layers else "linear_attention"
+        """See `DecoderParams`; by `full_layers`. Layers for multi-token prediction, which come last, are full."""
+        is_full = index in self.full_layers or index >= self.num_layers
+        return super().mixer_kind(index) if is_full else "linear_attention"
 
     def mixer(self, index: int) -> nn.Module:
         """See `DecoderParams`."""

@@ -57,8 +57,8 @@ def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
 QWEN3_5_IRRELEVANT = {
     **IRRELEVANT,
     "mamba_ssm_dtype": "the state of a linear layer is float32 or float64",
-    "mtp_num_hidden_layers": "layers for multi-token prediction are not loaded",
-    "mtp_use_dedicated_embeddings": "layers for multi-token prediction are not loaded",
+    "mtp_num_hidden_layers": "only DecoderWithMtp has layers for multi-token prediction",
+    "mtp_use_dedicated_embeddings": "only DecoderWithMtp has layers for multi-token prediction",
 }
 """Entries of `config.json` that do not affect a Qwen3.5 model, with the reasons."""
 

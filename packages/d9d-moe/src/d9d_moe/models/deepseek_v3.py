@@ -114,7 +114,7 @@ class DeepseekV3Params(DeepseekMoeParams):
 def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
     """Build the mapper from a Hugging Face checkpoint to `DeepseekV3ForCausalLM`; its `inverse()` exports.
 
-    The layer for multi-token prediction, which follows the last decoder layer in a checkpoint, is not mapped.
+    `d9d_modules.mtp_from_hugging_face` maps the layer for multi-token prediction, which follows the last decoder layer.
     """
     return sparse_from_hugging_face(params, layout=layout)
 

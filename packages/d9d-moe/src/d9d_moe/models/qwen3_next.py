@@ -157,7 +157,7 @@ QWEN3_5_MOE = HuggingFaceFamily(
     check=refuse_router_loss,
     read_own=read_full_layers,
     write_own=_written_moe,
-    irrelevant=QWEN3_5_IRRELEVANT,
+    irrelevant={**QWEN3_5_IRRELEVANT, "intermediate_size": "no layer is dense"},
     partial_rotary=0.25,
 )
 """`config.json` of sparse Qwen3.5 models, alone or as `text_config`."""
