@@ -30,7 +30,7 @@ from d9d_dist.context_parallel import (
     sdpa_attention,
 )
 from d9d_dist.counter_random import mix_bits, random_bits_at
-from d9d_dist.data_parallel import Precision, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
+from d9d_dist.data_parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 from d9d_dist.differentiable import (
     all_to_all_reshard,
     copy_to_axis,
@@ -59,6 +59,7 @@ from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
 from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
+from d9d_dist.precision import Precision, PrecisionName
 from d9d_dist.seeds import seed_everything, stream_key
 from d9d_dist.shards import (
     Region,
@@ -131,6 +132,7 @@ __all__ = [
     "Offloadable",
     "Offloaded",
     "Precision",
+    "PrecisionName",
     "Region",
     "Replicated",
     "RequiresFullSequence",

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from d9d_dist._local_parameters import compute_locally, distribute_parameters, local_parameters_of
 from d9d_dist._mesh_axes import axes_of, axis_names
-from d9d_dist.data_parallel import Precision, cast_inputs, parallelize_hsdp
+from d9d_dist.data_parallel import cast_inputs, parallelize_hsdp
 from d9d_dist.errors import UserError
+from d9d_dist.precision import Precision
 from d9d_dist.shards import local_tensor
 
 _AXES = ("ep_replicate", "ep_shard")

@@ -26,7 +26,8 @@ from d9d_loop.config.trainer_config import (
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.engine.engine import BadStepError, Engine, StepResult
+from d9d_loop.engine.engine import BadStepError, Engine
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.event_bus import Events, on_event
 from d9d_loop.events import (
     BackwardDone,
@@ -62,6 +63,7 @@ from d9d_loop.job.trainer import Trainer
 from d9d_loop.lr.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
 from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.model.pretrained_model import PretrainedProvider, pretrained_model
 from d9d_loop.optimizers.optimizer import (
     AdamConfig,
     AdamWConfig,
@@ -140,6 +142,7 @@ __all__ = [
     "Pipeline",
     "PipelineConfig",
     "PresetConfig",
+    "PretrainedProvider",
     "ProfileConfig",
     "Profiler",
     "ResilienceConfig",
@@ -171,6 +174,7 @@ __all__ = [
     "plan_job",
     "preset_inference",
     "preset_trainer",
+    "pretrained_model",
     "read_config_file",
     "run_job",
     "validate_config",

@@ -37,7 +37,7 @@ from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from d9d_modules.float8 import Float8, Float8Recipe, convert_to_float8
 from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.gated_norm import GatedRMSNorm
-from d9d_modules.generation import generate
+from d9d_modules.generation import Rollout, generate, rollout
 from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.layer_means import LayerMeans
 from d9d_modules.linear import Linear
@@ -47,6 +47,7 @@ from d9d_modules.lm_head import (
     LossBackend,
     language_model_head,
 )
+from d9d_modules.mixer_cache import MixerCache, PositionCache, RecurrentCache, SupportsCache
 from d9d_modules.models.decoder_heads import (
     DecoderForCausalLM,
     DecoderForClassification,
@@ -88,7 +89,7 @@ from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, Whol
 from d9d_modules.models.gemma3 import GEMMA3, Gemma3Params
 from d9d_modules.models.glm4 import GLM4, Glm4Params
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
     FIXED_ENTRIES,
@@ -96,7 +97,6 @@ from d9d_modules.models.hugging_face_family import (
     Entry,
     HuggingFaceFamily,
 )
-from d9d_modules.models.hugging_face_layers import layer_types_of, refuse_windows
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.hybrid import (
     HYBRID_FIXED,
@@ -115,6 +115,13 @@ from d9d_modules.models.llama3 import (
     llama3_params_from_hugging_face,
 )
 from d9d_modules.models.mistral import MISTRAL, MistralParams
+from d9d_modules.models.pretrained import (
+    FAMILY_ENTRY_POINTS,
+    PretrainedDecoder,
+    PretrainedHead,
+    from_pretrained_config,
+    known_families,
+)
 from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
 from d9d_modules.models.qwen3 import (
     QWEN3,
@@ -139,11 +146,13 @@ from d9d_modules.rope_scaling import (
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
+from d9d_modules.token_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
     "DEEPSEEK_MTP",
+    "FAMILY_ENTRY_POINTS",
     "FIXED_ENTRIES",
     "GEMMA3",
     "GLM4",
@@ -221,6 +230,7 @@ __all__ = [
     "LongRopeScaling",
     "LossBackend",
     "MistralParams",
+    "MixerCache",
     "MixerKind",
     "MtpLayer",
     "MtpNames",
@@ -229,12 +239,17 @@ __all__ = [
     "Operator",
     "ParallelizeExperts",
     "Pooling",
+    "PositionCache",
+    "PretrainedDecoder",
+    "PretrainedHead",
     "Qwen2Params",
     "Qwen3ForCausalLM",
     "Qwen3Params",
     "Qwen35Params",
     "RMSNorm",
     "Received",
+    "RecurrentCache",
+    "Rollout",
     "Rope",
     "RopeScaling",
     "RotaryLayout",
@@ -243,8 +258,10 @@ __all__ = [
     "RowParts",
     "SdpaBackend",
     "SplitTokenEmbedding",
+    "SupportsCache",
     "SwiGLU",
     "TokenEmbedding",
+    "TokenScores",
     "WholeRows",
     "YarnScaling",
     "add_rms_norm",
@@ -267,9 +284,11 @@ __all__ = [
     "default_attention_backends",
     "default_saved_operators",
     "documents_of_lengths",
+    "from_pretrained_config",
     "gated_delta_rule",
     "generate",
     "hybrid_entries",
+    "known_families",
     "language_model_head",
     "layer_types_of",
     "linear_cross_entropy",
@@ -285,12 +304,13 @@ __all__ = [
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",
     "read_full_layers",
-    "refuse_windows",
     "require_value",
     "rms_norm",
+    "rollout",
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
     "text_config",
+    "token_scores",
     "written_full_layers",
 ]

@@ -21,6 +21,7 @@ from d9d_modules.attention_backends import (
 from d9d_modules.attention_backends.visibility import check_documents, check_mask
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear
+from d9d_modules.mixer_cache import PositionCache, why_no_attention_cache, window_of
 from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_rotary_sizes, check_tables
 
@@ -98,6 +99,7 @@ class GroupedQueryAttention(nn.Module):
         self.gate_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std) if output_gate else None
         self.sinks = AttentionSinks(num_heads, init_std=init_std) if sinks else None
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
+        self._cache: PositionCache | None = None
 
     def forward(
         self,
@@ -131,21 +133,37 @@ class GroupedQueryAttention(nn.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = apply_rotary(q_BLHK, rotary, layout=self.rotary_layout)
         k_BLGK = apply_rotary(k_BLGK, rotary, layout=self.rotary_layout)
+        if self._cache is not None:
+            document_ids_BL, (k_BLGK, v_BLGK) = self._cache.extend(document_ids_BL, k_BLGK, v_BLGK)
         attention = self.attention_function
         if attention_mask is None:
             attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL)
-        elif isinstance(attention, ChosenAttention):
+        elif isinstance(attention, ChosenAttention) and self._cache is None:
             attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL, mask_BLS=attention_mask)
         else:
+            function = type(attention).__name__ if self._cache is None else "with a key/value cache"
             raise UserError(
-                f"got an attention_mask for the attention function {type(attention).__name__}; expected None, because "
-                "context-parallel and custom functions take no mask. Use document_ids_BL, or a context-parallel degree "
-                "of 1."
+                f"got an attention_mask for the attention function {function}; expected None, because context-parallel "
+                "and custom functions and generation with a cache take no mask. Use document_ids_BL, or a "
+                "context-parallel degree of 1."
             )
         attended = attended_BLHK.flatten(start_dim=-2)
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)
+
+    def why_no_cache(self) -> str | None:
+        """See `SupportsCache`."""
+        return why_no_attention_cache(self.attention_function)
+
+    def start_cache(self, capacity: int) -> PositionCache:
+        """See `SupportsCache`. Holds the rotated keys, and the values."""
+        self._cache = PositionCache(capacity, window=window_of(self.attention_function))
+        return self._cache
+
+    def drop_cache(self) -> None:
+        """See `SupportsCache`."""
+        self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.

@@ -27,6 +27,7 @@ from d9d_modules.delta_context import DeltaContext
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.linear import Linear
+from d9d_modules.mixer_cache import RecurrentCache
 from d9d_modules.rope import RotaryTables
 
 _NORM_EPS = 1e-6
@@ -95,6 +96,7 @@ class GatedDeltaNet(nn.Module):
         self.gate_proj = Linear(hidden_size, value_size, init_std=init_std)
         self.norm = GatedRMSNorm(value_dim, eps=norm_eps)
         self.o_proj = Linear(value_size, hidden_size, init_std=init_std)
+        self._cache: RecurrentCache | None = None
 
     def forward(
         self, x_BLD: Tensor, rotary: RotaryTables | None = None, *, document_ids_BL: Tensor | None = None
@@ -123,16 +125,29 @@ class GatedDeltaNet(nn.Module):
         self, features: Sequence[Tensor], log_decay_BLH: Tensor, beta_BLH: Tensor, document_ids_BL: Tensor | None
     ) -> Tensor:
         """Apply convolutions and delta rule to whole rows; returns [B, L, H, V]."""
-        q_BLGK, k_BLGK, v_BLHV = self._convolved(features, document_ids_BL)
-        read_BLHV, _ = gated_delta_rule(
+        conv_ids, length, state_BHKV, backend = document_ids_BL, beta_BLH.shape[1], None, self.backend
+        if self._cache is not None:
+            conv_ids, features = self._cache.extend_inputs(document_ids_BL, *features)
+            # Positions after the new ones are padding: without decay and writes they do not change the state.
+            is_padding_L = torch.arange(length, device=beta_BLH.device) >= self._cache.num_new
+            log_decay_BLH = log_decay_BLH.masked_fill(is_padding_L[:, None], 0.0)
+            beta_BLH = beta_BLH.masked_fill(is_padding_L[:, None], 0.0)
+            state_BHKV = self._cache.state
+            # One position is too short for chunks.
+            backend = "sequential" if length == 1 and backend is None else backend
+        q_BLGK, k_BLGK, v_BLHV = (x[:, x.shape[1] - length :] for x in self._convolved(features, conv_ids))
+        read_BLHV, state_BHKV = gated_delta_rule(
             q_BLGK,
             k_BLGK,
             v_BLHV,
             log_decay_BLH=log_decay_BLH,
             beta_BLH=beta_BLH,
             document_ids_BL=document_ids_BL,
-            backend=self.backend,
+            initial_state_BHKV=state_BHKV,
+            backend=backend,
         )
+        if self._cache is not None:
+            self._cache.state = state_BHKV
         return read_BLHV
 
     def _read_with_context(
@@ -177,6 +192,20 @@ class GatedDeltaNet(nn.Module):
             )
         )
         return _l2_normalized(q_BLGK), _l2_normalized(k_BLGK), v_BLHV
+
+    def why_no_cache(self) -> str | None:
+        """See `SupportsCache`."""
+        return None
+
+    def start_cache(self, capacity: int) -> RecurrentCache:
+        """See `SupportsCache`. Holds the state and the last inputs of the convolutions, whatever the capacity."""
+        del capacity
+        self._cache = RecurrentCache(self.conv_width)
+        return self._cache
+
+    def drop_cache(self) -> None:
+        """See `SupportsCache`."""
+        self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.

@@ -75,10 +75,8 @@ def rope_scalings(draw: st.DrawFn, kind: type[RopeScaling] | None, head_dim: int
     factor, original = draw(st.floats(1.0, 8.0)), draw(st.sampled_from([4, 15]))
     if kind is None:
         return None
-    if kind is LinearScaling:
-        return LinearScaling(factor=factor)
-    if kind is NtkScaling:
-        return NtkScaling(factor=factor)
+    if kind in {LinearScaling, NtkScaling}:
+        return kind(factor=factor)
     if kind is DynamicNtkScaling:
         return DynamicNtkScaling(factor=factor, original_max_positions=MAX_POSITIONS)
     if kind is YarnScaling:

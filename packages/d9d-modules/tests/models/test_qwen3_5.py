@@ -1,12 +1,13 @@
 """Qwen3.5 inside a multimodal configuration and checkpoint; d9d-moe compares the models with `transformers`."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from d9d_dist import UserError
+from d9d_dist import StageInfo, UserError
 from d9d_modules import (
     QWEN3_5,
     DecoderForCausalLM,
@@ -14,7 +15,9 @@ from d9d_modules import (
     GroupedQueryAttention,
     Qwen35Params,
     decoder_from_hugging_face,
+    from_pretrained_config,
 )
+from d9d_state import ModelFolder, load_model_state, parallel, rename, save_model_state
 
 PARAMS = Qwen35Params(
     vocab_size=19,
@@ -97,3 +100,24 @@ def test_weights_return_bit_for_bit() -> None:
     for group in mapper.groups:
         again |= mapper.apply({name: on_disk[name] for name in group.inputs})
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+
+
+def test_the_language_model_of_a_multimodal_folder_is_recognized(tmp_path: Path) -> None:
+    model = DecoderForCausalLM(PARAMS)
+    mapper = decoder_from_hugging_face(PARAMS, prefix="model.language_model.")
+    others = {"mtp.fc.weight": torch.ones(2), "model.visual.patch_embed.weight": torch.ones(3)}
+    for name, tensor in others.items():
+        model.register_buffer(name.replace(".", "_"), tensor)
+    renames = parallel(mapper, *(rename(name, name.replace(".", "_")) for name in others))
+    save_model_state(model, tmp_path / "released", renames.inverse(), extra_files={"config.json": _multimodal()})
+    found = from_pretrained_config(tmp_path / "released")
+    assert found.params == PARAMS
+    assert set(found.unused) == set(others)
+    again = found.build(StageInfo())
+    load_model_state(again, tmp_path / "released", found.load_mapper())
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in again.state_dict().items())
+    save_model_state(again, tmp_path / "text", found.state_mapper().inverse(), extra_files=found.export_files())
+    text = from_pretrained_config(tmp_path / "text")
+    assert text.params == PARAMS
+    assert "model.layers.0.linear_attn.in_proj_qkv.weight" in ModelFolder.open(tmp_path / "text").tensors

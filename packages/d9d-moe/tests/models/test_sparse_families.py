@@ -20,10 +20,14 @@ from d9d_modules import (
     DecoderForClassification,
     DecoderModel,
     DecoderParams,
+    DecoderWithMtp,
     HuggingFaceFamily,
     Qwen35Params,
     YarnScaling,
     decoder_from_hugging_face,
+    from_pretrained_config,
+    known_families,
+    mtp_from_hugging_face,
     quantization_from_hugging_face,
 )
 from d9d_moe import (
@@ -43,11 +47,13 @@ from d9d_moe import (
     sparse_from_hugging_face,
 )
 from d9d_state import (
+    Fp8Blocks,
     ModelFolder,
     Mxfp4,
     StateMapper,
     dequantize_inputs,
     load_model_state,
+    parallel,
     read_model_state,
     save_model_state,
 )
@@ -410,3 +416,32 @@ def _kimi() -> DeepseekV3Params:
         routed_scale=2.827,
         rope_theta=50_000.0,
     )
+
+
+def test_families_are_registered_by_model_type() -> None:
+    registered = known_families()
+    sparse = {"deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
+    assert sparse <= registered.keys()
+    assert registered["qwen3_5_moe"] is registered["qwen3_5_moe_text"]
+
+
+def test_a_released_folder_is_read_as_it_is(tmp_path: Path) -> None:
+    """Float8 weights and the tensors of the layer for multi-token prediction, recognized without further arguments."""
+    params = _kimi()
+    model = DecoderWithMtp(params)
+    mapper = parallel(sparse_from_hugging_face(params), mtp_from_hugging_face(params))
+    scales = [f"{name}_scale_inv" for name in mapper.inputs if name.endswith(("_proj.weight", "_with_mqa.weight"))]
+    stored = dequantize_inputs(mapper, Fp8Blocks((8, 4)), [*mapper.inputs, *scales])
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 4], "activation_scheme": "dynamic"}
+    config = {**KIMI_K2.write(params), "num_nextn_predict_layers": 1, "quantization_config": quantization}
+    save_model_state(model, tmp_path, stored.inverse(), extra_files={"config.json": config})
+    found = from_pretrained_config(tmp_path)
+    again = found.build(StageInfo())
+    load_model_state(again, tmp_path, found.load_mapper())
+    assert "model.layers.3.eh_proj.weight" in found.unused
+    assert all("layers.3." in name for name in found.unused)
+    largest = again.get_parameter("backbone.layers.0.attention.o_proj.weight").abs().max()
+    difference = again.get_parameter("backbone.layers.0.attention.o_proj.weight") - model.get_parameter(
+        "backbone.layers.0.attention.o_proj.weight"
+    )
+    assert 0 < difference.abs().max() <= 2**-4 * largest

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.trainer_config import GradientConfig, JobConfig, RunConfig
 from d9d_loop.optimizers.optimizer import AdamWConfig, OptimizerConfig
@@ -17,6 +17,11 @@ class EngineConfig(JobConfig):
     seed: int = Field(0, ge=0, description="Seed of initial weights and dropout.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
+    precision: PrecisionName = Field(
+        default="auto",
+        description="Dtype of forward and backward: bfloat16 with float32 parameters and gradient sums, or that of the "
+        "parameters; auto: bfloat16 on accelerators.",
+    )
     pipeline_schedule: PipelineScheduleConfig = Field(
         ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.trainer_config import JobConfig, LoggingConfig, RunConfig, WorkerConfig
 from d9d_loop.resilience import HangConfig
 
@@ -26,6 +26,11 @@ class InferenceConfig(JobConfig):
     )
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
+    precision: PrecisionName = Field(
+        default="auto",
+        description="Dtype of forward: bfloat16 with float32 parameters, or that of the "
+        "parameters; auto: bfloat16 on accelerators.",
+    )
     data: WorkerConfig = WorkerConfig()
     resilience: HangConfig = HangConfig()
     logging: LoggingConfig = LoggingConfig()

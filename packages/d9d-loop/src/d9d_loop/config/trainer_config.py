@@ -9,7 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.config_source import parse_command_line
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.section import Section
@@ -178,6 +178,11 @@ class TrainerConfig(JobConfig):
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
+    precision: PrecisionName = Field(
+        default="auto",
+        description="Dtype of forward and backward: bfloat16 with float32 parameters and gradient sums, or that of the "
+        "parameters; auto: bfloat16 on accelerators.",
+    )
     pipeline: PipelineConfig = PipelineConfig.model_validate({})
     data: DataConfig = DataConfig()
     optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyperparameters.")] = AdamWConfig()
@@ -194,5 +199,9 @@ class TrainerConfig(JobConfig):
     )
     initial_weights: Path | None = Field(
         default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
+    )
+    rehearsal: bool = Field(
+        default=True,
+        description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
     )
     export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")

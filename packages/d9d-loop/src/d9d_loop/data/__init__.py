@@ -2,6 +2,7 @@
 
 from d9d_loop.data.best_fit import best_fit_decreasing
 from d9d_loop.data.bucketed_stream import BucketedStream
+from d9d_loop.data.chat_data import ChatData
 from d9d_loop.data.chat_files import tokenize_chats
 from d9d_loop.data.chat_stream import ChatStream, TooLong
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template
@@ -33,6 +34,7 @@ from d9d_loop.data.token_samples import PackedSamples, TokenWindows
 
 __all__ = [
     "BucketedStream",
+    "ChatData",
     "ChatStream",
     "ChatTemplate",
     "ChatTokenizer",

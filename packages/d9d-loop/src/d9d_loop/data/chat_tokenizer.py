@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -76,6 +77,10 @@ class ChatTokenizer:
         first, last = map(re.escape, thinking)
         self._block = re.compile(rf"{first}.*?{last}\s*", re.DOTALL)
         self._open_block = re.compile(rf"{first}\s*(?:{last}\s*)?\Z")
+        self._empty_block = re.compile(rf"{first}\s*{last}\s*")
+        stops = "|".join(re.escape(tokenizer.id_to_token(number) or "") for number in sorted(self._stops))
+        self._only_stops = re.compile(rf"(?:{stops or '(?!)'}|\s)*\Z")
+        self._first_stop = re.compile(stops or "(?!)")
         self._options = [sorted(self._stops), list(thinking)]
 
     @property
@@ -138,8 +143,7 @@ class ChatTokenizer:
                 spans,
             )
         turn = self._render(conversation, number + 1)
-        own = [turn, self._block.sub("", turn), text[:start] + self._block.sub("", turn[start:])]
-        stop = next((len(each) for each in own if len(each) > start and text.startswith(each)), None)
+        stop = self._end_of_turn(text, turn, start)
         if stop is None:
             _refuse(
                 f"the chat template is not prefix-preserving: the messages after message {number} change its text, "
@@ -148,6 +152,30 @@ class ChatTokenizer:
                 [*spans, (start, start)],
             )
         return start, stop
+
+    def _end_of_turn(self, text: str, turn: str, start: int) -> int | None:
+        """Return the end of a turn in the whole text, from `turn`, the text up to the turn; None if it differs."""
+        for same in (turn, self._block.sub("", turn)):
+            if len(same) > start and text.startswith(same):
+                return len(same)
+        if turn[:start] != text[:start]:
+            return None
+        # The template drops the thinking of this turn from the text, or leaves an empty block.
+        empty = self._empty_block.match(text, start)
+        first, bare = empty.end() if empty else start, self._block.sub("", turn[start:])
+        if text.startswith(bare, first):
+            return first + len(bare)
+        # The template ends the last turn of a text with another stop token, or with one more.
+        stop = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, text, strict=False)))
+        cut = [token.start() for token in self._first_stop.finditer(turn) if token.start() < stop < token.end()]
+        stop = cut[0] if cut else stop
+        if stop <= start or not self._only_stops.match(turn, stop):
+            return None
+        ends = [token.end() for token in self._first_stop.finditer(text, start, stop)]
+        if ends and not text[ends[-1] : stop].strip():
+            return stop
+        following = self._first_stop.match(text, stop)
+        return None if following is None else following.end()
 
     def _tokens_of(self, span: Span, encoding: Any, text: str, spans: list[Span]) -> tuple[int, int]:
         """Return the first token of a turn, and its stop token."""

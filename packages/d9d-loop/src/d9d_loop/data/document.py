@@ -34,8 +34,8 @@ class Pair(TypedDict):
 def documents_of(sample: Document | Pair) -> list[Document]:
     """Return the documents of a sample: itself, or those of a pair, chosen before rejected."""
     match sample:
-        case {"chosen": chosen, "rejected": rejected, **more}:
-            return [cast(Document, {**document, **more}) for document in (chosen, rejected)]
+        case {"chosen": chosen, "rejected": rejected, **source}:
+            return [{**cast(Document, document), **source} for document in (chosen, rejected)]
         case _:
             return [cast(Document, sample)]
 

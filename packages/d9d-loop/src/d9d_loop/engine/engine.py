@@ -5,64 +5,46 @@ use it directly.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Self, final
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Self, TypeAlias, final
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, ModuleOffloader, StageInfo, UserError, clip_grad_norm_
+from d9d_dist import DistributedContext, ModuleOffloader, StageInfo, UserError
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.engine_parts import engine_parts
 from d9d_loop.engine.microbatches import MicrobatchAgreement
-from d9d_loop.engine.step_executors import StepExecutors
+from d9d_loop.engine.reference import ReferenceWeights
+from d9d_loop.engine.scorer import ReadTokens, Scorer
 from d9d_loop.engine.token_values import TokenValues
+from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
-    BackwardDone,
     BadStepFound,
-    GradientsReady,
-    OptimizerDone,
     StateOffloaded,
     StateOnloaded,
-    StepStarted,
 )
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
+from d9d_loop.optimizers.evaluation_weights import free_gathered_parameters
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
-from d9d_loop.task import BatchTask, LossFunction, to_inputs
+from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
 from d9d_state import StateMapper
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Measured values of an optimizer step. Tensors are on the device and equal on every rank.
-
-    Attributes:
-        loss: Weighted mean of the loss over the global batch, 0-dim float64.
-        weight: Weight of the global batch, 0-dim float64.
-        grad_norm: Global gradient norm before clipping, 0-dim.
-        taken: True if the parameters were updated, False if the step was skipped; 0-dim bool.
-        learning_rate: Learning rate of the first parameter group.
-    """
-
-    loss: Tensor
-    weight: Tensor
-    grad_norm: Tensor
-    taken: Tensor
-    learning_rate: float
-
-
 class BadStepError(RuntimeError):
     """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
+
+
+Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
+"""Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" for the first weights."""
 
 
 @final
@@ -94,6 +76,9 @@ class Engine:
             the guard and acts on its decisions.
         events: Event bus; by default a new one.
         state_mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
+        reference: Reference of `reference`: a function of the model that returns a context manager in which the model
+            is the reference, such as `d9d_peft.adapters_off`; or "initial", for a copy in host memory of the weights
+            that the model has now. `None` disables it.
         checkpoints: Checkpoints for `save` and `load`; `None` disables them.
     """
 
@@ -110,25 +95,33 @@ class Engine:
         polls_guard: bool = True,
         events: Events | None = None,
         state_mapper: StateMapper | None = None,
+        reference: Reference | None = None,
         checkpoints: EngineCheckpoints | None = None,
     ) -> None:
         self.pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
         self.events = Events() if events is None else events
-        self.offloader = ModuleOffloader(nn.ModuleList(self.pipeline.stages.values()), optimizer)
         self.num_steps = 0
         self._task, self._polls_guard = task, polls_guard
         self._state_mapper, self._checkpoints = state_mapper, checkpoints
         self._built_rates = [group["lr"] for group in optimizer.param_groups]
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._max_norm = float("inf") if max_norm is None else max_norm
-        self._executors = StepExecutors(self.pipeline, num_microbatches)
-        if ctx.size("regular", "pp") > 1:  # pipeline ranks may have created different numbers of groups
-            ctx.align_groups()
-        self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
+        self._step = TrainStep(
+            self.pipeline,
+            optimizer,
+            task=task,
+            max_norm=float("inf") if max_norm is None else max_norm,
+            num_microbatches=num_microbatches,
+            ctx=ctx,
+            events=self.events,
+            guard=guard,
+        )
         self._agree = MicrobatchAgreement(task, ctx)
         self._token_values = TokenValues(self.pipeline, ctx)
-        self._totals: Tensor | None = None
+        self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
+        self.offloader = ModuleOffloader(self._whole, optimizer)
+        self._reference = ReferenceWeights(self._whole) if reference == "initial" else reference
+        self._is_reference = False
+        self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
 
     @classmethod
     @contextmanager
@@ -140,6 +133,7 @@ class Engine:
         task: BatchTask,
         optimizer: OptimizerProvider | None = None,
         pipeline_schedule: Schedule | None = None,
+        reference: Reference | None = None,
     ) -> Generator[Self]:
         """Start the process group, build an engine with its initial weights, and close both after the body. Collective.
 
@@ -153,6 +147,8 @@ class Engine:
             task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
             optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
             pipeline_schedule: Pipeline schedule; by default the one of the configuration.
+            reference: Reference of `reference`: `d9d_peft.adapters_off`, or "initial" for a copy in host memory of the
+                initial weights.
 
         Raises:
             UserError: If the configuration, model or environment is invalid. Most checks run before the process group
@@ -171,6 +167,7 @@ class Engine:
                 guard=parts.guard,
                 events=parts.events,
                 state_mapper=parts.state_mapper,
+                reference=reference,
                 checkpoints=parts.checkpoints,
             )
 
@@ -195,10 +192,55 @@ class Engine:
             UserError: On every rank, if no rank has a batch, or the ranks of a data-parallel coordinate have different
                 numbers of batches.
         """
-        given = self._agree(batches, self._executors.supported)
+        given = self._agree(batches, self._step.executors.supported)
         values: dict[int, Mapping[str, Tensor]] = {}
-        self._run(given.batches, loss, num_own=given.num_own, values=values)
+        self._refuse_reference("forward_backward()")
+        self._step.forward_backward(self.num_steps + 1, given.batches, loss, num_own=given.num_own, values=values)
         return self._token_values([values[index] for index in sorted(values)])
+
+    def score(self, batches: Sequence[Any], read: ReadTokens | None = None) -> list[Mapping[str, Tensor]]:
+        """Return the log-probability of each label and the entropy of each prediction, without gradients.
+
+        The model runs in evaluation mode; training is not affected. No rank holds the logits of all tokens, nor of the
+        whole vocabulary if it is sharded. Collectives: as for `forward_backward`, without the gradients.
+
+        Args:
+            batches: As for `forward_backward`. `task.inputs` passes the labels to the model.
+            read: Function that reads values per token [B, L] from the model's outputs. By default, the model is called
+                with `scores=True`, as d9d's decoders support, and returns its scores.
+
+        Returns:
+            The values of each batch by name, in the order of `batches`, whole rows [B, L], on every rank of the
+            data-parallel coordinate. By default `log_probs` and `entropy` in nats, 0 for ignored labels.
+
+        Raises:
+            UserError: If the model has no argument `scores` and there is no `read`. As for `forward_backward`.
+        """
+        return self._scorer(batches, read)
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        """Let the model be its frozen reference in the body, to `score`. No collectives.
+
+        Raises:
+            UserError: If the engine has no reference, or the body trains or saves.
+        """
+        if self._reference is None:
+            raise UserError(
+                'this engine has no reference; expected one. Pass reference=d9d_peft.adapters_off, or "initial" for a '
+                "copy of the initial weights."
+            )
+        weights = self._reference
+        with weights.swapped_in() if isinstance(weights, ReferenceWeights) else weights(self.model):
+            self._is_reference = True
+            try:
+                yield
+            finally:
+                self._is_reference = False
+
+    def _refuse_reference(self, call: str) -> None:
+        if self._is_reference:
+            raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
 
     def accumulate(self, batches: Sequence[Any], loss: LossFunction, *, measured: bool = False) -> Timeline | None:
         """Run forward and backward of prepared microbatches: `forward_backward` without its preparations and values.
@@ -214,41 +256,7 @@ class Engine:
         Returns:
             Start and end of every pipeline action, if `measured`.
         """
-        return self._run(batches, loss, num_own=len(batches), measured=measured)
-
-    def _run(
-        self,
-        batches: Sequence[Any],
-        loss: LossFunction,
-        *,
-        num_own: int,
-        values: dict[int, Mapping[str, Tensor]] | None = None,
-        measured: bool = False,
-    ) -> Timeline | None:
-        """Run forward and backward, and put the values per token of the first `num_own` microbatches in `values`."""
-        if self._totals is None:
-            self.events.emit(StepStarted(self.num_steps + 1))
-            self._totals = torch.zeros(2, dtype=torch.float64, device=self.ctx.device)
-        else:  # the gradients of an earlier call: later ones are added to the reduced sum
-            self._executors.gradient_sync.finish()
-        total, weight = self._totals.unbind()  # views, so that one all-reduce sums both
-
-        def take_loss(outputs: Any, microbatch: int) -> Tensor:
-            taken = loss(outputs, batches[microbatch])
-            if microbatch >= num_own:
-                return taken.total * 0.0
-            total.add_(taken.total.detach())
-            weight.add_(taken.weight)
-            if values is not None:
-                values[microbatch] = taken.tokens
-            return taken.total
-
-        inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
-        executor = self._executors.get(len(batches))
-        if measured:
-            return executor.measured_step(inputs, take_loss)
-        executor.step(inputs, take_loss)
-        return None
+        return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=len(batches), measured=measured)
 
     def step(self, learning_rate: float | None = None) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
@@ -263,35 +271,15 @@ class Engine:
             UserError: If there was no forward and backward since the last step.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
-        if self._totals is None:
-            raise UserError("got step() without gradients; expected forward_backward() before each step.")
-        number, totals, self._totals = self.num_steps + 1, self._totals, None
-        total, weight = totals.unbind()
-        self.events.emit(BackwardDone(number, self.model))
-        self._executors.gradient_sync.finish()
-        self.pipeline.shared.add_gradients()
-        if self._losses_group.size() > 1:
-            dist.all_reduce(totals, group=self._losses_group)
-        # With weight 0 the factor is 0, because 0 / 0 would be NaN. A NaN weight gives NaN.
-        per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
-        grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self.ctx, factor=per_weight)
-        self.events.emit(GradientsReady(number, self.model, grad_norm))
+        self._refuse_reference("step()")
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-        loss = total * per_weight
-        if self.guard is None:
-            self.optimizer.step()
-            taken = torch.ones_like(grad_norm, dtype=torch.bool)
-        else:
-            taken = self.guard.step(number, loss=loss, grad_norm=grad_norm)
-        self.pipeline.shared.copy_values()
-        self.events.emit(OptimizerDone(number, self.model, self.optimizer, taken))
-        self.model.zero_grad()  # also for parameters without an optimizer, whose gradients would accumulate
-        self.num_steps = number
+        result = self._step.update(self.num_steps + 1)
+        self.num_steps += 1
         if self.guard is not None and self._polls_guard:
             self._apply_decisions(self.guard)
-        return StepResult(loss, weight, grad_norm, taken, self.optimizer.param_groups[0]["lr"])
+        return result
 
     def _apply_decisions(self, guard: StepGuard) -> None:
         while (bad := guard.poll()) is not None:
@@ -351,8 +339,9 @@ class Engine:
             UserError: If the engine has no checkpoints, or gradients were not used by a `step` yet.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
+        self._refuse_reference("save()")
         checkpoints = self._require_checkpoints()
-        if self._totals is not None:
+        if self._step.is_pending:
             raise UserError("got save() with accumulated gradients, which checkpoints omit; expected step() before it.")
         checkpoints.save(self.num_steps, state, background=background)
 
@@ -365,6 +354,8 @@ class Engine:
             UserError: If the engine has no checkpoints.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
+        self._refuse_reference("load()")
+        free_gathered_parameters(self._whole)
         found = self._require_checkpoints().load()
         if found is None:
             return None
@@ -388,31 +379,4 @@ class Engine:
         `watch` is called with "the loss" and the loss of each microbatch. Collectives: those of the model and the
         gradient reduction.
         """
-
-        def take_loss(outputs: Any, microbatch: int) -> Tensor:
-            taken = loss(outputs, batches[microbatch])
-            watch("the loss", taken.total)
-            return taken.total
-
-        with _buffers_kept(self.model):
-            inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
-            self._executors.get(len(batches)).step(inputs, take_loss)
-        self._executors.gradient_sync.finish()
-        self.pipeline.shared.add_gradients()  # clears the gradients of copies, which model.parameters() omits
-        self.model.zero_grad()
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Generator[None]:
-    """Restore all buffers after the body: the same tensor objects and values, even if the body reassigned them."""
-    kept = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in kept:
-                setattr(module, name, buffer.copy_(value))
+        self._step.replay(batches, loss, watch)

@@ -59,7 +59,8 @@ def engine_parts(
         optimizer = partial(config.optimizer.build, whole=False)
     mapper = provider.state_mapper(plan.built.module)
     resolved = config.model_dump(mode="json")
-    with plan.mesh.build(launch=plan.launch, timeouts=config.timeouts.timeouts) as ctx:
+    timeouts = config.timeouts.timeouts
+    with plan.mesh.build(launch=plan.launch, timeouts=timeouts, precision=config.precision) as ctx:
         agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
         health = check_health(config.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d9d_dist import DistributedContext, seed_everything
+from d9d_dist import DistributedContext, UserError, seed_everything
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine.engine import BadStepError, Engine, StepResult
+from d9d_loop.engine.engine import BadStepError, Engine
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
     BadStepFound,
@@ -235,7 +236,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             result = engine.step()
             record.step = engine.num_steps
             if record.step == ready.step + 1:
-                _end_startup(job)
+                _end_startup(job, result)
             if _apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
@@ -251,6 +252,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
                     draw_measured(timeline, config.run.dir, title=title)
             is_last = record.step == config.steps
+            _check_updates(job, since=ready.step)
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
                 _evaluate(job)
@@ -279,8 +281,13 @@ def _draw_plans(plan: JobPlan) -> None:
         draw_lr_schedule(plan.lr_schedule, folder, num_steps=config.steps, peak=peak)
 
 
-def _end_startup(job: Job) -> None:
-    """After the first step, check buffers, switch to the step timeout and prepare background saves. Collective."""
+def _end_startup(job: Job, result: StepResult) -> None:
+    """After the first step, check it, switch to the step timeout and prepare background saves. Collective."""
+    if result.weight.item() == 0:
+        raise UserError(
+            f"the loss weight of step {job.record.step} is 0 over all samples, so there is no gradient; expected the "
+            f"number of summed items. Check {type(job.plan.task).__name__}.loss, and whether all labels are masked."
+        )
     check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:
@@ -305,6 +312,12 @@ def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle:
             _roll_back(job)
             return True
     return False
+
+
+def _check_updates(job: Job, *, since: int) -> None:
+    """After the last step, raise `BadStepError` on every rank if all updates since step `since` were skipped."""
+    if job.record.step == job.plan.config.steps and not job.guard.has_applied:
+        raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad.")
 
 
 def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:

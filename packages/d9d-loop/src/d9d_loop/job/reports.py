@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from d9d_dist import DistributedContext
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.engine.engine import StepResult
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.progress import Progress
 from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers, redact_secrets

@@ -125,9 +125,10 @@ class DecoderWithMtp(HeadedDecoder):
         mask_BL: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | Mapping[str, Tensor] | None = None,
+        scores: bool = False,
         mtp_ids_BLK: Tensor | None = None,
         mtp_labels_BLK: Tensor | None = None,
-    ) -> Received:
+    ) -> Received | dict[str, Tensor]:
         """Run this stage; arguments and result as in `DecoderForCausalLM`.
 
         Args:
@@ -137,6 +138,7 @@ class DecoderWithMtp(HeadedDecoder):
             mask_BL: See `HeadedDecoder.forward`.
             attention_mask: See `HeadedDecoder.forward`.
             labels: See `HeadedDecoder.forward`. With labels, the loss of each token includes its MTP losses.
+            scores: See `HeadedDecoder.forward`; without MTP.
             mtp_ids_BLK: Input tokens of the MTP layers [B, L, K], from `mtp_targets`. Required with labels in training
                 mode; in evaluation mode, None computes the loss without MTP.
             mtp_labels_BLK: Labels of the MTP layers [B, L, K], from `mtp_targets`; -100 ignores a position.
@@ -145,6 +147,17 @@ class DecoderWithMtp(HeadedDecoder):
             UserError: See `HeadedDecoder.forward`; also if an MTP argument is missing or has another shape.
         """
         assert not isinstance(labels, Mapping), "the model has one head"
+        is_main = mtp_ids_BLK is None and mtp_labels_BLK is None and not self.training
+        if self.lm_head is None or labels is None or scores or is_main:
+            return super().forward(
+                hidden,
+                position_ids=position_ids,
+                document_ids_BL=document_ids_BL,
+                mask_BL=mask_BL,
+                attention_mask=attention_mask,
+                labels=labels,
+                scores=scores,
+            )
         x = self.backbone(
             hidden,
             position_ids=position_ids,
@@ -152,16 +165,10 @@ class DecoderWithMtp(HeadedDecoder):
             mask_BL=mask_BL,
             attention_mask=attention_mask,
         )
-        if self.lm_head is None:
-            return x
         hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
         output = self.lm_head(hidden_BLD, labels=labels)
-        if labels is None:
-            return output
         if auxiliary_BL is not None:
             output = output + auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
-        if mtp_ids_BLK is None and mtp_labels_BLK is None and not self.training:
-            return output
         expected = (*labels.shape, self.num_mtp_layers)
         for name, given in (("mtp_ids_BLK", mtp_ids_BLK), ("mtp_labels_BLK", mtp_labels_BLK)):
             if given is None or given.shape != expected:

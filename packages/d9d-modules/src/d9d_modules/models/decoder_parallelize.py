@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import nn
 
@@ -43,7 +43,7 @@ def parallelize_decoder(
     checkpoint_every: int = 1,
     compile_blocks: bool = False,
     float8: Float8 | None = None,
-    precision: Precision | None = None,
+    precision: Precision | Literal["job"] | None = "job",
 ) -> None:
     """Parallelize a decoder of any family, or one pipeline stage of it, in place.
 
@@ -63,8 +63,8 @@ def parallelize_decoder(
         checkpoint_every: Argument `every` of `checkpoint_layers`.
         compile_blocks: If True, compile each layer with `torch.compile`.
         float8: Float8 configuration of the linear layers, without experts and routers; None disables float8.
-        precision: Dtypes of computation and gradient reduction; None for those of the parameters. With `experts`,
-            inputs of layers are never cast, so that router losses stay in float32.
+        precision: Dtypes of computation and gradient reduction; "job" for `ctx.precision`, None for those of the
+            parameters. With `experts`, inputs of layers are never cast, so that router losses stay in float32.
 
     Raises:
         UserError: If the plan does not match the model or the parallel degrees, a layer has experts but `experts` is
@@ -75,6 +75,8 @@ def parallelize_decoder(
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
     layers = model.get_submodule("backbone.layers")
     assert isinstance(layers, nn.ModuleDict)
+    if precision == "job":
+        precision = ctx.precision
     if experts is None:
         _check_dense(layers)
     elif precision is not None:

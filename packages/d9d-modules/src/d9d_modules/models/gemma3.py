@@ -12,11 +12,11 @@ from torch import nn
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_params import Rope, RopeScaling, check_positive
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
 from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_layers import (
-    layer_types_of,
+    FULL_OR_SLIDING,
     sliding_layers_of,
     sliding_window_of,
     written_layer_types,
@@ -103,15 +103,15 @@ def _of_kind(config: HuggingFaceConfig, kind: str) -> Mapping[str, object]:
     return {str(key): value for key, value in (written.get(kind) or {}).items()}
 
 
-def _read_rope(config: HuggingFaceConfig) -> tuple[float, RopeScaling | None]:
+def _read_rope(config: HuggingFaceConfig, *, rotary_factor: float) -> tuple[float, RopeScaling | None]:
     """Read RoPE base and scaling of the layers without a window."""
     full = _of_kind(config, "full_attention")
     base = {} if full.get("rope_theta") or config.get("rope_theta") else {"rope_theta": 1_000_000.0}
-    return rope_from_hugging_face({**config, **base, "rope_parameters": full or None})
+    return rope_from_hugging_face({**config, **base, "rope_parameters": full or None}, rotary_factor=rotary_factor)
 
 
 def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    types = layer_types_of(config, values["num_layers"])
+    types = layer_types_of(config, values["num_layers"], known=FULL_OR_SLIDING)
     if types is None:
         step = config_value(config, "sliding_window_pattern", int, default=6)
         types = [f"{'sliding' if (index + 1) % step else 'full'}_attention" for index in range(values["num_layers"])]
@@ -129,8 +129,8 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
     return read
 
 
-def _written_rope(params: Gemma3Params) -> Mapping[str, JsonValue]:
-    full = rope_to_hugging_face(params)
+def _written_rope(params: Gemma3Params, *, rotary_factor: float | None) -> Mapping[str, JsonValue]:
+    full = rope_to_hugging_face(params, rotary_factor=rotary_factor)
     sliding: JsonValue = {"rope_type": "default", "rope_theta": params.sliding_rope_theta}
     return {**full, "rope_parameters": {"full_attention": full["rope_parameters"], "sliding_attention": sliding}}
 

@@ -6,9 +6,8 @@ from typing import ClassVar, final
 
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
-from d9d_modules.models.hugging_face_layers import refuse_windows
 from d9d_modules.rope import check_rotary_sizes
-from d9d_state import StateMapper, parallel, rename, split
+from d9d_state import JsonValue, StateMapper, parallel, rename, split
 
 
 @final
@@ -52,6 +51,11 @@ class Glm4Params(GroupedQueryParams):
         return parallel(gate_up, rename("down_proj.weight", "down_proj.weight"))
 
 
+def _refuse_windows(params: Glm4Params) -> Mapping[str, JsonValue]:
+    params.require_no_windows()
+    return {}
+
+
 GLM4 = HuggingFaceFamily(
     params=Glm4Params,
     architecture="Glm4ForCausalLM",
@@ -62,7 +66,7 @@ GLM4 = HuggingFaceFamily(
         Entry("max_position_embeddings", "max_position_embeddings", default=131_072),
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    partial_rotary=0.5,
-    write_own=refuse_windows,
+    rotary_factor=0.5,
+    write_own=_refuse_windows,
 )
 """Checkpoints of GLM-4."""

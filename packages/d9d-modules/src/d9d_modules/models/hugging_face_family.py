@@ -1,12 +1,13 @@
 """`config.json` of a family as data: entries that set hyperparameters, and entries with one valid value."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
+from d9d_modules.models.decoder_parallelize import parallelize_decoder
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import (
     HuggingFaceConfig,
@@ -21,8 +22,7 @@ from d9d_modules.models.hugging_face_rope import (
     ROPE_ENTRIES,
     rope_from_hugging_face,
     rope_to_hugging_face,
-    rotary_dim_from_hugging_face,
-    rotary_dim_to_hugging_face,
+    rotary_factor_from_hugging_face,
 )
 from d9d_state import JsonValue, StateMapper
 
@@ -115,18 +115,22 @@ class HuggingFaceFamily(Generic[P]):
         architecture: Model class of `transformers`.
         model_type: Name of the family in `transformers`.
         entries: Entries that set one hyperparameter each.
+        nested_type: `model_type` of multimodal configurations that contain the family as `text_config`; None for none.
         fixed: Entries with only one supported value: read if present, always written.
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
         prepare: Function that returns the family's entries of a configuration that contains other models as well.
         check: Function that refuses configurations that the family does not support.
-        partial_rotary: Default of `partial_rotary_factor`, which sets the hyperparameter `rotary_dim`; None if the
-            family rotates all features.
-        read_rope: Function that reads RoPE base and scaling.
-        write_rope: Function that returns the RoPE entries.
         read_own: Function that reads the other hyperparameters, given those of `entries`.
         write_own: Function that returns the entries of the other hyperparameters.
         irrelevant: Entries that do not affect the model, with the reasons.
+        rotary_factor: Default of `partial_rotary_factor`, which sets the hyperparameter `rotary_dim`; None if the
+            family rotates all features.
+        read_rope: Function that reads RoPE base and scaling; see `rope_from_hugging_face`.
+        write_rope: Function that returns the RoPE entries; see `rope_to_hugging_face`.
+        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded; `{num_layers}` and other
+            hyperparameters are replaced. Other tensors that the mapper does not consume raise an error.
+        parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
         mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
     """
 
@@ -137,14 +141,17 @@ class HuggingFaceFamily(Generic[P]):
     fixed: Mapping[str, JsonValue]
     written: Mapping[str, JsonValue] = field(default_factory=dict)
     own: tuple[str, ...] = ()
+    nested_type: str | None = None
     prepare: Callable[[HuggingFaceConfig], HuggingFaceConfig] = lambda config: config
     check: Callable[[HuggingFaceConfig], None] = lambda config: None
-    partial_rotary: float | None = None
-    read_rope: Callable[[HuggingFaceConfig], tuple[float, RopeScaling | None]] | None = None
-    write_rope: Callable[[P], Mapping[str, JsonValue]] = rope_to_hugging_face
     read_own: Callable[[HuggingFaceConfig, Mapping[str, Any]], Mapping[str, Any]] = lambda config, values: {}
     write_own: Callable[[P], Mapping[str, JsonValue]] = lambda params: {}
     irrelevant: Mapping[str, str] = field(default_factory=lambda: IRRELEVANT)
+    rotary_factor: float | None = None
+    read_rope: Callable[..., tuple[float, RopeScaling | None]] = rope_from_hugging_face
+    write_rope: Callable[..., Mapping[str, JsonValue]] = rope_to_hugging_face
+    unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    parallelize: Callable[..., None] = parallelize_decoder
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
 
     @property
@@ -168,14 +175,14 @@ class HuggingFaceFamily(Generic[P]):
             require_value(config, key, supported)
         quantization_from_hugging_face(config)  # refuses layouts that cannot be loaded
         self.check(config)
-        is_partial = self.partial_rotary is not None
-        theta, scaling = (self.read_rope or partial(rope_from_hugging_face, is_partial=is_partial))(config)
+        is_partial = self.rotary_factor is not None
+        factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor) if is_partial else 1.0
+        theta, scaling = self.read_rope(config, rotary_factor=factor)
         values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
         for entry in self.entries:
             values[entry.field] = entry.read(config, values)
-        if self.partial_rotary is not None:
-            head_dim = values["head_dim"]
-            values["rotary_dim"] = rotary_dim_from_hugging_face(config, head_dim, default=self.partial_rotary)
+        if is_partial:
+            values["rotary_dim"] = int(values["head_dim"] * factor)
         values.update(self.read_own(config, values))
         with config_keys_in_errors({entry.field: entry.key_in(config) for entry in self.entries}):
             return self.params(**values)
@@ -187,27 +194,17 @@ class HuggingFaceFamily(Generic[P]):
             UserError: If `config.json` cannot represent the hyperparameters.
         """
         values = vars(params)
+        # Readers truncate head_dim * factor, so round the factor up.
+        is_partial = self.rotary_factor is not None
+        factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0) if is_partial else None
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{
                 name: values[each.field] for each in self.entries for name in (each.key, each.alias) if name is not None
             },
-            **self._written_rope(params),
+            **self.write_rope(params, rotary_factor=factor),
             **self.fixed,
             **self.written,
             **self.write_own(params),
-        }
-
-    def _written_rope(self, params: P) -> Mapping[str, JsonValue]:
-        rope = dict(self.write_rope(params))
-        if self.partial_rotary is None:
-            return rope
-        values, parameters = vars(params), rope["rope_parameters"]
-        assert isinstance(parameters, Mapping)
-        factor = rotary_dim_to_hugging_face(values["rotary_dim"], values["head_dim"])
-        return {
-            **rope,
-            "partial_rotary_factor": factor,
-            "rope_parameters": {**parameters, "partial_rotary_factor": factor},
         }

@@ -5,33 +5,15 @@ from typing import Any
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
 from d9d_state import JsonValue
 
 WINDOW_ENTRIES = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 """Entries that `read_windows` reads."""
 
 
-def layer_types_of(
-    config: HuggingFaceConfig,
-    num_layers: int,
-    *,
-    known: tuple[str, ...] = ("full_attention", "sliding_attention"),
-) -> list[str] | None:
-    """Read the entry `layer_types`; None if it is missing or null.
-
-    Raises:
-        UserError: If the entry is not a list of `num_layers` kinds, each one of the `known`.
-    """
-    types = config.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
-        raise UserError(
-            f"config.json has layer_types = {types!r}; expected a list of num_hidden_layers = {num_layers} items, "
-            f"each one of {', '.join(known)}."
-        )
-    return types
+FULL_OR_SLIDING = ("full_attention", "sliding_attention")
+"""Kinds of token mixers in families without linear attention."""
 
 
 def sliding_layers_of(types: list[str]) -> tuple[int, ...]:
@@ -54,7 +36,7 @@ def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
     Without causality, `transformers` excludes the current position from the window size.
     """
     is_sliding = config_value(config, "use_sliding_window", bool, default=False)
-    types = layer_types_of(config, values["num_layers"])
+    types = layer_types_of(config, values["num_layers"], known=FULL_OR_SLIDING)
     if types is None:
         first = config_value(config, "max_window_layers", int, default=28, minimum=0)
         layers = tuple(range(first, values["num_layers"])) if is_sliding else ()
@@ -85,13 +67,3 @@ def written_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
 def written_layer_types(params: GroupedQueryParams) -> list[JsonValue]:
     """Return the entry `layer_types`."""
     return [params.mixer_kind(index) for index in range(params.num_layers)]
-
-
-def refuse_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
-    """Return no entries; raise a `UserError` if the model has sliding windows, which the family does not have."""
-    if params.sliding_window is not None:
-        raise UserError(
-            f"sliding_window = {params.sliding_window}; a config.json of this family has no sliding windows: expected "
-            "None."
-        )
-    return {}

@@ -1,6 +1,5 @@
 """RoPE base and scaling in a Hugging Face `config.json`: reading and writing."""
 
-import math
 from collections.abc import Mapping
 
 from d9d_dist.errors import UserError
@@ -46,17 +45,18 @@ _SCALING_ENTRIES = {
 """Entries that each `rope_type` reads, in addition to the type and the base."""
 
 
-def rope_from_hugging_face(config: HuggingFaceConfig, *, is_partial: bool = False) -> tuple[float, RopeScaling | None]:
+def rope_from_hugging_face(
+    config: HuggingFaceConfig, *, rotary_factor: float = 1.0
+) -> tuple[float, RopeScaling | None]:
     """Read the RoPE base and the RoPE scaling from a `config.json`.
 
     As in `transformers`, `rope_scaling` has precedence over `rope_parameters`. The base is in the same object, or at
-    the top level. Missing, unknown and contradicting entries raise a `UserError`. Unless `is_partial`, so does a
-    `partial_rotary_factor` other than 1; see `rotary_dim_from_hugging_face`.
+    the top level. Missing, unknown and contradicting entries raise a `UserError`. So does a `partial_rotary_factor`
+    other than `rotary_factor`.
     """
     places = {key: _entries(config, key) for key in ("rope_scaling", "rope_parameters")}
-    if not is_partial:
-        for place, entries in (("config.json", config), *((f"{key} of config.json", places[key]) for key in places)):
-            require_value(entries, "partial_rotary_factor", 1.0, where=place)
+    for place, entries in (("config.json", config), *((f"{key} of config.json", each) for key, each in places.items())):
+        require_value(entries, "partial_rotary_factor", rotary_factor, where=place)
     chosen, *others = [key for key, rope in places.items() if rope] or ["rope_parameters"]
     rope = places[chosen]
     if "rope_theta" not in rope and config.get("rope_theta") is None:
@@ -82,7 +82,15 @@ def rope_from_hugging_face(config: HuggingFaceConfig, *, is_partial: bool = Fals
     return theta, scaling
 
 
-def rope_to_hugging_face(params: DecoderParams) -> dict[str, JsonValue]:
+def rotary_factor_from_hugging_face(config: HuggingFaceConfig, *, default: float) -> float:
+    """Read the rotated fraction of each head, `partial_rotary_factor`, at the top level or beside the RoPE base."""
+    for entries in (_entries(config, "rope_parameters"), _entries(config, "rope_scaling"), config):
+        if "partial_rotary_factor" in entries:
+            return config_value(entries, "partial_rotary_factor", float)
+    return default
+
+
+def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None = None) -> dict[str, JsonValue]:
     """Return the RoPE entries of a `config.json`; raise a `UserError` if it cannot represent the scaling.
 
     The entries include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
@@ -93,35 +101,17 @@ def rope_to_hugging_face(params: DecoderParams) -> dict[str, JsonValue]:
         theta = params.rope_scaling.base(theta, rotary_dim=params.rotated_features)
     elif params.rope_scaling is not None:
         scaling = _written(params.rope_scaling, params)
+    factor: dict[str, JsonValue] = {} if rotary_factor is None else {"partial_rotary_factor": rotary_factor}
     return {
+        **factor,
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": theta, **({"rope_type": "default"} if scaling is None else scaling)},
+        "rope_parameters": {
+            "rope_theta": theta,
+            **factor,
+            **({"rope_type": "default"} if scaling is None else scaling),
+        },
     }
-
-
-def rotary_dim_from_hugging_face(config: HuggingFaceConfig, head_dim: int, *, default: float) -> int:
-    """Read the number of rotated features per head: `head_dim` times `partial_rotary_factor`, rounded down.
-
-    The factor is in `rope_scaling` or `rope_parameters`, else at the top level, and has a `default`. Contradicting
-    entries raise a `UserError`.
-    """
-    places = {key: _entries(config, key) for key in ("rope_scaling", "rope_parameters")}
-    places["config.json"] = {str(key): value for key, value in config.items() if value is not None}
-    found = {
-        place: config_value(entries, "partial_rotary_factor", float)
-        for place, entries in places.items()
-        if "partial_rotary_factor" in entries
-    }
-    if len(set(found.values())) > 1:
-        raise UserError(f"config.json has several partial_rotary_factor: {found}; expected equal numbers.")
-    return int(head_dim * next(iter(found.values()), default))
-
-
-def rotary_dim_to_hugging_face(rotary_dim: int, head_dim: int) -> float:
-    """Return the `partial_rotary_factor` from which `rotary_dim_from_hugging_face` reads the same `rotary_dim`."""
-    factor = rotary_dim / head_dim
-    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, 1.0)
 
 
 def _entries(config: HuggingFaceConfig, key: str) -> dict[str, object]:

@@ -10,9 +10,8 @@ from torch import nn
 from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.models.decoder_params import MixerKind, check_layers, check_positive
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
 from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry
-from d9d_modules.models.hugging_face_layers import layer_types_of, refuse_windows
 from d9d_state import JsonValue, StateMapper, parallel, rename, reshape, sequential, split
 
 
@@ -145,7 +144,8 @@ def read_full_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Ma
 
 def written_full_layers(params: HybridParams) -> Mapping[str, JsonValue]:
     """Return the entries of `config.json` about the kinds of layers."""
-    return {**refuse_windows(params), "layer_types": [params.mixer_kind(index) for index in range(params.num_layers)]}
+    params.require_no_windows()
+    return {"layer_types": [params.mixer_kind(index) for index in range(params.num_layers)]}
 
 
 _FULL = {

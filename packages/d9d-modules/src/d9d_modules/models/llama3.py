@@ -3,6 +3,7 @@
 Releases from 3.1 on use `Llama3Scaling`; the small 3.2 models tie the language-model head to the embedding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -11,7 +12,6 @@ from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig
 from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, FIXED_ENTRIES, Entry, HuggingFaceFamily
-from d9d_modules.models.hugging_face_layers import refuse_windows
 from d9d_state import JsonValue, StateMapper
 
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
@@ -48,6 +48,11 @@ def llama3_params_from_hugging_face(config: HuggingFaceConfig) -> Llama3Params:
     return LLAMA3.read(config)
 
 
+def _refuse_windows(params: Llama3Params) -> Mapping[str, JsonValue]:
+    params.require_no_windows()
+    return {}
+
+
 LLAMA3 = HuggingFaceFamily(
     params=Llama3Params,
     architecture="LlamaForCausalLM",
@@ -59,6 +64,6 @@ LLAMA3 = HuggingFaceFamily(
         Entry("max_position_embeddings", "max_position_embeddings", default=2048),
     ),
     fixed={**FIXED_ENTRIES, "mlp_bias": False},
-    write_own=refuse_windows,
+    write_own=_refuse_windows,
 )
 """`config.json` of Llama 3."""

@@ -62,6 +62,9 @@ QWEN3_5_IRRELEVANT = {
 }
 """Entries of `config.json` that do not affect a Qwen3.5 model, with the reasons."""
 
+QWEN3_5_UNUSED = ("mtp.*", "model.visual.*")
+"""Tensors of released checkpoints that a Qwen3.5 model does not have."""
+
 QWEN3_5 = HuggingFaceFamily(
     params=Qwen35Params,
     architecture="Qwen3_5ForCausalLM",
@@ -69,10 +72,12 @@ QWEN3_5 = HuggingFaceFamily(
     entries=hybrid_entries(),
     fixed={**HYBRID_FIXED, "mlp_only_layers": []},
     own=HYBRID_OWN,
+    nested_type="qwen3_5",
     prepare=text_config,
     read_own=read_full_layers,
     write_own=written_full_layers,
     irrelevant=QWEN3_5_IRRELEVANT,
-    partial_rotary=0.25,
+    unused=QWEN3_5_UNUSED,
+    rotary_factor=0.25,
 )
 """`config.json` of dense Qwen3.5 models, alone or as `text_config`."""

@@ -112,3 +112,6 @@ DEEPSEEK_MOE_IRRELEVANT = {
     "seq_aux": _NO_BALANCE_LOSS,
 }
 """Entries of `config.json` about experts that do not affect the model, with the reasons."""
+
+DEEPSEEK_MOE_UNUSED = ("*.rotary_emb.inv_freq", "model.layers.{num_layers}.*")
+"""Tensors of released checkpoints that only a `DecoderWithMtp` has."""

@@ -24,6 +24,7 @@ from d9d_modules import (
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
+    DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
     deepseek_moe_entries,
     require_shared_experts,
@@ -199,6 +200,7 @@ DEEPSEEK_V3 = HuggingFaceFamily(
     read_own=_read_attention,
     write_own=_written_attention,
     irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
+    unused=DEEPSEEK_MOE_UNUSED,
 )
 """`config.json` of DeepSeek-V3."""
 

@@ -11,11 +11,11 @@ from d9d_modules import (
     Entry,
     GroupedQueryParams,
     HuggingFaceFamily,
-    refuse_windows,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
+    DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
     deepseek_moe_entries,
     require_shared_experts,
@@ -50,7 +50,8 @@ class Glm4MoeParams(DeepseekMoeParams, GroupedQueryParams):
 
 def _written(params: Glm4MoeParams) -> Mapping[str, JsonValue]:
     require_shared_experts(params)
-    return refuse_windows(params)
+    params.require_no_windows()
+    return {}
 
 
 GLM4_MOE = HuggingFaceFamily(
@@ -70,6 +71,7 @@ GLM4_MOE = HuggingFaceFamily(
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     write_own=_written,
     irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
-    partial_rotary=0.5,
+    unused=DEEPSEEK_MOE_UNUSED,
+    rotary_factor=0.5,
 )
 """`config.json` of GLM-4.5, 4.6 and 4.7 with experts."""

@@ -24,7 +24,7 @@ from d9d_modules import (
     written_full_layers,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.qwen3_5 import QWEN3_5_IRRELEVANT
+from d9d_modules.models.qwen3_5 import QWEN3_5_IRRELEVANT, QWEN3_5_UNUSED
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.qwen3_moe import read_dense_layers
 from d9d_moe.models.sparse_params import SparseParams
@@ -142,7 +142,8 @@ QWEN3_NEXT = HuggingFaceFamily(
     read_own=_read_next,
     write_own=_written_next,
     irrelevant=IRRELEVANT,
-    partial_rotary=0.25,
+    unused=("mtp.*",),
+    rotary_factor=0.25,
 )
 """`config.json` of Qwen3-Next."""
 
@@ -153,11 +154,13 @@ QWEN3_5_MOE = HuggingFaceFamily(
     entries=(*_ENTRIES, Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
     fixed={**HYBRID_FIXED, "mlp_only_layers": []},
     own=_OWN,
+    nested_type="qwen3_5_moe",
     prepare=text_config,
     check=refuse_router_loss,
     read_own=read_full_layers,
     write_own=_written_moe,
     irrelevant={**QWEN3_5_IRRELEVANT, "intermediate_size": "no layer is dense"},
-    partial_rotary=0.25,
+    unused=QWEN3_5_UNUSED,
+    rotary_factor=0.25,
 )
 """`config.json` of sparse Qwen3.5 models, alone or as `text_config`."""
