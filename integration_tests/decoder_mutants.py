@@ -37,6 +37,7 @@ from d9d_modules import (
     Qwen3Params,
     RMSNorm,
 )
+from d9d_modules.delta_context import DeltaContext
 from d9d_pipeline import SharedParameters
 
 DECODER_MUTANTS: list[Mutant] = []
@@ -213,6 +214,32 @@ def exchanged_heads_have_the_sinks_of_the_first() -> AbstractContextManager[obje
             return real(self, num_heads)
 
     return mock.patch.object(AllToAllAttention, "_attention_for_local_heads", first)
+
+
+@caught_by("delta,cp_shard=2")
+def chunks_start_with_an_empty_state() -> AbstractContextManager[object]:
+    real = DeltaContext.state_before
+
+    def empty(self: DeltaContext, *args: Any, **options: Any) -> Tensor:
+        return 0 * real(self, *args, **options)
+
+    return mock.patch.object(DeltaContext, "state_before", empty)
+
+
+@caught_by("delta,cp_shard=2")
+def convolutions_start_anew_in_each_chunk() -> AbstractContextManager[object]:
+    real = DeltaContext.extended
+
+    def extended(self: DeltaContext, x_BLF: Tensor) -> Tensor:
+        extended_MCF = real(self, x_BLF)
+        return torch.cat([0 * extended_MCF[:, : self._num_before], extended_MCF[:, self._num_before :]], dim=1)
+
+    return mock.patch.object(DeltaContext, "extended", extended)
+
+
+@caught_by("delta,cp_shard=2,rows=packed")
+def states_pass_from_document_to_document_between_chunks() -> AbstractContextManager[object]:
+    return mock.patch.object(DeltaContext, "_continues", return_value=None)
 
 
 @caught_by("delta,tp=2")
