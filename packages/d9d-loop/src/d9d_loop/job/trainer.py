@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, StageInfo, UserError, agree
+from d9d_dist import DistributedContext, Launch, StageInfo, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -72,6 +72,14 @@ class Trainer:
             lr_schedule=lr_schedule,
             pipeline_schedule=pipeline_schedule,
         )
+
+    def plan_for(self, launch: Launch) -> JobPlan:
+        """Check and plan the job for a process's place in it, without starting it. No collectives or writes.
+
+        Raises:
+            UserError: If a check fails, as in `train`.
+        """
+        return self._plan(launch=launch)
 
     def train(self) -> TrainResult:
         """Run the job to its last step, resuming from the newest checkpoint; return the result, equal on every rank.
