@@ -25,7 +25,7 @@ from d9d_loop.planning import Hardware, step_time
 
 BOUNDS = {
     "matmul_efficiency": (0.3, 1.0),
-    "matmul_half_depth": (1.0, 2000.0),
+    "attention_efficiency": (0.1, 0.9),
     "memory_efficiency": (0.3, 1.0),
     "host_seconds": (1e-6, 2e-4),
     "link_efficiency": (0.05, 1.0),
@@ -35,7 +35,7 @@ BOUNDS = {
 CLUSTERS = {
     "vTrain single-node": ("vTrain single-node",),
     "vTrain multi-node": ("vTrain multi-node",),
-    "Selene": ("SC21", "Korthikanti"),
+    "Selene": ("SC21", "Korthikanti", "MT-NLG"),
     "Megatron H100": ("Megatron H100",),
     "llm-foundry h100-dgx": ("llm-foundry h100-dgx",),
     "llm-foundry a100-80-dgx": ("llm-foundry a100-80-dgx",),
@@ -44,16 +44,26 @@ CLUSTERS = {
     "KempnerForge": ("KempnerForge",),
 }
 
+# Groups of another system on a cluster, of which no row is fitted.
+HELD_OUT = ("MT-NLG",)
+
 
 def predict(row: Measured, hardware: Hardware) -> float:
     """Return the predicted step time; of layouts that the source does not state, the fastest."""
     return min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
 
 
-def is_fitted(row: Measured) -> bool:
-    """Return True for about a third of the rows. The inputs decide, not the measured value."""
-    inputs = {key: value for key, value in row.row.items() if key not in ("step_s", "tok_s_gpu", "tflops_gpu", "mem_gib")}
-    return zlib.crc32(json.dumps(inputs, sort_keys=True).encode()) % 3 == 0
+def split(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """Return a third of the rows of each group to fit, and the others. The inputs decide, not the measured values."""
+
+    def order(row: Measured) -> int:
+        hidden = ("step_s", "tok_s_gpu", "tflops_gpu", "mem_gib")
+        inputs = {key: value for key, value in row.row.items() if key not in hidden}
+        return zlib.crc32(json.dumps(inputs, sort_keys=True).encode())
+
+    ordered = sorted(rows, key=order)
+    fitted = [row for place, row in enumerate(ordered) if place % 3 == 0]
+    return fitted, [row for place, row in enumerate(ordered) if place % 3]
 
 
 def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
@@ -69,7 +79,7 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
     def errors(point: Any) -> Any:
         tried = constants(point)
         # A weak prior at the start keeps constants that no row determines.
-        prior = 0.02 * (point - start)
+        prior = 0.1 * (point - start)
         return np.concatenate([np.log([predict(row, tried) / row.seconds for row in rows if row.seconds]), prior])
 
     found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.03, diff_step=1e-2)
@@ -118,8 +128,9 @@ def main() -> None:
         if options.only and options.only not in cluster:
             continue
         rows = [row for name in members for row in groups[name] if row.seconds]
-        fitted = [row for row in rows if is_fitted(row)] or rows[::3]
-        held = [row for row in rows if row not in fitted]
+        parts = [split([row for row in rows if row.group == name]) for name in members if name not in HELD_OUT]
+        fitted, held = (sum((part[side] for part in parts), []) for side in (0, 1))
+        held += [row for row in rows if row.group in HELD_OUT]
         hardware = fit(fitted, Hardware.load(rows[0].cluster))
         inside = sorted(abs(predict(row, hardware) / row.seconds - 1) for row in fitted if row.seconds)
         width = 1.2 * inside[min(len(inside) - 1, int(0.92 * len(inside)))]

@@ -123,7 +123,8 @@ def _sc21(row: Row) -> Measured | None:
     seconds = float(row["step_s"]) if row["step_s"] else flops / (float(row["tflops_gpu"]) * 1e12 * gpus)
     base = PlanLayout(**degrees, recompute="full", **MEGATRON_2022)
     tuned = _tuned(base, _number(row, "gbs"), shape)
-    return Measured("SC21", "a100-80-dgx", shape, tuned, seconds, None, row)
+    name = "MT-NLG" if "turing" in row["source"] else "SC21"
+    return Measured(name, "a100-80-dgx", shape, tuned, seconds, None, row)
 
 
 def _megatron_h100(row: Row) -> Measured:
@@ -151,7 +152,7 @@ def _tuned(base: PlanLayout, global_size: int, shape: DecoderShape) -> tuple[Pla
 
 
 def _foundry(row: Row) -> Measured | None:
-    """FSDP with bf16 communication, flash attention without a causal shortcut in the first versions, no dropout."""
+    """FSDP with bf16 communication, flash attention, no dropout."""
     clusters = {"a100_40gb": "a100-40-dgx", "a100_80gb": "a100-80-dgx", "h100_80gb": "h100-dgx"}
     degrees = _degrees(row)
     fp8 = "fp8" in row["precision"]

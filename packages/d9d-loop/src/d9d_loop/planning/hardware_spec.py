@@ -26,9 +26,6 @@ class Device(_Part):
     memory_bytes: float = Field(gt=0, description="Bytes of device memory that a process can allocate.")
     memory_bandwidth: float = Field(gt=0, description="Bytes/s of device memory.")
     peak_flops: dict[str, float] = Field(description="FLOP/s of dense matrix products by dtype: bf16, fp8, fp32.")
-    attention_fraction: float = Field(
-        gt=0, le=1, description="Fraction of the bf16 peak that the fused attention forward reaches on long sequences."
-    )
     num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for the quantization of waves.")
     kernel_seconds: float = Field(2e-6, ge=0, description="Seconds from one kernel to the next on the device.")
     host_bandwidth: float = Field(25e9, gt=0, description="Bytes/s between device and host memory.")
@@ -57,7 +54,9 @@ class Fitted(_Part):
     matmul_efficiency: float = Field(
         gt=0, le=1, description="Fraction of the peak that a large matrix product reaches."
     )
-    matmul_half_depth: float = Field(ge=0, description="Inner size of a product at which half of that is reached.")
+    attention_efficiency: float = Field(
+        gt=0, le=1, description="Fraction of the bf16 peak that fused attention reaches on long sequences."
+    )
     memory_efficiency: float = Field(gt=0, le=1, description="Fraction of the memory bandwidth of pointwise kernels.")
     host_seconds: float = Field(ge=0, description="Seconds in which the host launches one operator.")
     link_efficiency: float = Field(gt=0, le=1, description="Fraction of the bandwidth within a node.")

@@ -12,7 +12,7 @@ Sharding = Literal["replicated", "optimizer", "gradients", "parameters"]
 class PlanLayout:
     """Degrees of parallelism, microbatches and traits of a job.
 
-    Global ranks have the order tp (fastest), cp, dp, pp, or tp, cp, pp, dp of `d9d_dist.MeshConfig` reversed: pp slowest.
+    Global ranks have the order of `d9d_dist.MeshConfig`: tp is the fastest axis, then cp, dp and pp.
 
     Attributes:
         dp: Data-parallel degree, without context parallelism.
@@ -31,9 +31,12 @@ class PlanLayout:
         dtype: Dtype of matrix products: bf16 or fp8.
         overlaps_gradients: True if the gradient reduction overlaps the backward pass.
         overlaps_tensor: Share of tensor-parallel communication that is hidden (async TP).
-        state_bytes: Bytes per parameter of weights, gradients and optimizer state: 2 + 4 + 12 with fp32 master weights.
-        weight_bytes: Bytes per parameter of the gathered weights.
-        gradient_bytes: Bytes per parameter of gradients when they are reduced.
+        overlaps_pipeline: True if sends between stages overlap computation.
+        splits_transfers: True if tensor-parallel ranks send a part of the activations each.
+        weight_bytes: Bytes per parameter of the weights that compute, and are gathered.
+        gradient_bytes: Bytes per parameter of gradients that are kept and reduced.
+        stored_weight_bytes: Bytes per parameter of the weights that are stored.
+        master_bytes: Bytes per parameter of optimizer state, with master weights that are not the stored ones.
         causal: True if attention kernels skip masked tiles.
         dropout: True if dropout masks are stored.
         offload: True if saved activations are moved to host memory.
@@ -58,9 +61,10 @@ class PlanLayout:
     overlaps_gradients: bool = True
     overlaps_tensor: float = 0.0
     overlaps_pipeline: bool = True
+    splits_transfers: bool = True
     weight_bytes: float = 2
     gradient_bytes: float = 4
-    master_bytes: float = 12
+    master_bytes: float = 8
     stored_weight_bytes: float = 4
     causal: bool = True
     dropout: bool = False

@@ -14,6 +14,10 @@ from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.plan_layout import PlanLayout
 
 
+PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
+"""Names of the parts of a step."""
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
@@ -141,7 +145,7 @@ def _transfer(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> fl
     """Return the time of one send between stages; tensor-parallel ranks send a part each."""
     if layout.pp == 1:
         return 0.0
-    num_bytes = layout.tokens_per_microbatch * shape.hidden_size * 2 / layout.tp
+    num_bytes = layout.tokens_per_microbatch * shape.hidden_size * 2 / (layout.tp if layout.splits_transfers else 1)
     inside = layout.tp * layout.cp * layout.dp < hardware.devices_per_node
     return collective_seconds(hardware, "send", num_bytes, Span(2, 2 if inside else 1))
 

@@ -7,7 +7,7 @@
 
 P: peak rate, FLOP/s. B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors; w is the share of them
 that works in the mean wave of 128 x 128 tiles (NVIDIA, "Matrix Multiplication Background User's Guide", section 3). d:
-start and end of a tile's inner loop, with the fitted k_half. t0: gap between kernels, in s. Times are in s.
+start and end of a tile's inner loop, with k_half = 96. t0: gap between kernels, in s. Times are in s.
 Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -16,6 +16,7 @@ from math import ceil
 from d9d_loop.planning.hardware_spec import Hardware
 
 TILE = 128
+HALF_DEPTH = 96
 UNALIGNED = 0.3
 """Speed of a product with an odd size over that of an aligned one (NVIDIA's guide, section 2; A100: 80 of 250 TFLOP/s)."""
 
@@ -28,7 +29,7 @@ def matmul_seconds(
     tiles = batch * ceil(m / TILE) * ceil(n / TILE)
     waves = ceil(tiles / device.num_multiprocessors)
     share = tiles / (waves * device.num_multiprocessors)
-    depth = k / (k + fitted.matmul_half_depth) * (UNALIGNED if n % 2 or k % 2 else 1.0)
+    depth = k / (k + HALF_DEPTH) * (UNALIGNED if n % 2 or k % 2 else 1.0)
     rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * share * depth
     moved = batch * num_bytes * (m * k + k * n + m * n)
     roof = device.memory_bandwidth * fitted.memory_efficiency
@@ -46,7 +47,7 @@ def attention_seconds(
 ) -> float:
     """Return the time of a fused attention kernel.
 
-    It reaches `attention_fraction` of the peak on long sequences of heads of 128 elements, 0.8 of that in the backward
+    It reaches `attention_efficiency` of the peak on long sequences of heads of 128 elements, 0.8 of that in the backward
     pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023, https://arxiv.org/abs/2307.08691,
     figures 4 to 6). `num_tiles` is the number of query tiles of all heads, which fill the multiprocessors in waves.
     """
@@ -54,7 +55,7 @@ def attention_seconds(
     waves = ceil(num_tiles / device.num_multiprocessors)
     share = num_tiles / (waves * device.num_multiprocessors)
     fill = keys / (keys + 256) * head_dim / (head_dim + 32) * 1.25
-    rate = peak_of(hardware, "bf16") * device.attention_fraction * min(1.0, fill) * share * (0.8 if backward else 1.0)
+    rate = peak_of(hardware, "bf16") * hardware.fitted.attention_efficiency * min(1.0, fill) * share * (0.8 if backward else 1.0)
     return flops / rate + device.kernel_seconds
 
 
