@@ -9,7 +9,7 @@ process. It prints each cell that differs, and exits with 1 if there is one. `co
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -90,18 +90,16 @@ def _rehearse_all(experiment: Experiment, layout: Layout, folder: str, routed: b
     def trainer() -> Trainer:
         return experiment_trainer(experiment, layout, Path(folder) / "rehearsed")
 
-    return [_rehearse(trainer, rank, layout.world_size, routed) for rank in range(layout.world_size)]
-
-
-def _rehearse(trainer: Callable[[], Trainer], rank: int, world_size: int, routed: bool) -> Trace:
-    found = rehearse(trainer().plan_for, rank=rank, world_size=world_size)
-    entries = [*found.forward_backward.collectives, *found.update.collectives]
-    return {
-        "collectives": _comparable(entries, routed=routed),
-        "gradient_bytes": found.gradient_bytes,
-        "parameter_bytes": found.parameter_bytes,
-        "optimizer_bytes": found.optimizer_bytes,
-    }
+    ranks = range(layout.world_size)
+    return [
+        {
+            "collectives": _comparable([*each.forward_backward.collectives, *each.update.collectives], routed=routed),
+            "gradient_bytes": each.gradient_bytes,
+            "parameter_bytes": each.parameter_bytes,
+            "optimizer_bytes": each.optimizer_bytes,
+        }
+        for each in rehearse(trainer().plan_for, ranks=ranks, world_size=layout.world_size)
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -117,9 +115,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     failed = 0
     for name in chosen:
+        print(name, end=": ", flush=True)
         lines = compare(name)
         failed += bool(lines)
-        print("\n".join(lines) or f"{name}: same", flush=True)
+        print("\n".join(lines) or "same", flush=True)
     print(f"{len(chosen) - failed} of {len(chosen)} layouts are the same")
     return min(failed, 1)
 

@@ -134,7 +134,11 @@ def main() -> None:
         hardware = fit(fitted, Hardware.load(rows[0].cluster))
         inside = sorted(abs(predict(row, hardware) / row.seconds - 1) for row in fitted if row.seconds)
         width = 1.2 * inside[min(len(inside) - 1, int(0.92 * len(inside)))]
-        entry: dict[str, Any] = {"constants": hardware.fitted.model_dump(), "fitted_rows": len(fitted), "interval": width}
+        entry: dict[str, Any] = {
+            "constants": hardware.fitted.model_dump(),
+            "fitted_rows": len(fitted),
+            "interval": width,
+        }
         for name in members:
             part = [row for row in held if row.group == name]
             rate = naive_rate(fitted)

@@ -73,6 +73,8 @@ MEGATRON_2022: dict[str, Any] = {
     "overlaps_gradients": False,
     "overlaps_pipeline": False,
     "gradient_bytes": 2,
+    "stored_weight_bytes": 2,
+    "master_bytes": 12,
 }
 """Megatron-LM and Megatron-DeepSpeed until 2022: scores are stored, gradients reduced after the backward pass."""
 
@@ -214,6 +216,7 @@ def _kempner(row: Row) -> Measured:
         **_batch(row, degrees["dp"]),
         recompute="full",
         gradient_bytes=2,
+        kept_gradient_bytes=2,
         stored_weight_bytes=2,
         master_bytes=4,
         fused_pointwise=True,

@@ -34,7 +34,8 @@ class PlanLayout:
         overlaps_pipeline: True if sends between stages overlap computation.
         splits_transfers: True if tensor-parallel ranks send a part of the activations each.
         weight_bytes: Bytes per parameter of the weights that compute, and are gathered.
-        gradient_bytes: Bytes per parameter of gradients that are kept and reduced.
+        gradient_bytes: Bytes per parameter of gradients when they are reduced.
+        kept_gradient_bytes: Bytes per parameter of gradients that are kept.
         stored_weight_bytes: Bytes per parameter of the weights that are stored.
         master_bytes: Bytes per parameter of optimizer state, with master weights that are not the stored ones.
         causal: True if attention kernels skip masked tiles.
@@ -64,6 +65,7 @@ class PlanLayout:
     splits_transfers: bool = True
     weight_bytes: float = 2
     gradient_bytes: float = 4
+    kept_gradient_bytes: float = 4
     master_bytes: float = 8
     stored_weight_bytes: float = 4
     causal: bool = True

@@ -6,7 +6,7 @@ host would read are answered: no flag is set, and routing of experts is balanced
 for every job whose operators do not depend on values.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,17 +71,28 @@ class Rehearsal:
         return max(0, self.forward_backward.peak_bytes - self.gradient_bytes)
 
 
-def rehearse(plan_for: PlanFor, *, rank: int, world_size: int) -> Rehearsal:
-    """Run the second step of a job for one rank without values, and return what it allocates and does.
+def rehearse(plan_for: PlanFor, *, ranks: Sequence[int], world_size: int) -> tuple[Rehearsal, ...]:
+    """Run a step of a job for some ranks, one after another, without values; return what each allocates and does.
 
-    The first step is run, too: it creates optimizer state and lazily created buffers. No device, network or checkpoint
-    is used; the first samples of the training data are read, for their shapes.
+    The recorded step is the second: the first creates optimizer state and lazily created buffers. No device, network or
+    checkpoint is used; the first samples of the training data are read, for their shapes.
+
+    Args:
+        plan_for: Plans the job, such as `Trainer.plan_for`.
+        ranks: Global ranks to rehearse; `representatives` returns one of each class.
+        world_size: Number of ranks of the job.
 
     Raises:
         UserError: If this process already has a process group. If the plan of the job fails, as `Trainer.train` would.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     messages = _messages(plan_for, world_size, fake)
+    return tuple(_rehearse(plan_for, rank, world_size, messages, fake) for rank in ranks)
+
+
+def _rehearse(
+    plan_for: PlanFor, rank: int, world_size: int, messages: Messages | None, fake: FakeTensorMode
+) -> Rehearsal:
     with _place(plan_for, rank, world_size) as (plan, ctx):
         stages = _stages(plan, ctx, fake)
         pipeline = Pipeline(

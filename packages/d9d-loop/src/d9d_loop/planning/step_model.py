@@ -13,7 +13,6 @@ from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.plan_layout import PlanLayout
 
-
 PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
 """Names of the parts of a step."""
 

@@ -30,12 +30,14 @@ class Operation:
         flops: Floating-point operations of matrix products and attention; 0 for other operators.
         num_bytes: Bytes of all inputs and outputs, each counted once.
         shapes: Shapes of the tensor arguments.
+        results: Shapes of the tensor results.
     """
 
     name: str
     flops: int
     num_bytes: int
     shapes: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...] = ()
 
 
 @final
@@ -120,9 +122,8 @@ class StepRecorder(TorchDispatchMode):
         count = flop_registry.get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in known.values())
-        self.record.operations.append(
-            Operation(name, flops, num_bytes, tuple(tuple(tensor.shape) for tensor in tensors))
-        )
+        shapes = (tuple(tuple(tensor.shape) for tensor in each) for each in (tensors, outputs))
+        self.record.operations.append(Operation(name, flops, num_bytes, *shapes))
 
     def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

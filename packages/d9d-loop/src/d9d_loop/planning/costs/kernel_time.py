@@ -55,7 +55,13 @@ def attention_seconds(
     waves = ceil(num_tiles / device.num_multiprocessors)
     share = num_tiles / (waves * device.num_multiprocessors)
     fill = keys / (keys + 256) * head_dim / (head_dim + 32) * 1.25
-    rate = peak_of(hardware, "bf16") * hardware.fitted.attention_efficiency * min(1.0, fill) * share * (0.8 if backward else 1.0)
+    rate = (
+        peak_of(hardware, "bf16")
+        * hardware.fitted.attention_efficiency
+        * min(1.0, fill)
+        * share
+        * (0.8 if backward else 1.0)
+    )
     return flops / rate + device.kernel_seconds
 
 
