@@ -39,7 +39,7 @@ def compare(name: str) -> list[str]:
     routed = name.startswith("moe")
     with TemporaryDirectory() as folder:
         real = run_ranks(_run, experiment, layout, folder, routed, world_size=layout.world_size)
-        rehearsed = run_ranks(_rehearse_all, experiment, layout, folder, routed, world_size=1)[0]
+        rehearsed = run_ranks(_rehearse_all, experiment, layout, folder, routed, world_size=1, timeout=850)[0]
     lines = []
     for rank, (expected, got) in enumerate(zip(real, rehearsed, strict=True)):
         lines += [

@@ -90,7 +90,7 @@ def collective_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result
 
 
 def _group(leaf: Any) -> dist.ProcessGroup | None:
-    if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "ProcessGroup":  # ty: ignore[unresolved-attribute]
+    if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "ProcessGroup":
         return dist.ProcessGroup.unbox(leaf)
     if isinstance(leaf, dist.ProcessGroup):
         return leaf

@@ -44,7 +44,7 @@ def _shape(model: nn.Module, operations: Sequence[Operation]) -> DecoderShape:
     blocks = max(
         (each for each in model.modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)), key=len, default=None
     )
-    if not blocks:
+    if blocks is None:
         raise _unknown("a ModuleList or ModuleDict of layers")
     layers = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}

@@ -169,7 +169,7 @@ def _answered_lists() -> Generator[None]:
     try:
         yield
     finally:
-        FakeTensor.tolist = original  # ty: ignore[invalid-assignment]
+        FakeTensor.tolist = original
 
 
 @contextmanager
@@ -185,4 +185,4 @@ def _watched_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Gener
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = original  # ty: ignore[invalid-assignment]
+        torch.UntypedStorage.resize_ = original
