@@ -1,5 +1,13 @@
-"""Build every package as a wheel, and import and test each in an environment with only its declared dependencies."""
+"""Build every package as a wheel; in an environment with only its declared dependencies import, try and test each.
 
+    python .ci/check_packages.py                                          # all packages, at the versions of the lock
+    python .ci/check_packages.py --python 3.14 d9d-dist d9d-state         # another Python, two packages
+    python .ci/check_packages.py --lowest --readme-only d9d-dist          # the lowest versions of direct dependencies
+
+The README of a package runs before the requirements of its tests are installed. `--readme-only` leaves the tests out.
+"""
+
+import argparse
 import os
 import re
 import shutil
@@ -9,6 +17,7 @@ import tempfile
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,70 +49,108 @@ def wheel_of(name: str, wheels: Path) -> Path:
     return wheel
 
 
-def environment(folder: Path, wheels: Path, name: str, *extra: str) -> Path:
-    """Create an environment with a package's wheel, its dependencies and `extra`, at the versions of the lock."""
-    constraints = folder / "constraints.txt"
-    locked = run("uv", "export", "-q", "--locked", "--all-packages", "--no-emit-workspace", "--no-hashes")
-    constraints.write_text(locked, encoding="utf-8")
-    run("uv", "venv", "-q", "--relocatable", "--python", sys.executable, folder / "venv")
+@dataclass(frozen=True)
+class Choice:
+    """What to check, from the command line."""
+
+    python: str
+    lowest: bool
+    readme_only: bool
+
+
+def environment(folder: Path, wheels: Path, name: str, choice: Choice) -> Path:
+    """Create an environment with a package's wheel and its dependencies, locked or the lowest; return its python."""
+    run("uv", "venv", "-q", "--relocatable", "--python", choice.python, folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    run(
-        *("uv", "pip", "install", "-q", "--python", python, "--find-links", wheels, "--constraints", constraints),
-        *(wheel_of(name, wheels), *extra),
-        VIRTUAL_ENV=str(folder / "venv"),
-    )
+    install(python, wheels, choice, wheel_of(name, wheels))
     return python
 
 
-def prepare(name: str, wheels: Path) -> Path:
-    """Return the folder of an environment that tests one package alone."""
+def install(python: Path, wheels: Path, choice: Choice, *what: str | Path) -> None:
+    versions: tuple[str | Path, ...] = ("--resolution", "lowest-direct")
+    if not choice.lowest:
+        locked = run("uv", "export", "-q", "--locked", "--all-packages", "--no-emit-workspace", "--no-hashes")
+        constraints = python.parent / "constraints.txt"
+        constraints.write_text(locked, encoding="utf-8")
+        versions = ("--constraints", constraints)
+    venv = python.parents[1]
+    run(
+        "uv",
+        "pip",
+        "install",
+        "-q",
+        "--python",
+        python,
+        "--find-links",
+        wheels,
+        *versions,
+        *what,
+        VIRTUAL_ENV=str(venv),
+    )
+
+
+def prepare(name: str, wheels: Path, choice: Choice) -> Path:
+    """Return the folder of an environment with one package alone."""
     folder = wheels / f"for-{name}"
     folder.mkdir()
-    environment(folder, wheels, name, *project(name)["dependency-groups"]["test"])
+    environment(folder, wheels, name, choice)
     return folder
 
 
-def check_package(name: str, wheels: Path, prepared: Path) -> str:
-    """Import a package and run its tests; return the last line of pytest's output."""
+def check_package(name: str, wheels: Path, prepared: Path, choice: Choice) -> str:
+    """Import a package, run its README, then its tests; return a summary."""
     # One folder for all environments, so that shared bytecode is compiled once.
     folder, bytecode = prepared.rename(wheels / "alone"), wheels / "bytecode"
     python = folder / "venv" / "bin" / "python"
+    cached = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
     run(python, "-I", "-X", f"pycache_prefix={bytecode}", "-c", f"import {name.replace('-', '_')}")
-    output = run(
-        *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"packages/{name}/tests"),
-        PYTHONDONTWRITEBYTECODE="",
-        PYTHONPYCACHEPREFIX=str(bytecode),
-    )
+    output = run(python, "integration_tests/snippets.py", f"packages/{name}/README.md", **cached)
+    summary = output.strip().splitlines()[-1].rpartition(": ")[2]
+    if not choice.readme_only:
+        install(python, wheels, choice, *project(name)["dependency-groups"]["test"])
+        output = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"packages/{name}/tests", **cached)
+        (tests,) = re.findall(r"^\d+ passed.*$", output, flags=re.MULTILINE)
+        summary += f"; {tests}"
     shutil.rmtree(folder)
-    (summary,) = re.findall(r"^\d+ passed.*$", output, flags=re.MULTILINE)
     return summary
 
 
-def check_meta(names: list[str], wheels: Path) -> str:
-    """Install the meta package from the wheels, and import all of its packages."""
+def check_meta(names: list[str], wheels: Path, choice: Choice) -> str:
+    """Install the meta package from the wheels, import all of its packages, and run its README."""
     with tempfile.TemporaryDirectory() as folder:
-        python = environment(Path(folder), wheels, "d9d")
+        python = environment(Path(folder), wheels, "d9d", choice)
         run(python, "-I", "-c", "".join(f"import {name.replace('-', '_')}\n" for name in names))
-    return f"installs and imports {len(names)} packages"
+        run(python, "integration_tests/snippets.py", "packages/d9d/README.md")
+    return f"installs and imports {len(names)} packages, and its README runs"
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     names = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
-    names.remove("d9d")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", nargs="*", choices=[*names, []], help="all by default")
+    parser.add_argument("--python", default=sys.executable, help="version of Python, such as 3.14")
+    parser.add_argument("--lowest", action="store_true", help="lowest versions of direct dependencies")
+    parser.add_argument("--readme-only", action="store_true", help="run READMEs, not tests")
+    options = parser.parse_args(arguments)
+    choice = Choice(options.python, options.lowest, options.readme_only)
+    chosen = options.packages or names
+    alone = [name for name in chosen if name != "d9d"]
     with tempfile.TemporaryDirectory() as folder:
         wheels = Path(folder)
         run("uv", "build", "-q", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels)
         with ThreadPoolExecutor(1) as pool:  # creates the next environment while a package is tested
-            following = pool.submit(prepare, names[0], wheels)
-            for name, after in zip(names, [*names[1:], None], strict=True):
+            following = pool.submit(prepare, alone[0], wheels, choice) if alone else None
+            for name, after in zip(alone, [*alone[1:], None], strict=True):
+                assert following is not None
                 prepared = following.result()
                 if after is not None:
-                    following = pool.submit(prepare, after, wheels)
+                    following = pool.submit(prepare, after, wheels, choice)
                 start = time.monotonic()
-                summary = check_package(name, wheels, prepared)
+                summary = check_package(name, wheels, prepared, choice)
                 print(f"{name}: {summary}; {time.monotonic() - start:.0f} s", flush=True)
-        print(f"d9d: {check_meta(names, wheels)}", flush=True)
+        if "d9d" in chosen:
+            print(f"d9d: {check_meta([name for name in names if name != 'd9d'], wheels, choice)}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -22,7 +22,6 @@ class Lora(Section):
 
 
 class FinetuneConfig(TrainerConfig):
-    initial_weights: Path
     text: Text = Text()
     lora: Lora
 
@@ -68,12 +67,13 @@ def finish(done: Finished, provider: LoraDecoder, source: Path) -> None:
 
 def main() -> None:
     config = FinetuneConfig.from_cli(Path(__file__).with_suffix(".toml"))
-    if not config.initial_weights.is_dir():
-        raise UserError(f"initial_weights = {config.initial_weights} is not there; run examples/pretrain.py first.")
-    params = qwen3_params_from_hugging_face(read_config_file(config.initial_weights / "config.json"))
+    source = config.initial_weights
+    if source is None or not source.is_dir():
+        raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
+    params = qwen3_params_from_hugging_face(read_config_file(source / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
     trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())
-    trainer.events.on(Finished, lambda done: finish(done, provider, config.initial_weights))
+    trainer.events.on(Finished, lambda done: finish(done, provider, source))
     trainer.train()
 
 

@@ -65,7 +65,7 @@ from d9d_state import JsonValue, StateMapper
 
 class Text(Section):
     folder: Path = Path(sysconfig.get_path("stdlib"))
-    pattern: str = Field("**/*.py", min_length=1)
+    pattern: str = Field(default="**/*.py", min_length=1)
     length: PositiveInt = 256
     tokens: Path = Path("runs/tokens")  # cache of token files for later jobs
 

@@ -223,7 +223,7 @@ def the_z_loss_is_counted_on_every_rank() -> AbstractContextManager[object]:
 
 @caught_by("latent,tp=2")
 def labels_are_smoothed_over_the_part_of_a_rank() -> AbstractContextManager[object]:
-    vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
+    vocabulary = d9d_modules.chunked_cross_entropy.VocabularyBlocks
     real = vocabulary.__init__
 
     def own(self: Any, weights_VD: Any, loss: CrossEntropy, softcap: float | None) -> None:
@@ -235,7 +235,7 @@ def labels_are_smoothed_over_the_part_of_a_rank() -> AbstractContextManager[obje
 
 def _with_loss(change: Callable[[CrossEntropy], CrossEntropy]) -> AbstractContextManager[object]:
     """Make the chunked loss compute another loss than the head requests."""
-    vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
+    vocabulary = d9d_modules.chunked_cross_entropy.VocabularyBlocks
     real = vocabulary.__init__
 
     def changed(self: Any, weights_VD: Any, loss: CrossEntropy, softcap: float | None) -> None:
@@ -247,7 +247,8 @@ def _with_loss(change: Callable[[CrossEntropy], CrossEntropy]) -> AbstractContex
 @caught_by("llama3,dp_replicate=2")
 @contextmanager
 def a_chunked_loss_leaves_out_the_last_block_of_the_vocabulary() -> Generator[None]:
-    vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
+    chunked = d9d_modules.chunked_cross_entropy
+    vocabulary = chunked.VocabularyBlocks
     real = vocabulary.blocks
 
     def without_the_last(self: Any, index: int, **options: Any) -> Any:
@@ -255,7 +256,7 @@ def a_chunked_loss_leaves_out_the_last_block_of_the_vocabulary() -> Generator[No
         return blocks[: max(1, len(blocks) - 1)]
 
     with (
-        mock.patch.object(d9d_modules.chunked_cross_entropy, "_TILE_LOGITS", 512),
+        mock.patch.object(chunked, "HOST_TILE", chunked.TileSize(logits=512, tokens=1024)),
         mock.patch.object(vocabulary, "blocks", without_the_last),
     ):
         yield

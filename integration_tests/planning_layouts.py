@@ -1,4 +1,4 @@
-"""Comparison of rehearsals with real runs: collectives, and bytes of parameters, gradients and optimizer state.
+"""Comparison of dry_runs with real runs: collectives, and bytes of parameters, gradients and optimizer state.
 
     python integration_tests/planning_layouts.py --count 200 --seed 1
 
@@ -20,7 +20,7 @@ from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer
 from d9d_loop.events import BackwardDone, OptimizerDone, StepStarted
-from d9d_loop.planning import Collective, CollectiveLog, gradient_bytes, optimizer_bytes, parameter_bytes, rehearse
+from d9d_loop.planning import Collective, CollectiveLog, dry_run, gradient_bytes, optimizer_bytes, parameter_bytes
 from d9d_loop.testing import Experiment, Layout, parse_layout
 from d9d_loop.testing.oracle import experiment_trainer
 
@@ -39,7 +39,7 @@ def compare(name: str) -> list[str]:
     routed = name.startswith("moe")
     with TemporaryDirectory() as folder:
         real = run_ranks(_run, experiment, layout, folder, routed, world_size=layout.world_size)
-        rehearsed = run_ranks(_rehearse_all, experiment, layout, folder, routed, world_size=1, timeout=850)[0]
+        rehearsed = run_ranks(_dry_run_all, experiment, layout, folder, routed, world_size=1, timeout=850)[0]
     lines = []
     for rank, (expected, got) in enumerate(zip(real, rehearsed, strict=True)):
         lines += [
@@ -86,7 +86,7 @@ def _run(experiment: Experiment, layout: Layout, folder: str, routed: bool) -> T
     return trace
 
 
-def _rehearse_all(experiment: Experiment, layout: Layout, folder: str, routed: bool) -> list[Trace]:
+def _dry_run_all(experiment: Experiment, layout: Layout, folder: str, routed: bool) -> list[Trace]:
     def trainer() -> Trainer:
         return experiment_trainer(experiment, layout, Path(folder) / "rehearsed")
 
@@ -98,13 +98,13 @@ def _rehearse_all(experiment: Experiment, layout: Layout, folder: str, routed: b
             "parameter_bytes": each.parameter_bytes,
             "optimizer_bytes": each.optimizer_bytes,
         }
-        for each in rehearse(trainer().plan_for, ranks=ranks, world_size=layout.world_size)
+        for each in dry_run(trainer().plan_for, ranks=ranks, world_size=layout.world_size)
     ]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Compare the named cells, or random ones; return the exit code, 1 if any cell differs."""
-    parser = argparse.ArgumentParser(description="Compare rehearsals with real runs, collective by collective.")
+    parser = argparse.ArgumentParser(description="Compare dry_runs with real runs, collective by collective.")
     parser.add_argument("cells", nargs="*", help="names of cells of the oracle")
     parser.add_argument("--count", type=int, default=20, help="number of random cells, if none is named")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random cells")

@@ -159,7 +159,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "scoring_func": ["softmax", "sigmoid"],
     "topk_method": ["greedy", "noaux_tc"],
     "model_type": ["gpt2"],
-    "quantization_config": [{"quant_method": "fp8"}],
+    "quantization_config": [{"quant_method": "awq"}],
     "head_dim": [2, 4],
     "num_attention_heads": [1, 4],
     "qk_head_dim": [8, 12],

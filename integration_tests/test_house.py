@@ -63,6 +63,19 @@ def test_no_source_pickles_between_ranks() -> None:
     ]
 
 
+def test_type_checkers_read_the_default_of_each_field() -> None:
+    """Without pydantic's plug-in, `Field(1)` is a field without a default."""
+    calls = [
+        (path, node)
+        for path in SOURCES
+        if "import Field" in (text := path.read_text(encoding="utf-8")) or ", Field" in text
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field"
+    ]
+    assert len(calls) > 100
+    assert not [f"{path}:{node.lineno}" for path, node in calls if node.args], "write Field(default=...)"
+
+
 def test_every_module_has_a_docstring() -> None:
     assert not [path for path in SOURCES if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
 

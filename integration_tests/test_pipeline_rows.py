@@ -1,6 +1,6 @@
 """Every pipeline schedule with every other kind of parallelism: losses, gradients and updates equal one process.
 
-Each layout is one job that runs all schedules in sequence: the Trainer's step over the stages of the oracle's
+Each layout is one job that runs all schedules in sequence: the engine's step over the stages of the oracle's
 models. The oracle's grid runs whole jobs of the Trainer, but not every schedule in every layout.
 """
 
@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from d9d_dist import DistributedContext, MeshConfig, StageInfo, materialize
 from d9d_dist.testing import differences, full_gradients, full_parameters, run_ranks
-from d9d_loop import AdamWConfig, Events, GradientsReady, ModelProvider, Pipeline, ScheduleConfig, Task, TrainStep
+from d9d_loop import AdamWConfig, Engine, GradientsReady, ModelProvider, Pipeline, ScheduleConfig, Task
 from d9d_loop.config.schedule_config import KINDS
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_pipeline import Schedule, ranks_of_stages, shared_names
@@ -67,26 +67,18 @@ def _train(model: str, schedule: Schedule, num_microbatches: int, ctx: Distribut
         provider.parallelize(everywhere[index], ctx)
         materialize(everywhere[index], device=ctx.device, seed=0)
     pipeline = Pipeline({index: everywhere[index] for index in own}, ctx=ctx, schedule=schedule, shared_names=shared)
-    events, trace = Events(), {}
-    events.on(GradientsReady, lambda ready: trace.update({"gradients": full_gradients(ready.model)}))
-    step = TrainStep(
-        pipeline,
-        AdamWConfig(learning_rate=1e-2).build(pipeline.model),
-        task=task,
-        metrics=task.metrics(),
-        lr_schedule=lambda _: 1.0,
-        max_norm=1.0,
-        num_microbatches=num_microbatches,
-        ctx=ctx,
-        events=events,
-    )
+    optimizer = AdamWConfig(learning_rate=1e-2).build(pipeline.model)
+    engine = Engine(pipeline, optimizer, ctx=ctx, task=task, max_norm=1.0, num_microbatches=num_microbatches)
+    trace: dict[str, Any] = {}
+    engine.events.on(GradientsReady, lambda ready: trace.update({"gradients": full_gradients(ready.model)}))
     place = BatchPlacement(task, ctx)
     mine = samples(ragged=True)[ctx.coordinate("batch", "dp") :: ctx.size("batch", "dp")]
     size = len(mine) // num_microbatches
     batches = [default_collate(mine[start : start + size]) for start in range(0, len(mine), size)]
     batches = [{k: v.double() if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
-    outcome = step(0, [place(batch) for batch in batches])
-    trace["step"] = {"loss": outcome.loss.item(), "grad_norm": outcome.grad_norm.item()}
+    engine.accumulate([place(batch) for batch in batches], task.loss)
+    result = engine.step()
+    trace["step"] = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
     trace["parameters"] = full_parameters(pipeline.model)
     return trace
 

@@ -14,7 +14,8 @@ from d9d_dist._local_parameters import (
     modules_outside_fsdp,
     partial_parameters,
 )
-from d9d_dist.data_parallel import Precision, parallelize_fsdp
+from d9d_dist.data_parallel import parallelize_fsdp
+from d9d_dist.precision import Precision
 from d9d_dist.testing import run_ranks
 
 

@@ -75,6 +75,25 @@ def test_selective_recomputes_all_but_the_kept_operators(keep: list[Operator] | 
     assert {torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor} & called == again - {products}
 
 
+class _MarkedInRecomputation(_Counting):
+    """Record a profiler range only in the recomputation, as FSDP of experts inside a block does on accelerators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls:
+            record = torch.ops.profiler._record_function_enter_new("all-gather")
+            torch.ops.profiler._record_function_exit._RecordFunction(record)
+        return super().forward(x)
+
+
+def test_selective_ignores_profiler_ranges_that_forward_did_not_have() -> None:
+    module = _MarkedInRecomputation()
+    checkpoint_activations(module, policy="selective")
+    x = torch.randn(3, 4, requires_grad=True)
+    module(x).sum().backward()
+    assert module.calls == 2
+    assert x.grad is not None
+
+
 def test_every_nth_layer_counts_in_the_whole_model() -> None:
     layers = nn.ModuleDict({str(index): _Counting() for index in range(3, 8)})
     checkpoint_layers(layers, every=3)

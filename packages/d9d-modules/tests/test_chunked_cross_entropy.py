@@ -24,8 +24,7 @@ LOSSES = [CrossEntropy(), CrossEntropy(z_loss=0.1), CrossEntropy(label_smoothing
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink tiles: several token tiles and vocabulary blocks, the last ones smaller."""
-    monkeypatch.setattr(module_under_test, "_TILE_LOGITS", 40)
-    monkeypatch.setattr(module_under_test, "_TILE_TOKENS", 4)
+    monkeypatch.setattr(module_under_test, "HOST_TILE", module_under_test.TileSize(logits=40, tokens=4))
 
 
 def _draw(num_tokens: int, splits: Sequence[int], seed: int = 0) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:

@@ -34,6 +34,30 @@ def test_both_blocks_are_pre_norm_and_residual() -> None:
     torch.testing.assert_close(layer(x, rotary), expected)
 
 
+def test_sandwich_norms_normalize_the_outputs_of_both_blocks() -> None:
+    layer = DecoderLayer(
+        4,
+        attention=_Attention(),
+        feed_forward=_FeedForward(),
+        norm_eps=0.1,
+        zero_centered_norms=True,
+        sandwich_norms=True,
+    ).double()
+    names = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
+    for name in names:
+        nn.init.normal_(layer.get_parameter(f"{name}.weight"))
+    rotary = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def norm(y: Tensor, name: str) -> Tensor:
+        weight = 1 + layer.get_parameter(f"{name}.weight")
+        return y / (y.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+
+    attended = x + norm(2 * norm(x, names[0]) + rotary.cos.sum(), names[1])
+    expected = attended + norm(3 * norm(attended, names[2]) + 1, names[3])
+    torch.testing.assert_close(layer(x, rotary), expected)
+
+
 def test_documents_reach_the_attention() -> None:
     layer = DecoderLayer(4, attention=_DocumentAttention(), feed_forward=_FeedForward()).double()
     rotary = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)

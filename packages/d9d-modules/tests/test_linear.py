@@ -11,6 +11,15 @@ def test_is_a_linear_layer_without_bias() -> None:
     assert layer.weight.shape == (5, 3)
 
 
+def test_a_bias_starts_at_zero() -> None:
+    layer = Linear(3, 5, bias=True)
+    assert torch.equal(layer.bias, torch.zeros(5))
+    torch.nn.init.ones_(layer.bias)
+    layer.reset_parameters()
+    x = torch.randn(2, 3)
+    assert torch.equal(layer(x), x @ layer.weight.T)
+
+
 def test_starts_from_the_given_normal_distribution() -> None:
     layer = Linear(300, 300, init_std=0.5)
     for _ in range(2):

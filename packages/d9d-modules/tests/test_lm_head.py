@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from d9d_dist import MeshConfig, UserError, VocabParallelHead, materialize, parallelize_tensor, sync_gradients
 from d9d_dist.testing import full_gradients, run_ranks
 from d9d_modules import LanguageModelHead
+from d9d_modules.chunked_cross_entropy import TileSize
 from d9d_modules.cross_entropy import CrossEntropy
 
 
@@ -106,7 +107,10 @@ def _on_ranks(loss: CrossEntropy) -> tuple[Tensor, list[Tensor], int, str]:
         hidden = torch.randn(2, 48, 4, dtype=torch.float64, generator=draws).requires_grad_()
         labels = torch.randint(0, 64, (2, 48), generator=draws)
         labels[0, :3] = -100
-        with patch("d9d_modules.chunked_cross_entropy._TILE_LOGITS", 256), _Largest() as largest:
+        with (
+            patch("d9d_modules.chunked_cross_entropy.HOST_TILE", TileSize(logits=256, tokens=1024)),
+            _Largest() as largest,
+        ):
             losses = head(hidden, labels=labels)
             losses.sum().backward()
         sync_gradients(head)

@@ -108,7 +108,9 @@ def test_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
 def test_add_rms_norm(device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from d9d_modules import _triton_rms_norm  # noqa: PLC0415
 
-    monkeypatch.setattr(_triton_rms_norm, "_NUM_PROGRAMS", 2)  # each program processes several tiles of rows
+    monkeypatch.setattr(
+        _triton_rms_norm, "_PROGRAMS_PER_MULTIPROCESSOR", 2
+    )  # each program processes several tiles of rows
 
     def kernel(x: Tensor, residual: Tensor, weight: Tensor, *, zero_centered: bool) -> tuple[Tensor, Tensor]:
         return _triton_rms_norm.add_rms_norm(x, residual, weight, eps=1e-5, zero_centered=zero_centered)

@@ -75,7 +75,7 @@ def their_layer(args: argparse.Namespace, implementation: str) -> nn.Module:
 def copy_weights(ours: MoELayer, theirs: nn.Module) -> None:
     """Copy the weights of the d9d-moe layer to the layer of `transformers`."""
     theirs.get_parameter("gate.weight").copy_(ours.get_parameter("router.weight"))
-    fused = torch.cat((ours.experts.gate_proj.weight, ours.experts.up_proj.weight), dim=1)
+    fused = torch.cat([ours.get_parameter(f"experts.{name}_proj.weight") for name in ("gate", "up")], dim=1)
     theirs.get_parameter("experts.gate_up_proj").copy_(fused)
     theirs.get_parameter("experts.down_proj").copy_(ours.experts.down_proj.weight)
 

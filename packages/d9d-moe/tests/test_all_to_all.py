@@ -1,15 +1,15 @@
 from dataclasses import dataclass
 from typing import Any, final
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import assert_trees_close, run_ranks
+from d9d_modules import CheckpointPolicy, checkpoint_activations
 from d9d_moe import AllToAllDispatcher, LocalDispatcher, Routing
 
 NUM_EXPERTS, SIZE = 8, 3
@@ -48,20 +48,26 @@ def _scales() -> Tensor:
 
 def _run(case: Case) -> tuple[dict[str, Tensor], list[int]]:
     """Return outputs and all gradients, and the bytes that this rank sends to other ranks in each all-to-all."""
-    sent = []
-    real = dist.all_to_all_single
-
-    def counted(received: Tensor, x: Tensor, arriving: Any = None, leaving: Any = None, **options: Any) -> Any:
-        rank, num_ranks = dist.get_rank(options["group"]), dist.get_world_size(options["group"])
-        sizes = [len(x) // num_ranks] * num_ranks if leaving is None else leaving
-        sent.append((sum(sizes) - sizes[rank]) * x[0:1].nbytes if len(x) else 0)
-        return real(received, x, arriving, leaving, **options)
-
     with MeshConfig(data_parallel_shard=-1, expert_parallel=-1).build() as ctx:
         group = ctx.group_for("expert", "ep_shard")
         scales = _scales().chunk(ctx.world_size)[ctx.rank].clone()
-        with mock.patch.object(dist, "all_to_all_single", counted):
-            return _through(AllToAllDispatcher(group), case, ctx.rank, scales), sent
+        with _Exchanges(ctx.rank) as exchanges:
+            return _through(AllToAllDispatcher(group), case, ctx.rank, scales), exchanges.sent
+
+
+class _Exchanges(TorchDispatchMode):
+    """Record the bytes that this rank sends to other ranks in each all-to-all."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+        self._rank = rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            x, _, sizes, _ = args
+            self.sent.append((sum(sizes) - sizes[self._rank]) * x[0:1].nbytes if len(x) else 0)
+        return func(*args, **(kwargs or {}))
 
 
 def _through(
@@ -117,3 +123,35 @@ def _assert_fewest_bytes(case: Case, crossed: tuple[list[int], ...]) -> None:
         assert there == there_again == leaving[rank] * SIZE * 8
         assert back == arriving[rank] * SIZE * 8
         assert sorted(of_gradients) == sorted((arriving[rank] * case.top_k * 8, back))
+
+
+class _Dispatching(nn.Module):
+    def __init__(self, dispatcher: AllToAllDispatcher) -> None:
+        super().__init__()
+        self.dispatcher = dispatcher
+
+    def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
+        dispatched = self.dispatcher.dispatch(tokens, routing, num_experts=NUM_EXPERTS)
+        return dispatched.combine(dispatched.rows.tanh()).wait()
+
+
+def _exchanges_under_checkpointing(policy: CheckpointPolicy) -> tuple[int, Tensor]:
+    """Return the number of all-to-alls of a forward and a backward, and the gradient of the tokens."""
+    with MeshConfig(data_parallel_shard=-1, expert_parallel=-1).build() as ctx:
+        layer = _Dispatching(AllToAllDispatcher(ctx.group_for("expert", "ep_shard")))
+        checkpoint_activations(layer, policy=policy)
+        tokens, routing, gradient = Case((5, 4), 3, tuple(range(NUM_EXPERTS))).of_rank(ctx.rank)
+        with _Exchanges(ctx.rank) as exchanges:
+            layer(tokens.requires_grad_(), routing).backward(gradient)
+        assert tokens.grad is not None
+        return len(exchanges.sent), tokens.grad
+
+
+def test_selective_checkpointing_does_not_repeat_the_exchanges() -> None:
+    policies: tuple[CheckpointPolicy, ...] = ("none", "selective", "full")
+    found = {policy: run_ranks(_exchanges_under_checkpointing, policy) for policy in policies}
+    for rank in range(2):
+        counts = [found[policy][rank][0] for policy in policies]
+        assert counts == [7, 7, 12]  # "full" repeats the exchanges of counts, indices, weights, rows and outputs
+        for policy in policies:
+            torch.testing.assert_close(found[policy][rank][1], found["none"][rank][1], rtol=0, atol=0)

@@ -111,6 +111,12 @@ def test_routers_without_a_bias_are_skipped() -> None:
     assert pop_tokens_per_expert(nn.Linear(2, 2)) == {}
 
 
+def test_bias_of_a_softmax_router_is_updated() -> None:
+    model = nn.Sequential(MoELayer(8, 8, router=TopKRouter(8, num_experts=4, top_k=2, balance_bias=True)))
+    update_expert_bias(model, {"0": torch.tensor([10, 0, 5, 5])}, rate=0.1)
+    torch.testing.assert_close(model.get_buffer("0.router.selection_bias"), torch.tensor([-0.1, 0.1, 0.0, 0.0]))
+
+
 def test_bias_updates_balance_the_load() -> None:
     torch.manual_seed(0)
     model, x = _model(), torch.randn(256, 8) + 1.0

@@ -123,6 +123,25 @@ def test_module_uses_its_weight() -> None:
     torch.testing.assert_close(layer(x, counts), _loop(x, layer.weight, counts))
 
 
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_bias_is_added_to_the_rows_of_its_group(dtype: torch.dtype, counts: list[int]) -> None:
+    layer = GroupedLinear(4, 16, 8, bias=True).to(dtype)
+    assert layer.bias is not None
+    torch.nn.init.normal_(layer.bias)
+    x, sizes, gradient = torch.randn(12, 16, dtype=dtype), torch.tensor(counts), torch.randn(12, 8, dtype=dtype)
+    got = layer(x, sizes)
+    expected = grouped_matmul(x, layer.weight, sizes) + layer.bias.repeat_interleave(sizes, dim=0)
+    assert torch.equal(got, expected)
+    got.backward(gradient)
+    wanted = torch.stack([part.double().sum(dim=0) for part in gradient.split(counts)])
+    assert layer.bias.grad is not None
+    # One rounding of each sum of at most 12 numbers.
+    torch.testing.assert_close(layer.bias.grad.double(), wanted, rtol=0, atol=30 * torch.finfo(dtype).eps)
+    layer.reset_parameters()
+    assert layer.bias.eq(0).all()
+
+
 def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
     layer = GroupedLinear(4, 100, 150, init_std=0.3)
     for _ in range(2):

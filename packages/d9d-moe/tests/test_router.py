@@ -28,6 +28,28 @@ def test_chooses_the_largest_probabilities(renormalize: bool, top_k: int) -> Non
         torch.testing.assert_close(probabilities[token], expected)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_biases_change_logits_and_choice(renormalize: bool) -> None:
+    router = TopKRouter(
+        6, num_experts=5, top_k=2, renormalize=renormalize, bias=True, balance_bias=True, init_std=1.0
+    ).double()
+    assert router.bias is not None
+    assert router.selection_bias is not None
+    assert router.bias.eq(0).all()
+    assert router.selection_bias.eq(0).all()
+    torch.nn.init.normal_(router.bias)
+    torch.nn.init.normal_(router.selection_bias)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    routing = router(x)
+    scores = (x @ router.weight.T + router.bias).softmax(-1)
+    for token in range(7):
+        biased = scores[token] + router.selection_bias
+        best = sorted(range(5), key=lambda expert: -biased[expert].item())[:2]
+        assert routing.indices[token].tolist() == best
+        expected = scores[token, best] / (scores[token, best].sum() if renormalize else 1.0)
+        torch.testing.assert_close(routing.probabilities[token], expected)
+
+
 def test_autocast_does_not_affect_the_router() -> None:
     router, x = TopKRouter(8, num_experts=4, top_k=2, init_std=1.0), torch.randn(5, 8)
     with torch.autocast("cpu", torch.bfloat16):

@@ -237,7 +237,9 @@ def test_error_of_a_stack_names_all_targets_without_matches() -> None:
 def test_refuses_a_second_injection() -> None:
     model = Model()
     inject(LoRA("up"), model)
-    with pytest.raises(UserError, match=r"blocks\.0\.up already has an adapter; .* with a Stack of all methods"):
+    with pytest.raises(
+        UserError, match=r"blocks\.0\.up already has an adapter of this name; .* with a Stack of all methods"
+    ):
         inject(LoRA("down"), model)
 
 

@@ -28,7 +28,7 @@ from d9d_dist.context_parallel import (
     sdpa_attention,
 )
 from d9d_dist.counter_random import mix_bits, random_bits_at
-from d9d_dist.data_parallel import Precision, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
+from d9d_dist.data_parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 from d9d_dist.differentiable import (
     all_to_all_reshard,
     copy_to_axis,
@@ -42,6 +42,7 @@ from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.expert_parallel import parallelize_experts
 from d9d_dist.follows_weight import FollowsWeight
+from d9d_dist.gathered_parameters import free_gathered, free_gathered_after_backward
 from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
 from d9d_dist.gradients import (
@@ -56,6 +57,7 @@ from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
 from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
+from d9d_dist.precision import Precision, PrecisionName
 from d9d_dist.process_groups import destroy_process_groups
 from d9d_dist.seeds import seed_everything, stream_key
 from d9d_dist.shards import (
@@ -84,6 +86,7 @@ from d9d_dist.tensor_styles import (
     VocabParallelHead,
 )
 from d9d_dist.token_ids import check_token_ids
+from d9d_dist.tree_gather import all_gather_trees
 from d9d_dist.tree_sharding import (
     ShardOn,
     ShardSpec,
@@ -126,6 +129,7 @@ __all__ = [
     "Offloadable",
     "Offloaded",
     "Precision",
+    "PrecisionName",
     "Region",
     "Replicated",
     "RequiresFullSequence",
@@ -152,6 +156,7 @@ __all__ = [
     "Whole",
     "agree",
     "all_gather",
+    "all_gather_trees",
     "all_gather_variadic",
     "all_reduce_scalars",
     "all_to_all",
@@ -169,6 +174,8 @@ __all__ = [
     "destroy_process_groups",
     "digest_values",
     "finish_gradient_sync",
+    "free_gathered",
+    "free_gathered_after_backward",
     "from_local",
     "full_tensor",
     "gather",

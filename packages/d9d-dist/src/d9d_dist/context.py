@@ -19,6 +19,7 @@ from d9d_dist.consensus import agree
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch
 from d9d_dist.peers import publish_self
+from d9d_dist.precision import PrecisionName, precision_of_job
 
 Domain = Literal["regular", "dense", "expert", "batch", "flat"]
 Domains = Mapping[Domain, Mapping[str, int]]
@@ -55,10 +56,13 @@ class DistributedContext:
         local_rank: Rank on this node.
         timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
+        precision: Precision of the job, which `parallelize_decoder` and providers use by default.
         logger: Logger that adds the rank to its messages.
     """
 
-    def __init__(self, domains: Domains, *, launch: Launch, timeouts: Timeouts) -> None:
+    def __init__(
+        self, domains: Domains, *, launch: Launch, timeouts: Timeouts, precision: PrecisionName = "parameters"
+    ) -> None:
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.local_rank = launch.local_rank
@@ -66,6 +70,7 @@ class DistributedContext:
         self.num_nodes = launch.num_nodes
         self.timeouts = timeouts
         self.device = _device(launch)
+        self.precision = precision_of_job(precision, self.device)
         self.logger = _RankLogger(logging.getLogger("d9d"), {"rank": self.rank, "world_size": self.world_size})
         self._domains = domains
         self._groups = AxisGroups(timeouts.startup)

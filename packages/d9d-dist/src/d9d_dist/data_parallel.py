@@ -8,9 +8,8 @@ loss is a mean over equally many elements. Here the sum over ranks is divided on
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -30,22 +29,8 @@ from d9d_dist._local_parameters import (
 from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """dtypes of data parallelism; `None` keeps the parameter's own dtype.
-
-    Attributes:
-        compute: dtype of parameters in forward and backward.
-        reduce: dtype in which gradients are reduced over ranks.
-        cast_inputs: True to cast floating-point inputs of forward to the compute dtype. Use False for inner blocks with
-            float32 tables as inputs, such as rotary embeddings.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    cast_inputs: bool = True
+from d9d_dist.gathered_parameters import mark_as_kept_gathered
+from d9d_dist.precision import Precision
 
 
 def parallelize_hsdp(
@@ -78,6 +63,8 @@ def parallelize_hsdp(
         shard_axis: Axis over which parameters are sharded.
         precision: dtypes of computation and reduction.
         reshard_after_forward: True to free the gathered parameters after forward and gather them again in backward.
+            False to keep them until the step's last backward, which is faster for pipeline stages with several
+            microbatches. After a forward without backward, call `module.reshard()`.
         shard_dim: Dim of all parameters that is sharded. If it is not 0, the number of ranks must divide its size.
 
     Raises:
@@ -99,6 +86,7 @@ def parallelize_hsdp(
     )
     # Registered before FSDP's hooks, one of which frees the parameters that this hook compares.
     refuse_writes_in_first_forward(module)
+    module.register_forward_hook(_detach_from_base)
     fully_shard(
         module,
         mesh=_replicate_and_shard(mesh, shard_axis),
@@ -113,6 +101,8 @@ def parallelize_hsdp(
         },
     )
     assert isinstance(module, FSDPModule)
+    if not reshard_after_forward:
+        mark_as_kept_gathered(module)
     module.register_forward_hook(_refuse_second_derivatives)
     module.set_gradient_divide_factor(1.0)
     # Otherwise a factor of 1 is applied by a pre-multiplied sum, which gloo does not support.
@@ -181,6 +171,35 @@ def _unsupported_by_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) 
         or not parameter.numel()
         or (parameter.requires_grad and parameter.dtype != most[0][0])
     ]
+
+
+@final
+class _WithoutBase(torch.autograd.Function):
+    """Identity whose output shares the input's memory but is no view for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _detach_from_base(module: nn.Module, args: Any, outputs: Any) -> Any:
+    """Return outputs that are no views (forward hook). Copies no memory.
+
+    FSDP2 registers its pre-backward hook on the outputs. An in-place operation on a view replaces the view's node in
+    the autograd graph, and the hook would be lost; on other tensors the hook stays.
+    """
+    leaves = pytree.tree_leaves(outputs)
+    if torch.compiler.is_compiling() or not any(map(_is_view, leaves)):
+        return None
+    return pytree.tree_map(lambda leaf: _WithoutBase.apply(leaf) if _is_view(leaf) else leaf, outputs)
+
+
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
 
 
 def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> None:

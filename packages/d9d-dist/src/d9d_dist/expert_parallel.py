@@ -14,15 +14,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from d9d_dist._local_parameters import compute_locally, distribute_parameters, local_parameters_of
 from d9d_dist._mesh_axes import axes_of, axis_names
-from d9d_dist.data_parallel import Precision, cast_inputs, parallelize_hsdp
+from d9d_dist.data_parallel import cast_inputs, parallelize_hsdp
 from d9d_dist.errors import UserError
+from d9d_dist.precision import Precision
 from d9d_dist.shards import local_tensor
 
 _AXES = ("ep_replicate", "ep_shard")
 
 
 def parallelize_experts(
-    module: nn.Module, mesh: DeviceMesh, *, shard_replicas: bool = True, precision: Precision | None = None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    shard_replicas: bool = True,
+    precision: Precision | None = None,
+    reshard_after_forward: bool = True,
 ) -> None:
     """Distribute parameters with one expert per index of dim 0 over the expert mesh, in place.
 
@@ -39,6 +45,7 @@ def parallelize_experts(
         shard_replicas: True to shard experts also over `ep_replicate`, if its size divides a dim of all parameters;
             False to replicate them.
         precision: dtypes of computation and reduction.
+        reshard_after_forward: See `parallelize_hsdp`.
 
     Raises:
         UserError: If the mesh has other axes, `ep_shard` does not divide the number of experts, or a parameter is
@@ -61,7 +68,14 @@ def parallelize_experts(
     if shard_dim is not None:
         for owner in owners:
             compute_locally(owner)
-        parallelize_hsdp(module, replicate, shard_axis="ep_replicate", precision=precision, shard_dim=shard_dim)
+        parallelize_hsdp(
+            module,
+            replicate,
+            shard_axis="ep_replicate",
+            precision=precision,
+            reshard_after_forward=reshard_after_forward,
+            shard_dim=shard_dim,
+        )
         return
     if replicate.size() > 1 or mesh.size() == 1:  # on one rank too, for the dtype
         distribute_parameters(module, replicate, {}, default=Replicate())

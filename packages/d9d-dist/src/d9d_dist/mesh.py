@@ -19,27 +19,34 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from d9d_dist.context import DistributedContext, Domains, Timeouts
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch, read_launch
+from d9d_dist.precision import PrecisionName
 
 
 class MeshConfig(BaseModel):
-    """Degrees of parallelism, whose product is the number of ranks. One degree may be -1: all ranks that remain."""
+    """Degrees of parallelism, whose product is the number of ranks. One degree may be -1: all ranks that remain.
+
+    By default these are `data_parallel_shard`: without any key, a job shards its parameters over all of its ranks.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    pipeline_parallel: int = Field(1, description="Number of ranks of a pipeline (axis pp).")
+    pipeline_parallel: int = Field(default=1, description="Number of ranks of a pipeline (axis pp).")
     data_parallel_replicate: int = Field(
-        1, description="Number of replicas of the parameters, each with its own samples."
+        default=1, description="Number of replicas of the parameters, each with its own samples."
     )
     data_parallel_shard: int = Field(
-        1, description="Number of ranks that shard the parameters, each with its own samples."
+        default=-1,
+        description="Number of ranks that shard the parameters, each with its own samples; -1: all remaining ranks.",
     )
-    context_parallel_shard: int = Field(1, description="Number of ranks that shard each sequence, and the parameters.")
+    context_parallel_shard: int = Field(
+        default=1, description="Number of ranks that shard each sequence, and the parameters."
+    )
     context_parallel_replicate: int = Field(
-        1, description="Number of ranks that shard each sequence, with replicated parameters."
+        default=1, description="Number of ranks that shard each sequence, with replicated parameters."
     )
-    tensor_parallel: int = Field(1, description="Number of ranks that shard each layer's matrices (axis tp).")
+    tensor_parallel: int = Field(default=1, description="Number of ranks that shard each layer's matrices (axis tp).")
     expert_parallel: int = Field(
-        1, description="Number of ranks that shard the experts; reuses the dp x cp x tp ranks."
+        default=1, description="Number of ranks that shard the experts; reuses the dp x cp x tp ranks."
     )
 
     @field_validator("*")
@@ -56,6 +63,8 @@ class MeshConfig(BaseModel):
             UserError: If the product cannot be `world_size`, or the expert degree does not divide the ranks of a stage.
         """
         degrees = {name: getattr(self, name) for name in type(self).model_fields if name != "expert_parallel"}
+        if "data_parallel_shard" not in self.model_fields_set and list(degrees.values()).count(-1) > 1:
+            degrees["data_parallel_shard"] = 1  # the -1 that was set takes the remaining ranks
         rest = [name for name, degree in degrees.items() if degree == -1]
         known = prod(degree for degree in degrees.values() if degree != -1)
         if len(rest) > 1:
@@ -104,11 +113,18 @@ class MeshConfig(BaseModel):
             "flat": {"world": pp * dp * cp * tp},
         }
 
-    def build(self, *, launch: Launch | None = None, timeouts: Timeouts | None = None) -> DistributedContext:
+    def build(
+        self,
+        *,
+        launch: Launch | None = None,
+        timeouts: Timeouts | None = None,
+        precision: PrecisionName = "parameters",
+    ) -> DistributedContext:
         """Join the job: check the degrees, start the process group and build the meshes.
 
         Collective over all ranks of the job. Without a launcher the job has one process. By default `launch` is read
-        from the environment. Close the returned context, or use it in a `with` statement.
+        from the environment. `precision` is resolved for the device, see `DistributedContext.precision`. Close the
+        returned context, or use it in a `with` statement.
 
         Raises:
             UserError: If the degrees do not match the number of ranks, before any process group starts. On every rank,
@@ -116,7 +132,7 @@ class MeshConfig(BaseModel):
         """
         launch = launch or read_launch()
         domains = self.resolve(launch.world_size).domains()
-        return DistributedContext(domains, launch=launch, timeouts=timeouts or Timeouts())
+        return DistributedContext(domains, launch=launch, timeouts=timeouts or Timeouts(), precision=precision)
 
 
 def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> str:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_map
 
-from d9d_dist._tree_gather import all_gather_trees
 from d9d_dist._tree_walk import describe, map_along, where
 from d9d_dist.collectives import all_gather_variadic
 from d9d_dist.errors import UserError
+from d9d_dist.tree_gather import all_gather_trees
 from d9d_dist.trees import Tree
 
 _Tree = TypeVar("_Tree")

@@ -4,6 +4,7 @@ from d9d_loop.cli_main import cli_main
 from d9d_loop.config.component import Component
 from d9d_loop.config.config_file import read_config_file
 from d9d_loop.config.config_source import validate_config
+from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.config.preset import InferencePresetConfig, PresetConfig, preset_inference, preset_trainer
 from d9d_loop.config.schedule_config import ScheduleConfig
@@ -25,6 +26,8 @@ from d9d_loop.config.trainer_config import (
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.engine.engine import BadStepError, Engine
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.event_bus import Events, on_event
 from d9d_loop.events import (
     BackwardDone,
@@ -52,11 +55,10 @@ from d9d_loop.events import (
 )
 from d9d_loop.inference.inference import Inference, InferenceResult
 from d9d_loop.job.evaluation import Evaluator
-from d9d_loop.job.job import BadStepError, Job, build_job, run_job
+from d9d_loop.job.job import Job, build_job, run_job
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan, plan_job
 from d9d_loop.job.profiler import ProfileConfig, Profiler
-from d9d_loop.job.train_step import StepOutcome, TrainStep
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.lr.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
 from d9d_loop.model.hugging_face_model import hugging_face_model
@@ -75,7 +77,7 @@ from d9d_loop.optimizers.optimizer import (
     StochasticAdamWConfig,
 )
 from d9d_loop.resilience import ExitCode, ResilienceConfig, Stopped
-from d9d_loop.task import BatchTask, InferenceTask, Loss, Task
+from d9d_loop.task import BatchTask, InferenceTask, Loss, LossFunction, Task
 
 __all__ = [
     "AdamConfig",
@@ -95,6 +97,8 @@ __all__ = [
     "DataProvider",
     "DataReady",
     "DatasetProvider",
+    "Engine",
+    "EngineConfig",
     "EvaluationConfig",
     "EvaluationDone",
     "EvaluationStarted",
@@ -120,6 +124,7 @@ __all__ = [
     "LionConfig",
     "LoggingConfig",
     "Loss",
+    "LossFunction",
     "LrSchedule",
     "LrScheduleConfig",
     "ModelExported",
@@ -149,13 +154,12 @@ __all__ = [
     "StateOffloaded",
     "StateOnloaded",
     "StepDone",
-    "StepOutcome",
+    "StepResult",
     "StepStarted",
     "StochasticAdamWConfig",
     "Stopped",
     "Task",
     "TrainResult",
-    "TrainStep",
     "Trainer",
     "TrainerConfig",
     "WarmupCosineConfig",

@@ -1,9 +1,9 @@
 """Tasks: conversion of a batch to the model's inputs, and of the model's outputs to a loss or to results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from pydantic import JsonValue
@@ -23,10 +23,17 @@ class Loss:
     Attributes:
         total: 0-dim tensor: the loss *summed* over the samples, elements or unmasked tokens of the microbatch.
         weight: Number of the summed items, or their total weight. Must not be negative.
+        tokens: Values per token [B, L] by name, such as log-probabilities, that `Engine.forward_backward` returns in
+            the order of its inputs. Gradients do not flow through them.
     """
 
     total: torch.Tensor
     weight: torch.Tensor | float
+    tokens: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+LossFunction: TypeAlias = Callable[[Any, Any], Loss]
+"""Function of the model's outputs for a microbatch and the microbatch; `Task.loss` is one."""
 
 
 class BatchTask(ABC):
@@ -39,6 +46,15 @@ class BatchTask(ABC):
         Args:
             batch: Output of the collate function, on the job's device; under context parallelism, of `split_sequence`.
         """
+
+    def stand_in(self, batch: Any) -> Any:
+        """Return a batch of no weight with the shapes of `batch`, for a rank that has fewer microbatches than others.
+
+        Ranks run equally many microbatches, because their collectives meet. `Engine` multiplies the loss of a stand-in
+        by 0 and drops its outputs. The default is the batch itself; override this method if the model counts tokens,
+        and set the token mask to 0. Called with a batch before its split for context parallelism.
+        """
+        return batch
 
     def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
         """Return this context-parallel rank's shard of a batch. Called only with several context-parallel ranks.

@@ -20,7 +20,7 @@ class Adam(Section):
 class Momentum(Section):
     kind: Literal["momentum"] = "momentum"
     learning_rate: float = 1.0
-    decay: float = Field(0.9, gt=0, lt=1)
+    decay: float = Field(default=0.9, gt=0, lt=1)
 
 
 Choice = Annotated[Adam | Momentum, Field(discriminator="kind")]

@@ -18,19 +18,19 @@ class Shape:
 
 class A(Section):
     kind: Literal["a", "x"] = "a"
-    rate: float = Field(0.5, description="How much.")
+    rate: float = Field(default=0.5, description="How much.")
 
 
 class B(Section):
-    kind: Literal["b"] = Field("b", description="Which.")
-    rate: float = Field(0.1, description="How little.")
+    kind: Literal["b"] = Field(default="b", description="Which.")
+    rate: float = Field(default=0.1, description="How little.")
     many: tuple[PositiveInt, ...] = (1, 2)
 
 
 class Job(Section):
     shape: Shape
     choice: Annotated[A | B, Field(discriminator="kind")] = A()
-    folder: Path | None = Field(None, description="Where it is.")
+    folder: Path | None = Field(default=None, description="Where it is.")
     limit: PositiveInt | None = 3
     on: bool = True
     items: tuple[Annotated[A | B, Field(discriminator="kind")], ...] = (B(),)
@@ -42,11 +42,11 @@ class Small(Section):
 
 
 class Rate(Section):
-    rate: float = Field(0.5, description="How much.")
+    rate: float = Field(default=0.5, description="How much.")
 
 
 class Grown(Small):
-    limit: int | None = Field(None, description="How many.")
+    limit: int | None = Field(default=None, description="How many.")
     choice: Rate
 
 

@@ -9,7 +9,7 @@ import torch
 
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop import StepOutcome, TrainerConfig, validate_config
+from d9d_loop import StepResult, TrainerConfig, validate_config
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.reports import Reports
 from d9d_metrics import Sum, read_metrics
@@ -36,11 +36,12 @@ def _config(folder: Path, **sections: Any) -> TrainerConfig:
     return validate_config(TrainerConfig, {**values, **sections})
 
 
-def _outcome(step: int, *, weight: float = 6.0) -> StepOutcome:
-    return StepOutcome(
+def _outcome(step: int, *, weight: float = 6.0) -> StepResult:
+    return StepResult(
         loss=torch.tensor(1.0 / step, dtype=torch.float64),
         weight=torch.tensor(weight, dtype=torch.float64),
         grad_norm=torch.tensor(2.0),
+        taken=torch.tensor(True),
         learning_rate=0.5,
     )
 
@@ -61,7 +62,7 @@ class _Run:
             ctx=ctx,
         )
 
-    def steps(self, count: int) -> StepOutcome:
+    def steps(self, count: int) -> StepResult:
         outcome = _outcome(1)
         for _ in range(count):
             self.time.now += 2

@@ -71,7 +71,7 @@ def test_a_trace_has_every_step_in_float64() -> None:
 
 @contextmanager
 def _own_weight() -> Generator[None]:
-    with mock.patch("d9d_loop.job.train_step.dist", SimpleNamespace(all_reduce=lambda *args, **kwargs: None)):
+    with mock.patch("d9d_loop.engine.train_step.dist", SimpleNamespace(all_reduce=lambda *args, **kwargs: None)):
         yield
 
 

@@ -37,7 +37,7 @@ from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from d9d_modules.float8 import Float8, Float8Recipe, convert_to_float8
 from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.gated_norm import GatedRMSNorm
-from d9d_modules.generation import generate
+from d9d_modules.generation import Rollout, generate, rollout
 from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.layer_means import LayerMeans
 from d9d_modules.linear import Linear
@@ -47,6 +47,7 @@ from d9d_modules.lm_head import (
     LossBackend,
     language_model_head,
 )
+from d9d_modules.mixer_cache import MixerCache, PositionCache, RecurrentCache, SupportsCache
 from d9d_modules.models.decoder_heads import (
     DecoderForCausalLM,
     DecoderForClassification,
@@ -62,14 +63,22 @@ from d9d_modules.models.decoder_hugging_face import (
     decoder_backbone_from_hugging_face,
     decoder_classifier_from_hugging_face,
     decoder_from_hugging_face,
-    swiglu_from_hugging_face,
 )
 from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
 from d9d_modules.models.decoder_parallelize import ParallelizeExperts, parallelize_decoder
-from d9d_modules.models.decoder_params import AuxiliaryLosses, DecoderParams, RopeScaling, check_layers, check_positive
+from d9d_modules.models.decoder_params import (
+    AuxiliaryLosses,
+    DecoderParams,
+    MixerKind,
+    Rope,
+    RopeScaling,
+    check_layers,
+    check_positive,
+    swiglu_from_hugging_face,
+)
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
-from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
     FIXED_ENTRIES,
@@ -77,6 +86,7 @@ from d9d_modules.models.hugging_face_family import (
     Entry,
     HuggingFaceFamily,
 )
+from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import (
     Llama3ForCausalLM,
     Llama3Params,
@@ -103,7 +113,8 @@ from d9d_modules.rope_scaling import (
     YarnScaling,
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
-from d9d_modules.swiglu import SwiGLU, silu_mul
+from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
+from d9d_modules.token_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
@@ -116,6 +127,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionBackendName",
     "AttentionFeatures",
+    "AttentionForm",
     "AttentionOptions",
     "AttentionRequest",
     "AttentionSinks",
@@ -146,6 +158,7 @@ __all__ = [
     "Float8Recipe",
     "GatedDeltaNet",
     "GatedRMSNorm",
+    "GeGLU",
     "GroupedQueryAttention",
     "GroupedQueryParams",
     "HasExperts",
@@ -167,14 +180,20 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "LossBackend",
+    "MixerCache",
+    "MixerKind",
     "MultiHeadLatentAttention",
     "Operator",
     "ParallelizeExperts",
     "Pooling",
+    "PositionCache",
     "Qwen3ForCausalLM",
     "Qwen3Params",
     "RMSNorm",
     "Received",
+    "RecurrentCache",
+    "Rollout",
+    "Rope",
     "RopeScaling",
     "RotaryLayout",
     "RotaryScaling",
@@ -182,8 +201,10 @@ __all__ = [
     "RowParts",
     "SdpaBackend",
     "SplitTokenEmbedding",
+    "SupportsCache",
     "SwiGLU",
     "TokenEmbedding",
+    "TokenScores",
     "WholeRows",
     "YarnScaling",
     "add_rms_norm",
@@ -209,18 +230,22 @@ __all__ = [
     "gated_delta_rule",
     "generate",
     "language_model_head",
+    "layer_types_of",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
     "parallelize_decoder",
     "pool",
+    "quantization_from_hugging_face",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",
     "require_value",
     "rms_norm",
+    "rollout",
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
+    "token_scores",
 ]

@@ -5,7 +5,7 @@ of each row.
 
 Backward reads the input and the gradient once and computes the gradients of both the input and the weight. Each program
 accumulates the weight gradient over its rows; the partial sums are then added in a fixed order. The number of programs
-is fixed, so results are bitwise reproducible on devices of the same kind.
+depends only on the device, so results are bitwise reproducible on devices of the same kind.
 
 Shape legend: N rows, D size of a row, P programs.
 """
@@ -20,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from d9d_modules._triton_jit import jit
+from d9d_modules._triton_jit import jit, num_multiprocessors, threads_per_warp
 
 _TILE = 2**12
 """Number of elements in a program's tile of rows; a longer row is a tile by itself."""
 
-_NUM_PROGRAMS = 256
-"""Maximum number of programs in backward (a few per multiprocessor), and thus of rows of partial sums."""
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+"""Maximum number of backward programs per multiprocessor; each writes one row of partial sums."""
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
@@ -87,7 +87,7 @@ def _forward(
     normed_ND = torch.empty_like(x_ND)
     total_ND = x_ND if residual_ND is None else torch.empty_like(x_ND)
     inverse_rms_N = torch.empty(num_rows, dtype=torch.float32, device=x_ND.device)
-    block, rows, num_warps = _tile(size)
+    block, rows = _tile(size)
     if x_ND.numel():
         _forward_kernel[(-(-num_rows // rows),)](
             x_ND,
@@ -103,7 +103,7 @@ def _forward(
             HAS_RESIDUAL=residual_ND is not None,
             ROWS=rows,
             BLOCK=block,
-            num_warps=num_warps,
+            num_warps=_num_warps(block * rows, per_thread=16),
         )
     return normed_ND, total_ND, inverse_rms_N
 
@@ -112,8 +112,8 @@ def _backward(ctx: Any, grad: Tensor, grad_total: Tensor | None, *, with_weight:
     """Return the gradients of the norm's input and weight; `grad_total` is added to the gradient of the input."""
     x_ND, weight_D, inverse_rms_N = ctx.saved_tensors
     num_rows, size = x_ND.shape
-    block, rows, num_warps = _tile(size)
-    num_programs = min(_NUM_PROGRAMS, -(-num_rows // rows))
+    block, rows = _tile(size)
+    num_programs = min(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x_ND.device), -(-num_rows // rows))
     grad_x_ND = torch.empty_like(x_ND)
     parts_PD = torch.zeros(num_programs if with_weight else 0, size, dtype=torch.float32, device=x_ND.device)
     if x_ND.numel():
@@ -132,17 +132,22 @@ def _backward(ctx: Any, grad: Tensor, grad_total: Tensor | None, *, with_weight:
             WITH_WEIGHT=with_weight,
             ROWS=rows,
             BLOCK=block,
-            num_warps=num_warps,
+            num_warps=_num_warps(block * rows, per_thread=8),
         )
     grad_weight_D = parts_PD.sum(dim=0).to(weight_D.dtype) if with_weight else None
     return grad_x_ND.view(grad.shape), grad_weight_D
 
 
-def _tile(size: int) -> tuple[int, int, int]:
-    """Return the columns and rows of a program's tile, both powers of two, and its number of warps."""
+def _tile(size: int) -> tuple[int, int]:
+    """Return the columns and rows of a program's tile, both powers of two."""
     block = 1 << (size - 1).bit_length()
-    rows = max(1, _TILE // block)
-    return block, rows, min(16, max(4, block * rows // 512))
+    return block, max(1, _TILE // block)
+
+
+def _num_warps(tile: int, *, per_thread: int) -> int:
+    """Return the number of warps that gives each thread `per_thread` elements of the tile, at most 1,024 threads."""
+    warp = threads_per_warp()
+    return min(1024 // warp, max(4, tile // (warp * per_thread)))
 
 
 @jit
@@ -200,9 +205,6 @@ def _backward_kernel(
 ):
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
     part = tl.full((BLOCK,), 0.0, tl.float32)
     for first in range(program * ROWS, num_rows, num_programs * ROWS):
         row = first + tl.arange(0, ROWS)
@@ -214,6 +216,10 @@ def _backward_kernel(
         unit = x * inverse_rms
         if WITH_WEIGHT:
             part += tl.sum(grad * unit, axis=0)
+        # Load the weight from the cache for each row. In registers, it would halve the programs that run at once.
+        weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight += 1.0
         # With y = x * r, r = (mean(x ** 2) + eps) ** -0.5: dx = r * (dy - y * mean(dy * y)).
         grad *= weight[None, :]
         grad_x = inverse_rms * (grad - unit * (tl.sum(grad * unit, axis=1) / size)[:, None])

@@ -15,6 +15,7 @@ from d9d_modules.attention_backends import AttentionBackend, AttentionBackendNam
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear
+from d9d_modules.mixer_cache import PositionCache, why_no_attention_cache, window_of
 from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_rotary_sizes, check_tables
 
@@ -28,7 +29,10 @@ class GroupedQueryAttention(nn.Module):
     Args:
         num_kv_heads: Number of key and value heads; divides `num_heads`.
         head_dim: Size of one head; may differ from `hidden_size / num_heads`.
+        qkv_bias: If True, the query, key and value projections have biases (Qwen2).
+        output_bias: If True, the output projection has a bias.
         qk_norm_eps: Epsilon of an RMS norm on each query and key head; None disables QK norm.
+        zero_centered_norms: If True, the QK norms scale by `1 + weight`; see `RMSNorm`.
         output_gate: If True, multiply the attention output elementwise by `sigmoid(x @ gate.T)` before the output
             projection: "Gated Attention" (arXiv:2505.06708), equation 5 at position G1, as in Qwen3-Next.
         sinks: If True, each query head has a learnable attention sink; see `AttentionSinks`.
@@ -55,7 +59,10 @@ class GroupedQueryAttention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
         qk_norm_eps: float | None = None,
+        zero_centered_norms: bool = False,
         output_gate: bool = False,
         sinks: bool = False,
         rotary_dim: int | None = None,
@@ -75,15 +82,18 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = head_dim
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.rotary_layout: RotaryLayout = rotary_layout
-        self.q_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std)
-        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, init_std=init_std)
-        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, init_std=init_std)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, init_std=init_std)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=qkv_bias, init_std=init_std)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, init_std=init_std)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, init_std=init_std)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=output_bias, init_std=init_std)
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, zero_centered=zero_centered_norms)
+            self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, zero_centered=zero_centered_norms)
         self.gate_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std) if output_gate else None
         self.sinks = AttentionSinks(num_heads, init_std=init_std) if sinks else None
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
+        self._cache: PositionCache | None = None
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
         """Compute causal self-attention of hidden states [B, L, D]; shape and dtype are unchanged.
@@ -107,10 +117,25 @@ class GroupedQueryAttention(nn.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = apply_rotary(q_BLHK, rotary, layout=self.rotary_layout)
         k_BLGK = apply_rotary(k_BLGK, rotary, layout=self.rotary_layout)
+        if self._cache is not None:
+            document_ids_BL, (k_BLGK, v_BLGK) = self._cache.extend(document_ids_BL, k_BLGK, v_BLGK)
         attended = self.attention_function(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL).flatten(start_dim=-2)
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)
+
+    def why_no_cache(self) -> str | None:
+        """See `SupportsCache`."""
+        return why_no_attention_cache(self.attention_function)
+
+    def start_cache(self, capacity: int) -> PositionCache:
+        """See `SupportsCache`. Holds the rotated keys, and the values."""
+        self._cache = PositionCache(capacity, window=window_of(self.attention_function))
+        return self._cache
+
+    def drop_cache(self) -> None:
+        """See `SupportsCache`."""
+        self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import CheckpointPolicy as _OperatorPolicy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from d9d_dist.errors import UserError
 
@@ -21,7 +21,8 @@ Operator: TypeAlias = Callable[..., Any]
 def default_saved_operators() -> frozenset[Operator]:
     """Return the operators whose outputs the policy "selective" saves: matrix products, attention and collectives.
 
-    All other operators are memory-bound and recomputed.
+    The collectives are the functional ones, which tensor and expert parallelism use. All other operators are
+    memory-bound and recomputed, and so is the all-gather of context parallelism, whose result is large.
     """
     aten = torch.ops.aten
     operators: set[Operator] = {
@@ -46,6 +47,16 @@ def default_saved_operators() -> frozenset[Operator]:
             functional.reduce_scatter_tensor.default,
         }
     return frozenset(operators)
+
+
+# FSDP of a module inside a checkpointed block marks its all-gathers in the profiler. The recomputation can have other
+# marks than forward, and must not look for their saved results.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 
 
 def checkpoint_activations(

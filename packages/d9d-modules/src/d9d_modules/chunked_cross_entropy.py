@@ -33,11 +33,19 @@ from torch.nn import functional as F
 from d9d_dist.split_backward import WeightGradHandle, defer_weight_grad
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
-_TILE_LOGITS = 2**22
-"""Number of logits in a tile (16 MiB in float32), enough to saturate a device."""
 
-_TILE_TOKENS = 2**10
-"""Number of tokens in a tile in the forward pass."""
+class TileSize(NamedTuple):
+    """Size of a tile: number of logits, and number of tokens in the forward pass."""
+
+    logits: int
+    tokens: int
+
+
+HOST_TILE = TileSize(logits=2**22, tokens=2**10)
+"""A tile of 16 MiB in float32, near the size of a processor's caches."""
+
+DEVICE_TILE = TileSize(logits=2**26, tokens=2**11)
+"""A tile of 256 MiB in float32. Smaller ones cost an accelerator more in launches and in passes over the means."""
 
 
 def linear_cross_entropy(
@@ -55,8 +63,8 @@ def linear_cross_entropy(
     `language_model_head`.
 
     If `loss.mesh` is set, the weights are this rank's vocabulary shard and the labels are global token ids. The
-    gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens, of
-    one and three values per token; backward issues none.
+    gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens
+    (2,048 on accelerators), of one and three values per token; backward issues none.
     """
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]
@@ -82,10 +90,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         slots: tuple[WeightGradHandle, ...],
         *weights_VD: Tensor,
     ) -> Tensor:
-        vocabulary = _Vocabulary(weights_VD, options.loss, options.softcap)
+        vocabulary = VocabularyBlocks(weights_VD, options.loss, options.softcap)
+        num_tokens = tile_size(hidden_TD).tokens
         tiles = [
             _forward_tile(hidden_tD, labels_t, vocabulary, with_gradient=options.with_gradient)
-            for hidden_tD, labels_t in zip(hidden_TD.split(_TILE_TOKENS), labels_T.split(_TILE_TOKENS), strict=True)
+            for hidden_tD, labels_t in zip(hidden_TD.split(num_tokens), labels_T.split(num_tokens), strict=True)
         ]
         losses_T, lse_T, unit_TD = (torch.cat(parts) for parts in zip(*tiles, strict=True))
         ctx.save_for_backward(hidden_TD, labels_T, lse_T, unit_TD, *weights_VD)
@@ -100,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden_TD = None
         if ctx.options.with_gradient:
             grad_hidden_TD = torch.mul(unit_TD, scale_T.unsqueeze(-1), out=torch.empty_like(unit_TD))
-        vocabulary = _Vocabulary(weights_VD, ctx.options.loss, ctx.options.softcap)
+        vocabulary = VocabularyBlocks(weights_VD, ctx.options.loss, ctx.options.softcap)
         weight_gradient = partial(
             _weight_gradient, vocabulary, hidden_TD=hidden_TD, labels_T=labels_T, lse_T=lse_T, scale_T=scale_T
         )
@@ -116,7 +125,7 @@ class _Tile(NamedTuple):
     unit: Tensor
 
 
-def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "_Vocabulary", *, with_gradient: bool) -> _Tile:
+def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "VocabularyBlocks", *, with_gradient: bool) -> _Tile:
     loss, smoothing = vocabulary.loss, vocabulary.loss.label_smoothing
     sums = _SoftmaxSums(hidden_tD, with_gradient=with_gradient, with_totals=smoothing > 0.0)
     for index in range(len(vocabulary.weights_VD)):
@@ -140,7 +149,7 @@ def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "_Vocabulary"
 
 
 def _weight_gradient(
-    vocabulary: "_Vocabulary", index: int, *, hidden_TD: Tensor, labels_T: Tensor, lse_T: Tensor, scale_T: Tensor
+    vocabulary: "VocabularyBlocks", index: int, *, hidden_TD: Tensor, labels_T: Tensor, lse_T: Tensor, scale_T: Tensor
 ) -> Tensor:
     """Compute the gradient [V_i, D] of the weight at `index`, given the gradient `scale_T` of the losses."""
     loss, smoothing = vocabulary.loss, vocabulary.loss.label_smoothing
@@ -151,7 +160,7 @@ def _weight_gradient(
         x_Tv = vocabulary.logits(hidden_TD, rows_vD)
         slope_Tv = vocabulary.slope(x_Tv)
         grad_Tv = x_Tv.sub_(lse_T.unsqueeze(-1)).exp_().mul_(softmax_scale_T1)
-        own_T1, is_own_T1 = _within(labels_T - first, len(rows_vD))
+        own_T1, is_own_T1 = ids_within(labels_T - first, len(rows_vD))
         grad_Tv.scatter_add_(-1, own_T1, (smoothing - 1.0) * scale_T.unsqueeze(-1) * is_own_T1)
         if smoothing:
             grad_Tv -= smoothing / vocabulary.size * scale_T.unsqueeze(-1)
@@ -163,7 +172,7 @@ def _weight_gradient(
 
 
 @final
-class _Vocabulary:
+class VocabularyBlocks:
     """Vocabulary rows of this rank and the computation of their logits; `size` is the number of rows of all ranks."""
 
     def __init__(self, weights_VD: Sequence[Tensor], loss: CrossEntropy, softcap: float | None) -> None:
@@ -176,13 +185,13 @@ class _Vocabulary:
     def blocks(self, index: int, *, num_tokens: int) -> Iterator[tuple[int, Tensor]]:
         """Yield blocks of rows of one weight with their first token id; each gives one tile of logits."""
         weight_VD = self.weights_VD[index]
-        size = max(1, _TILE_LOGITS // max(1, num_tokens))
+        size = max(1, tile_size(weight_VD).logits // max(1, num_tokens))
         for start in range(0, len(weight_VD), size):
             yield self._firsts[index] + start, weight_VD[start : start + size]
 
     def logits(self, hidden_TD: Tensor, rows_vD: Tensor) -> Tensor:
         """Compute logits [T, v] after the soft-cap, in at least float32."""
-        x_Tv = F.linear(hidden_TD, rows_vD).to(_wide(hidden_TD))
+        x_Tv = F.linear(hidden_TD, rows_vD).to(wide_dtype(hidden_TD))
         return x_Tv if self._softcap is None else x_Tv.div_(self._softcap).tanh_().mul_(self._softcap)
 
     def slope(self, x: Tensor) -> Tensor | None:
@@ -193,7 +202,7 @@ class _Vocabulary:
         """Return the weight row of each label [T, D]; zeros for labels in another rank's shard."""
         rows_TD = torch.zeros_like(self.weights_VD[0][:1])
         for first, weight_VD in zip(self._firsts, self.weights_VD, strict=True):
-            own_T1, is_own_T1 = _within(labels_T - first, len(weight_VD))
+            own_T1, is_own_T1 = ids_within(labels_T - first, len(weight_VD))
             rows_TD = torch.where(is_own_T1, F.embedding(own_T1.squeeze(-1), weight_VD), rows_TD)
         return rows_TD
 
@@ -213,15 +222,15 @@ class _SoftmaxSums:
 
     def __init__(self, hidden_tD: Tensor, *, with_gradient: bool, with_totals: bool) -> None:
         self._hidden_tD, self._with_gradient, self._with_totals = hidden_tD, with_gradient, with_totals
-        self.lse_t = hidden_tD.new_full((len(hidden_tD),), -torch.inf, dtype=_wide(hidden_tD))
+        self.lse_t = hidden_tD.new_full((len(hidden_tD),), -torch.inf, dtype=wide_dtype(hidden_tD))
         self.label_t, self.total_t = torch.zeros_like(self.lse_t), torch.zeros_like(self.lse_t)
         self.mean_tD = torch.zeros_like(hidden_tD if with_gradient else hidden_tD[:0], dtype=self.lse_t.dtype)
         self.total_tD = torch.zeros_like(hidden_tD[:1], dtype=self.lse_t.dtype)
 
-    def add(self, vocabulary: _Vocabulary, rows_vD: Tensor, labels_t: Tensor) -> None:
+    def add(self, vocabulary: VocabularyBlocks, rows_vD: Tensor, labels_t: Tensor) -> None:
         """Add a block of rows; `labels_t` are relative to the block's first token id."""
         x_tv = vocabulary.logits(self._hidden_tD, rows_vD)
-        own_t1, is_own_t1 = _within(labels_t, len(rows_vD))
+        own_t1, is_own_t1 = ids_within(labels_t, len(rows_vD))
         self.label_t += (x_tv.gather(-1, own_t1) * is_own_t1).squeeze(-1)
         if self._with_totals:
             self.total_t += x_tv.sum(dim=-1)
@@ -254,13 +263,19 @@ class _SoftmaxSums:
             self.mean_tD *= (before_t - self.lse_t).exp_().unsqueeze(-1)
 
 
-def _within(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def tile_size(x: Tensor) -> TileSize:
+    """Return the tile size for the device of a tensor."""
+    return HOST_TILE if x.device.type in ("cpu", "meta") else DEVICE_TILE
+
+
+def ids_within(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return `ids` as [T, 1], with 0 for ids outside `range(size)`, and a mask [T, 1] of the ids inside."""
     is_within = (ids >= 0) & (ids < size)
     return ids.masked_fill(~is_within, 0).unsqueeze(-1), is_within.unsqueeze(-1)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over the vocabulary: float32, or float64 for float64 input."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

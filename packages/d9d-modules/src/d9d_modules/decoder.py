@@ -1,5 +1,6 @@
 """Pre-norm decoder layer with pluggable token mixer and feed-forward block."""
 
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
@@ -39,6 +40,9 @@ class HasExperts(Protocol):
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer: `h = x + attention(norm(x))`, then `h + feed_forward(norm(h))`.
 
+    With sandwich norms, the outputs of both blocks are normalized too, before they are added (Gemma 2,
+    arXiv:2408.00118, section 2; GLM-4).
+
     Auxiliary losses of the feed-forward block are added to those of the layers before.
 
     Args:
@@ -46,17 +50,29 @@ class DecoderLayer(nn.Module):
             For packed sequences it also receives the keyword argument `document_ids_BL`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
             A block that `HasExperts` also receives the token mask, if any.
-        norm_eps: Epsilon of both RMS norms.
+        norm_eps: Epsilon of the RMS norms.
+        zero_centered_norms: If True, the norms scale by `1 + weight`; see `RMSNorm`.
+        sandwich_norms: If True, the outputs of attention and feed-forward block have norms as well.
     """
 
     def __init__(
-        self, hidden_size: int, *, attention: nn.Module, feed_forward: nn.Module, norm_eps: float = 1e-6
+        self,
+        hidden_size: int,
+        *,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        norm_eps: float = 1e-6,
+        zero_centered_norms: bool = False,
+        sandwich_norms: bool = False,
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(hidden_size, eps=norm_eps)
+        norm = partial(RMSNorm, hidden_size, eps=norm_eps, zero_centered=zero_centered_norms)
+        self.attention_norm = norm()
         self.attention = attention
-        self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
+        self.attention_output_norm = norm() if sandwich_norms else None
+        self.feed_forward_norm = norm()
         self.feed_forward = feed_forward
+        self.feed_forward_output_norm = norm() if sandwich_norms else None
         self._takes_mask = isinstance(feed_forward, HasExperts)
 
     def forward(
@@ -71,13 +87,17 @@ class DecoderLayer(nn.Module):
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         # Token mixers without a `document_ids_BL` argument work as long as no sequences are packed.
         documents = {} if document_ids_BL is None else {"document_ids_BL": document_ids_BL}
-        attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
         # With autocast, or a custom mixer, the output dtype may differ from the residual stream's.
-        normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD.to(x_BLD.dtype), x_BLD)
+        attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents).to(x_BLD.dtype)
+        if self.attention_output_norm is not None:
+            attention_BLD = self.attention_output_norm(attention_BLD)
+        normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD, x_BLD)
         mask = {"mask_BL": mask_BL} if self._takes_mask and mask_BL is not None else {}
         y_BLD = self.feed_forward(normed_BLD, **mask)
         if isinstance(y_BLD, HiddenAndLosses):
             assert losses is not None, "auxiliary losses need an input of HiddenAndLosses"
             y_BLD, losses = y_BLD.hidden, losses + y_BLD.losses
+        if self.feed_forward_output_norm is not None:
+            y_BLD = self.feed_forward_output_norm(y_BLD.to(x_BLD.dtype))
         out_BLD = attended_BLD + y_BLD
         return out_BLD if losses is None else HiddenAndLosses(out_BLD, losses)

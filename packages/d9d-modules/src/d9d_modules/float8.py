@@ -43,10 +43,11 @@ class Float8(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: Float8Recipe = Field(
-        "rowwise_with_gw_hp", description="Granularity of the float8 scales; rowwise_with_gw_hp is the most accurate."
+        default="rowwise_with_gw_hp",
+        description="Granularity of the float8 scales; rowwise_with_gw_hp is the most accurate.",
     )
     emulate: bool = Field(
-        False,
+        default=False,
         description="Round to float8 but multiply in float32: shows the numerical effect on any device, but is slow.",
     )
 

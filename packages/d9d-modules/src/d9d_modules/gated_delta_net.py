@@ -24,6 +24,7 @@ from d9d_modules.decay_gate import DecayGate, DecayParallel
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.linear import Linear
+from d9d_modules.mixer_cache import RecurrentCache
 from d9d_modules.rope import RotaryTables
 
 _NORM_EPS = 1e-6
@@ -86,6 +87,8 @@ class GatedDeltaNet(nn.Module):
         self.gate_proj = Linear(hidden_size, value_size, init_std=init_std)
         self.norm = GatedRMSNorm(value_dim, eps=norm_eps)
         self.o_proj = Linear(value_size, hidden_size, init_std=init_std)
+        self._conv_width = conv_width
+        self._cache: RecurrentCache | None = None
 
     @property
     def full_sequence_reason(self) -> str:
@@ -105,26 +108,58 @@ class GatedDeltaNet(nn.Module):
         """
         check_documents(document_ids_BL, x_BLD.shape[:2])
         # Infer the numbers of heads: tensor-parallel projections return only this rank's heads.
+        projected = [self.q_proj(x_BLD), self.k_proj(x_BLD), self.v_proj(x_BLD)]
+        conv_ids, length = document_ids_BL, x_BLD.shape[1]
+        if self._cache is not None:
+            conv_ids, projected = self._cache.extend_inputs(document_ids_BL, *projected)
         q_BLGK, k_BLGK, v_BLHV = (
-            F.silu(conv(projection(x_BLD), document_ids_BL=document_ids_BL)).unflatten(-1, (-1, head_dim))
-            for projection, conv, head_dim in (
-                (self.q_proj, self.q_conv, self.key_dim),
-                (self.k_proj, self.k_conv, self.key_dim),
-                (self.v_proj, self.v_conv, self.value_dim),
+            F.silu(conv(x, document_ids_BL=conv_ids)[:, x.shape[1] - length :]).unflatten(-1, (-1, head_dim))
+            for x, conv, head_dim in zip(
+                projected,
+                (self.q_conv, self.k_conv, self.v_conv),
+                (self.key_dim, self.key_dim, self.value_dim),
+                strict=True,
             )
         )
         beta_BLH = self.beta_proj(x_BLD)
-        read_BLHV, _ = gated_delta_rule(
+        beta_BLH = beta_BLH.to(torch.promote_types(beta_BLH.dtype, torch.float32)).sigmoid()
+        log_decay_BLH, state_BHKV, backend = self.decay_gate(self.decay_proj(x_BLD)), None, self.backend
+        if self._cache is not None:
+            # Positions after the new ones are padding: without decay and writes they do not change the state.
+            is_padding_L = torch.arange(length, device=x_BLD.device) >= self._cache.num_new
+            log_decay_BLH = log_decay_BLH.masked_fill(is_padding_L[:, None], 0.0)
+            beta_BLH = beta_BLH.masked_fill(is_padding_L[:, None], 0.0)
+            state_BHKV = self._cache.state
+            # One position is too short for chunks.
+            backend = "sequential" if length == 1 and backend is None else backend
+        read_BLHV, state_BHKV = gated_delta_rule(
             _l2_normalized(q_BLGK),
             _l2_normalized(k_BLGK),
             v_BLHV,
-            log_decay_BLH=self.decay_gate(self.decay_proj(x_BLD)),
-            beta_BLH=beta_BLH.to(torch.promote_types(beta_BLH.dtype, torch.float32)).sigmoid(),
+            log_decay_BLH=log_decay_BLH,
+            beta_BLH=beta_BLH,
             document_ids_BL=document_ids_BL,
-            backend=self.backend,
+            initial_state_BHKV=state_BHKV,
+            backend=backend,
         )
+        if self._cache is not None:
+            self._cache.state = state_BHKV
         gate_BLHV = self.gate_proj(x_BLD).unflatten(-1, (-1, self.value_dim))
         return self.o_proj(self.norm(read_BLHV, gate_BLHV).flatten(start_dim=-2))
+
+    def why_no_cache(self) -> str | None:
+        """See `SupportsCache`."""
+        return None
+
+    def start_cache(self, capacity: int) -> RecurrentCache:
+        """See `SupportsCache`. Holds the state and the last inputs of the convolutions, whatever the capacity."""
+        del capacity
+        self._cache = RecurrentCache(self._conv_width)
+        return self._cache
+
+    def drop_cache(self) -> None:
+        """See `SupportsCache`."""
+        self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.

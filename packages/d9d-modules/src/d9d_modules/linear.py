@@ -1,4 +1,4 @@
-"""Bias-free linear layer, a subclass of `torch.nn.Linear`: LoRA, quantization and tensor parallelism recognize it."""
+"""Linear layer, a subclass of `torch.nn.Linear`: LoRA, quantization and tensor parallelism recognize it."""
 
 from typing import final
 
@@ -7,12 +7,14 @@ from torch import nn
 
 @final
 class Linear(nn.Linear):
-    """`torch.nn.Linear` without bias, initialized from `Normal(0, init_std)` instead of Kaiming uniform."""
+    """`torch.nn.Linear` initialized from `Normal(0, init_std)` instead of Kaiming uniform, by default without bias."""
 
-    def __init__(self, in_features: int, out_features: int, *, init_std: float = 0.02) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, init_std: float = 0.02) -> None:
         self.init_std = init_std  # before the parent's __init__, which calls reset_parameters
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weight from `Normal(0, init_std)`."""
+        """Draw the weight from `Normal(0, init_std)`, and set the bias to 0."""
         nn.init.normal_(self.weight, std=self.init_std)
+        if (bias := self._parameters.get("bias")) is not None:
+            nn.init.zeros_(bias)

@@ -13,11 +13,13 @@ from torch.nn import functional as F
 from d9d_dist.errors import UserError
 from d9d_dist.token_ids import check_token_ids
 from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
+from d9d_modules._candidate_losses import candidate_losses
 from d9d_modules._chunked_token_loss import chunked_token_loss, soft_cap
 from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_entropy, why_not_cut_cross_entropy
 from d9d_modules._vocabulary_splits import VocabularySplits
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
+from d9d_modules.token_scores import token_scores
 
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 """Implementation of the cross entropy: `linear_cross_entropy` of this package, or the package `cut-cross-entropy`."""
@@ -41,6 +43,7 @@ class LanguageModelHead(VocabularySplits):
     Attributes:
         token_loss: Per-token loss. While the vocabulary is sharded, `d9d_dist.VocabParallelHead` replaces the loss by
             its vocabulary-parallel version.
+        logit_positions: Positions whose logits are computed; all by default. `generate` sets it to the last position.
 
     Raises:
         UserError: If `softcap` is not above 0, there is no split, a split has no tokens, or its name is not a Python
@@ -67,18 +70,51 @@ class LanguageModelHead(VocabularySplits):
         self.softcap = softcap
         self.token_loss: TokenLoss = token_loss
         self.loss_backend: LossBackend | None = loss_backend
+        self.logit_positions = slice(None)
 
-    def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
-        """Call `language_model_head` with the weights and the loss of this module."""
+    def forward(
+        self, hidden_BLD: Tensor, *, labels: Tensor | None = None, scores: bool = False
+    ) -> Tensor | dict[str, Tensor]:
+        """Call `language_model_head` with the weights and the loss of this module.
+
+        With `scores`, return the log-probability of each label [B, L], with gradients, under `log_probs`, and the
+        entropy of each prediction [B, L], without, under `entropy`; see `token_scores`. Label smoothing and z-loss do
+        not change them.
+
+        Raises:
+            UserError: If `scores` is True without labels, or `token_loss` is no cross entropy.
+        """
+        if scores:
+            return self._scores(hidden_BLD, labels)
+        return self._loss(hidden_BLD, labels, self.token_loss)
+
+    def _loss(self, hidden_BLD: Tensor, labels: Tensor | None, token_loss: TokenLoss) -> Tensor:
         return language_model_head(
-            hidden_BLD,
+            hidden_BLD[:, self.logit_positions] if labels is None else hidden_BLD,
             self._weights(),
             labels=labels,
             vocab_size=self.vocab_size,
-            token_loss=self.token_loss,
+            token_loss=token_loss,
             softcap=self.softcap,
             backend=self.loss_backend,
         )
+
+    def _scores(self, hidden_BLD: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        loss = PLAIN_CROSS_ENTROPY if self.token_loss is token_cross_entropy else self.token_loss
+        if labels is None or not isinstance(loss, CrossEntropy):
+            got = "no labels" if labels is None else f"token_loss = {loss!r}"
+            raise UserError(
+                f"got scores=True with {got}; expected labels and a CrossEntropy. Pass labels, or compute the scores "
+                "from the logits."
+            )
+        plain = CrossEntropy(mesh=loss.mesh)
+        found = token_scores(
+            hidden_BLD.flatten(0, -2), self._weights(), labels.flatten(), softcap=self.softcap, mesh=loss.mesh
+        )
+        log_probs_BL, entropy_BL = (each.view_as(labels) for each in found)
+        if torch.is_grad_enabled() and hidden_BLD.requires_grad:
+            log_probs_BL = -self._loss(hidden_BLD, labels, plain)
+        return {"log_probs": log_probs_BL, "entropy": entropy_BL}
 
 
 def language_model_head(
@@ -96,7 +132,8 @@ def language_model_head(
     Args:
         hidden_BLD: Hidden states [B, L, D].
         weight_VD: Projection to the vocabulary [V, D], or a sequence of tensors [V_i, D] to concatenate.
-        labels: Token to predict at each position [B, L], int64; `IGNORED_LABEL` ignores a position.
+        labels: Token to predict at each position [B, L], int64; `IGNORED_LABEL` ignores a position. Or K candidates for
+            each position [B, L, K], as for distillation; this requires a plain cross entropy.
         vocab_size: Size of the whole vocabulary, if `weight_VD` is a vocabulary shard; None for its number of rows.
         token_loss: Maps logits [T, V] and labels [T] to losses [T]; the loss of a token depends only on its own logits.
             Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from the materialized
@@ -106,8 +143,8 @@ def language_model_head(
             call, else `"chunked"`. With deterministic algorithms enabled None always selects `"chunked"`.
 
     Returns:
-        Without labels, the logits [B, L, V] in the dtype of the product. With labels, the loss of each token [B, L] in
-        nats, 0 for ignored positions, without reduction: float32, or float64 for float64 input.
+        Without labels, the logits [B, L, V] in the dtype of the product. With labels, the loss of each token [B, L] or
+        candidate [B, L, K] in nats, 0 for ignored ones, without reduction: float32, or float64 for float64 input.
 
     Raises:
         UserError: If the labels do not have the shape [B, L], a label on the CPU is out of range, or `backend` does not
@@ -117,7 +154,8 @@ def language_model_head(
     if labels is None:
         parts = [F.linear(hidden_BLD, weight) for weight in weights_VD]
         return soft_cap(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), softcap)
-    if labels.shape != hidden_BLD.shape[:-1]:
+    has_candidates = labels.dim() == hidden_BLD.dim()
+    if labels.shape[: hidden_BLD.dim() - 1] != hidden_BLD.shape[:-1] or labels.dim() > hidden_BLD.dim():
         raise UserError(
             f"labels have shape {tuple(labels.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one label for each "
             f"position: shift the labels before the model, and pad them with {IGNORED_LABEL}."
@@ -126,12 +164,27 @@ def language_model_head(
     check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)
     hidden_TD, labels_T = hidden_BLD.flatten(0, -2), labels.flatten()
     loss = PLAIN_CROSS_ENTROPY if token_loss is token_cross_entropy else token_loss
+    if has_candidates:
+        return _candidate_losses(hidden_TD, weights_VD, labels, loss=loss, softcap=softcap)
     if isinstance(loss, CrossEntropy):
         losses_T = _cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap, backend=backend)
     else:
         weight = weights_VD[0] if len(weights_VD) == 1 else torch.cat(weights_VD)
         losses_T = chunked_token_loss(hidden_TD, weight, labels_T, token_loss=loss, softcap=softcap)
     return losses_T.view_as(labels)
+
+
+def _candidate_losses(
+    hidden_TD: Tensor, weights_VD: Sequence[Tensor], labels: Tensor, *, loss: TokenLoss, softcap: float | None
+) -> Tensor:
+    if not isinstance(loss, CrossEntropy) or loss.z_loss or loss.label_smoothing:
+        raise UserError(
+            f"got labels with candidates, {tuple(labels.shape)}, and token_loss = {loss!r}; expected a plain cross "
+            "entropy. Remove z-loss and label smoothing, or pass one label for each position."
+        )
+    weight_VD = weights_VD[0] if len(weights_VD) == 1 else torch.cat(list(weights_VD))
+    losses_TK = candidate_losses(hidden_TD, weight_VD, labels.flatten(0, -2), softcap=softcap, mesh=loss.mesh)
+    return losses_TK.view_as(labels)
 
 
 def _cross_entropy(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from d9d_dist.errors import UserError
 from d9d_modules._kernel_choice import has_kernel
 
-_LARGEST_KERNEL_SIZE = 2**15
-"""Largest row that the Triton kernel supports: a program keeps whole rows in registers."""
+_LARGEST_KERNEL_SIZE = 2**14
+"""Largest row of the Triton kernel. A program keeps whole rows in registers, and longer rows do not fit (spills)."""
 
 
 @final

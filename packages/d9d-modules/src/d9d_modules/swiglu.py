@@ -1,4 +1,4 @@
-"""The gated feed-forward block of Llama-style decoders."""
+"""Gated feed-forward blocks: SwiGLU (Llama) and GeGLU (Gemma)."""
 
 from typing import final
 
@@ -30,13 +30,36 @@ class SwiGLU(nn.Module):
 
         Arguments as in `GroupedQueryAttention.tensor_plan`.
         """
-        activation = Shard(1) if sequence_parallel else Replicate()
-        return {
-            name: TensorRegion(input=activation),
-            f"{name}.gate_proj": ColumnParallel(input=None),
-            f"{name}.up_proj": ColumnParallel(input=None),
-            f"{name}.down_proj": RowParallel(output=activation),
-        }
+        return _gated_plan(name, sequence_parallel=sequence_parallel)
+
+
+@final
+class GeGLU(nn.Module):
+    """GeGLU block `down(gelu(gate(x)) * up(x))` (arXiv:2002.05202, equation 6), with the tanh approximation of GELU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, init_std=init_std)
+        self.up_proj = Linear(hidden_size, intermediate_size, init_std=init_std)
+        self.down_proj = Linear(intermediate_size, hidden_size, init_std=init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block to `x` [..., hidden_size]; the shape is unchanged."""
+        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+    def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
+        """Return the `parallelize_tensor` plan entries of the block; see `SwiGLU.tensor_plan`."""
+        return _gated_plan(name, sequence_parallel=sequence_parallel)
+
+
+def _gated_plan(name: str, *, sequence_parallel: bool) -> dict[str, TensorStyle]:
+    activation = Shard(1) if sequence_parallel else Replicate()
+    return {
+        name: TensorRegion(input=activation),
+        f"{name}.gate_proj": ColumnParallel(input=None),
+        f"{name}.up_proj": ColumnParallel(input=None),
+        f"{name}.down_proj": RowParallel(output=activation),
+    }
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -162,8 +162,6 @@ def test_a_custom_feed_forward_replaces_the_dense_one() -> None:
     built: list[int] = []
 
     class Custom(GroupedQueryParams):
-        has_qk_norm = True
-
         def feed_forward(self, index: int) -> nn.Module:
             built.append(index)
             return nn.Identity()

@@ -148,5 +148,5 @@ def test_checkpoints_go_both_ways(tmp_path: Path, tied: bool) -> None:
 
 def test_a_window_is_not_exported() -> None:
     params = replace(EXPORTED, sliding_window=3, sliding_layers=(0,))
-    with pytest.raises(UserError, match=r"sliding_window = 3; a config\.json of Llama has no sliding windows"):
+    with pytest.raises(UserError, match=r"sliding_window = 3; a config\.json of this family has no sliding windows"):
         llama3_hugging_face_config(params)

@@ -12,7 +12,7 @@ from d9d_moe.expert_balance import (
     update_global_load,
 )
 from d9d_moe.expert_counts import ExpertCounter
-from d9d_moe.experts import GroupedSwiGLU
+from d9d_moe.experts import Experts, GroupedClampedSwiGLU, GroupedSwiGLU, clamped_swiglu
 from d9d_moe.grouped_linear import (
     GROUPED_MATMUL_VARIABLE,
     GroupedLinear,
@@ -22,22 +22,28 @@ from d9d_moe.grouped_linear import (
 )
 from d9d_moe.joint_balance import JointBalance, token_records
 from d9d_moe.layer import MoELayer
+from d9d_moe.models.deepseek_moe import DeepseekMoeParams
 from d9d_moe.models.deepseek_v3 import (
+    DEEPSEEK_V3,
+    KIMI_K2,
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
     deepseek_v3_from_hugging_face,
     deepseek_v3_hugging_face_config,
     deepseek_v3_params_from_hugging_face,
 )
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, sparse_from_hugging_face
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
+from d9d_moe.models.glm4_moe import GLM4_MOE, Glm4MoeParams
+from d9d_moe.models.gpt_oss import GPT_OSS, GptOssParams
 from d9d_moe.models.qwen3_moe import (
+    QWEN3_MOE,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
     qwen3_moe_params_from_hugging_face,
 )
-from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
 from d9d_moe.moe_parallel import Dispatch, DispatchName, parallelize_moe
 from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
 from d9d_moe.router_losses import (
@@ -51,13 +57,19 @@ from d9d_moe.router_losses import (
 from d9d_moe.shared_experts import SharedExperts
 
 __all__ = [
+    "DEEPSEEK_V3",
+    "GLM4_MOE",
+    "GPT_OSS",
     "GROUPED_MATMUL_VARIABLE",
+    "KIMI_K2",
+    "QWEN3_MOE",
     "AllToAllDispatcher",
     "BalanceDefinition",
     "BalanceScope",
     "CombineHandle",
     "DeepEpBuffer",
     "DeepEpDispatcher",
+    "DeepseekMoeParams",
     "DeepseekV3ForCausalLM",
     "DeepseekV3Params",
     "Dispatch",
@@ -65,7 +77,11 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "ExpertCounter",
+    "Experts",
     "ExpertsLayout",
+    "Glm4MoeParams",
+    "GptOssParams",
+    "GroupedClampedSwiGLU",
     "GroupedLinear",
     "GroupedMatmulBackend",
     "GroupedSwiGLU",
@@ -85,6 +101,7 @@ __all__ = [
     "TopKRouter",
     "balance_experts",
     "choose_grouped_matmul",
+    "clamped_swiglu",
     "deep_ep_buffer",
     "deepseek_v3_from_hugging_face",
     "deepseek_v3_hugging_face_config",

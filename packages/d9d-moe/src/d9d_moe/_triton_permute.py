@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024
+_BLOCK = 2048
 """Largest number of features that a program processes at once."""
 
 

@@ -13,14 +13,13 @@ L rows sent by this rank, one per token and destination rank, M rows received.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from d9d_dist import all_to_all
 from d9d_moe.balanced_counts import balanced_rows
 from d9d_moe.dispatch import CombineHandle, Dispatched, dispatch_local, sort_by_expert
 from d9d_moe.permute import inverse_permutation, sum_rows, take_rows
@@ -47,7 +46,8 @@ class AllToAllDispatcher:
         order_N, sent_R = sort_by_expert(first_ranks_TA.flatten(), self.group.size())
         inverse_N = inverse_permutation(order_N)
         choices_R = torch.zeros_like(sent_R).scatter_add_(0, ranks_TA.flatten(), torch.ones_like(order_N))
-        received_R2 = all_to_all(torch.stack((sent_R, choices_R), dim=1), self.group)
+        one_each = [1] * self.group.size()
+        received_R2 = _start_all_to_all(torch.stack((sent_R, choices_R), dim=1), one_each, one_each, self.group)()
         send_sizes, receive_sizes, choices = _sizes(sent_R, received_R2, routing, num_experts)
 
         order_L = order_N[: sum(send_sizes)]
@@ -98,19 +98,20 @@ def _local_experts(experts_MA: Tensor, rank: int, num_local_experts: int) -> Ten
 
 
 class _AsyncAllToAll(torch.autograd.Function):
-    """Asynchronous all-to-all of rows that returns the output buffer and the work handle."""
+    """All-to-all of rows that returns its output before the rows have arrived; `wait_tensor` waits for them.
+
+    A functional collective, whose output selective activation checkpointing can save.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup
-    ) -> tuple[Tensor, dist.Work]:
+    ) -> Tensor:
         ctx.sizes, ctx.group = (send_sizes, receive_sizes), group
-        received = x.new_empty(sum(receive_sizes), x.shape[1])
-        work = dist.all_to_all_single(
-            received, x.contiguous(), list(receive_sizes), list(send_sizes), group=group, async_op=True
+        received: Tensor = torch.ops._c10d_functional.all_to_all_single(
+            x.contiguous(), list(receive_sizes), list(send_sizes), group.group_name
         )
-        assert work is not None, "async_op=True returns a work handle"
-        return received, work
+        return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -122,10 +123,10 @@ def _start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
     """Start an all-to-all of rows; the returned function waits for it and returns the received rows."""
-    received, work = cast(tuple[Tensor, dist.Work], _AsyncAllToAll.apply(x, send_sizes, receive_sizes, group))
+    received: Tensor = _AsyncAllToAll.apply(x, send_sizes, receive_sizes, group)
 
     def wait() -> Tensor:
-        work.wait()
+        torch.ops._c10d_functional.wait_tensor(received.detach())
         return received
 
     return wait

@@ -1,4 +1,4 @@
-"""Numbers of rows on the host. Fake tensors have no values, so a rehearsal of a job assumes balanced routing."""
+"""Numbers of rows on the host. Fake tensors have no values, so a dry run of a job assumes balanced routing."""
 
 from math import comb
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from d9d_dist import canonical_name
 from d9d_dist.errors import UserError
 from d9d_moe.layer import MoELayer
-from d9d_moe.router import SigmoidRouter
+from d9d_moe.router import SigmoidRouter, TopKRouter
 
 _MIN_BIAS_BYTES = 4
 
@@ -78,9 +78,9 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
     if rate < 0:
         raise UserError(f"rate = {rate}; expected 0 or above.")
     for name, block in _blocks(model).items():
-        if name in counts and isinstance(block.router, SigmoidRouter):
+        bias_E = block.router.selection_bias if isinstance(block.router, SigmoidRouter | TopKRouter) else None
+        if name in counts and bias_E is not None:
             counts_E = counts[name].double()
-            bias_E = block.router.selection_bias
             if bias_E.element_size() < _MIN_BIAS_BYTES:
                 raise UserError(
                     f"the selection bias of {name} is {bias_E.dtype}; expected float32, because updates of rate = "

@@ -1,6 +1,6 @@
-"""Routed experts of a layer: SwiGLU blocks computed with grouped matrix products."""
+"""Routed experts of a layer: gated feed-forward blocks computed with grouped matrix products."""
 
-from typing import final
+from typing import TypeAlias, final
 
 from torch import Tensor, nn
 
@@ -24,3 +24,46 @@ class GroupedSwiGLU(nn.Module):
         `counts` [num_experts], integer, is the number of rows per expert; its sum is N.
         """
         return self.down_proj(silu_mul(self.gate_proj(rows, counts), self.up_proj(rows, counts)), counts)
+
+
+@final
+class GroupedClampedSwiGLU(nn.Module):
+    """Experts of "gpt-oss" (arXiv:2508.10925), section 2.3: SwiGLU with clamped inputs, a residual, and biases.
+
+    Rows 2 i and 2 i + 1 of `gate_up_proj` are gate and up of feature i, as in the checkpoint: separate parameters could
+    only be read row by row.
+
+    Args:
+        alpha: Factor inside the sigmoid of the gate.
+        limit: Largest gate, and largest magnitude of up; see `clamped_swiglu`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+        self.gate_up_proj = GroupedLinear(num_experts, hidden_size, 2 * intermediate_size, bias=True, init_std=init_std)
+        self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, bias=True, init_std=init_std)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Apply the experts to rows [N, hidden_size]; arguments and result as in `GroupedSwiGLU`."""
+        gate, up = self.gate_up_proj(rows, counts).unflatten(-1, (-1, 2)).unbind(dim=-1)
+        return self.down_proj(clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit), counts)
+
+
+Experts: TypeAlias = GroupedSwiGLU | GroupedClampedSwiGLU
+"""Experts that `MoELayer` supports."""
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """Compute `(up + 1) * gate * sigmoid(alpha * gate)`, with `gate <= limit` and `-limit <= up <= limit`."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * (alpha * gate).sigmoid()

@@ -30,27 +30,37 @@ GROUPED_GEMM_INSTALL = "TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolatio
 _ALIGNMENT = 16
 """Row alignment in bytes that `grouped_mm` requires."""
 
+_BIAS_COLUMNS = 8
+"""Columns of a bias as a matrix, which align it for all dtypes of `grouped_mm`."""
+
 
 @final
 class GroupedLinear(nn.Module):
-    """Linear layer without bias that has a weight per group: `y = x @ weight[group].T`.
+    """Linear layer that has a weight per group: `y = x @ weight[group].T + bias[group]`, by default without bias.
 
-    The weight is [G, O, I]: matrices of `nn.Linear`, such as those of the experts in a checkpoint, can be stacked.
+    The weight is [G, O, I]: matrices of `nn.Linear`, such as those of the experts in a checkpoint, can be stacked. The
+    bias is [G, O].
     """
 
-    def __init__(self, num_groups: int, in_features: int, out_features: int, *, init_std: float = 0.02) -> None:
+    def __init__(
+        self, num_groups: int, in_features: int, out_features: int, *, bias: bool = False, init_std: float = 0.02
+    ) -> None:
         super().__init__()
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_groups, out_features)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from `Normal(0, init_std)`."""
+        """Draw the weight from `Normal(0, init_std)`, and set the bias to 0."""
         nn.init.normal_(self.weight, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x_NI: Tensor, counts_G: Tensor) -> Tensor:
-        """Call `grouped_matmul` with the weight of this module."""
-        return grouped_matmul(x_NI, self.weight, counts_G)
+        """Call `grouped_matmul` with the weight of this module, and add the bias of each row's group."""
+        y_NO = grouped_matmul(x_NI, self.weight, counts_G)
+        return y_NO if self.bias is None else y_NO + _rows_of(self.bias, x_NI, counts_G)
 
 
 def grouped_matmul(
@@ -70,6 +80,16 @@ def grouped_matmul(
     _check_backend(chosen, x_NI)
     weight, slot = defer_weight_grad(weight_GOI, x_NI)
     return cast(Tensor, _GroupedMatmul.apply(x_NI, weight, counts_G, slot, chosen))
+
+
+def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
+    """Return the bias of each row's group [N, O].
+
+    A grouped product, because the gradient of indexing is summed in a nondeterministic order on accelerators.
+    """
+    weight_GOI = F.pad(bias_GO.unsqueeze(-1), (0, _BIAS_COLUMNS - 1))  # aligned for the kernel
+    one_N = x_NI.new_ones(len(x_NI), 1)
+    return grouped_matmul(F.pad(one_N, (0, _BIAS_COLUMNS - 1)), weight_GOI, counts_G)
 
 
 def choose_grouped_matmul(

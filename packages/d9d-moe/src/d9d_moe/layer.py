@@ -9,7 +9,7 @@ from d9d_dist.errors import UserError
 from d9d_modules import HiddenAndLosses
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
-from d9d_moe.experts import GroupedSwiGLU
+from d9d_moe.experts import Experts, GroupedSwiGLU
 from d9d_moe.joint_balance import token_records
 from d9d_moe.router import Router, Routing
 from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses
@@ -29,6 +29,7 @@ class MoELayer(nn.Module):
 
     Args:
         router: Module that implements `Router`.
+        experts: Routed experts; None for a `GroupedSwiGLU`.
         shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None for none.
         losses: Router losses. In evaluation mode they are 0.
         dispatcher: Dispatcher of tokens; `parallelize_moe` replaces it.
@@ -45,6 +46,7 @@ class MoELayer(nn.Module):
         intermediate_size: int,
         *,
         router: Router,
+        experts: Experts | None = None,
         shared: nn.Module | None = None,
         losses: RouterLosses = NO_LOSSES,
         dispatcher: Dispatcher = LOCAL,
@@ -57,7 +59,9 @@ class MoELayer(nn.Module):
         self.token_groups = TokenGroups()
         self.router = router
         self.counter = ExpertCounter(router.num_experts)
-        self.experts = GroupedSwiGLU(router.num_experts, hidden_size, intermediate_size, init_std=init_std)
+        self.experts: Experts = experts or GroupedSwiGLU(
+            router.num_experts, hidden_size, intermediate_size, init_std=init_std
+        )
         self.shared = shared
         self.global_load: Tensor | None
         has_load = losses.follow_global_batch

@@ -68,7 +68,13 @@ def parallelize_moe(
             )
     dispatcher = _build_dispatcher(dispatch, mesh["ep_shard"].get_group(), ctx, blocks.values()) if degree > 1 else None
     for block in blocks.values():
-        parallelize_experts(block.experts, mesh, shard_replicas=shard_replicas, precision=precision)
+        parallelize_experts(
+            block.experts,
+            mesh,
+            shard_replicas=shard_replicas,
+            precision=precision,
+            reshard_after_forward=ctx.size("regular", "pp") == 1,
+        )
         block.token_groups = groups
         if dispatcher is not None:
             block.dispatcher = dispatcher

@@ -55,15 +55,30 @@ class Router(Protocol):
 class TopKRouter(nn.Module):
     """Router of Qwen3-MoE and Mixtral: softmax over all experts, then the `top_k` largest, computed in float32.
 
+    With `renormalize`, this equals a softmax over the logits of the chosen experts, as in GPT-OSS.
+
     Args:
         renormalize: If True, scale the chosen probabilities to sum to 1.
+        bias: If True, the logits have a learnable bias [E] (GPT-OSS).
+        balance_bias: If True, experts are chosen by probability plus `selection_bias`; see `SigmoidRouter`.
+
+    Attributes:
+        selection_bias: Expert bias [E], float32; a persistent buffer. None without `balance_bias`.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`.
     """
 
     def __init__(
-        self, hidden_size: int, *, num_experts: int, top_k: int, renormalize: bool = True, init_std: float = 0.02
+        self,
+        hidden_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        renormalize: bool = True,
+        bias: bool = False,
+        balance_bias: bool = False,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
         check_top_k(top_k, num_experts)
@@ -72,17 +87,28 @@ class TopKRouter(nn.Module):
         self.renormalize = renormalize
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        self.selection_bias: Tensor | None
+        self.register_buffer("selection_bias", torch.empty(num_experts, dtype=torch.float32) if balance_bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from `Normal(0, init_std)`."""
+        """Draw the weight from `Normal(0, init_std)`, and set both biases to zero."""
         nn.init.normal_(self.weight, std=self.init_std)
+        for bias in (self.bias, self.selection_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x_TD: Tensor) -> Routing:
         """Choose the experts of each token of `x_TD` [T, D]."""
-        logits_TE = _logits(x_TD, self.weight)
+        logits_TE = _logits(x_TD, self.weight, self.bias)
         scores_TE = logits_TE.softmax(dim=-1)
-        probabilities_TA, indices_TA = scores_TE.topk(self.top_k, dim=-1)
+        if self.selection_bias is None:
+            probabilities_TA, indices_TA = scores_TE.topk(self.top_k, dim=-1)
+        else:
+            biased_TE = scores_TE.detach() + self.selection_bias.to(scores_TE.dtype)
+            indices_TA = biased_TE.topk(self.top_k, dim=-1).indices
+            probabilities_TA = scores_TE.gather(1, indices_TA)
         if self.renormalize:
             probabilities_TA = probabilities_TA / probabilities_TA.sum(dim=-1, keepdim=True)
         return Routing(indices_TA, probabilities_TA, logits_TE, scores_TE)
@@ -186,8 +212,8 @@ def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: i
         )
 
 
-def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+def _logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """Compute the router logits [T, E] in at least float32: rounding to a lower precision could tie close experts."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     with no_autocast(x_TD):
-        return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
+        return F.linear(x_TD.to(dtype), weight_ED.to(dtype), None if bias_E is None else bias_E.to(dtype))

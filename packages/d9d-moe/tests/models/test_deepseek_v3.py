@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from d9d_modules import (
     SwiGLU,
     YarnScaling,
     decoder_lm_head,
+    rollout,
 )
 from d9d_moe import (
     DeepseekV3ForCausalLM,
@@ -32,7 +34,15 @@ from d9d_moe import (
     deepseek_v3_hugging_face_config,
     deepseek_v3_params_from_hugging_face,
 )
-from d9d_state import StateMapper, load_model_state, save_model_state
+from d9d_state import (
+    Fp8Blocks,
+    ModelFolder,
+    StateMapper,
+    dequantize_inputs,
+    load_model_state,
+    read_model_state,
+    save_model_state,
+)
 
 PARAMS = DeepseekV3Params(
     vocab_size=19,
@@ -283,6 +293,19 @@ def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, len
         assert (parameter.grad - expected_gradients[name]).abs().max() <= 1e-5 * largest, name
 
 
+def test_greedy_text_with_latent_cache_equals_that_without() -> None:
+    torch.manual_seed(1)
+    model = DeepseekV3ForCausalLM(PARAMS).double()
+    prompts = torch.randint(1, 19, (2, 6))
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    cached, whole = (
+        rollout(model, prompts, prompt_mask=mask, max_new_tokens=10, max_context=30, temperature=0, use_cache=use_cache)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached.token_ids, whole.token_ids)
+    torch.testing.assert_close(cached.log_probs, whole.log_probs, rtol=1e-6, atol=1e-6)
+
+
 def test_each_stage_loads_its_tensors_from_the_checkpoint() -> None:
     params = _exported()
     built = [name for i in range(3) for name in DeepseekV3ForCausalLM(params, StageInfo(i, 3)).state_dict()]
@@ -309,6 +332,28 @@ def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
+def test_a_released_float8_checkpoint_loads(tmp_path: Path) -> None:
+    """Quantized as in the release: all linear layers of the decoder layers, but neither routers nor embeddings."""
+    params = _exported()
+    plain = deepseek_v3_from_hugging_face(params)
+    layout = Fp8Blocks((8, 4))
+    scaled = [name for name in plain.inputs if re.search(r"_proj(_with_mqa)?\.weight$", name)]
+    assert len(scaled) == 3 * 5 + 3 + 2 * (3 + 3 * 4)
+    mapper = dequantize_inputs(plain, layout, [*plain.inputs, *(f"{name}_scale_inv" for name in scaled)])
+    model, again = DeepseekV3ForCausalLM(params), DeepseekV3ForCausalLM(params)
+    save_model_state(model, tmp_path, mapper.inverse())
+    load_model_state(again, tmp_path, dequantize_inputs(plain, layout, ModelFolder.open(tmp_path).tensors))
+    held = dict(read_model_state(tmp_path))
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert held[name].dtype == torch.float8_e4m3fn
+    scales = held[f"{name}_scale_inv"].repeat_interleave(8, 0)[:12].repeat_interleave(4, 1)
+    got = again.get_parameter("backbone.layers.1.feed_forward.experts.up_proj.weight")[3]
+    assert torch.equal(got, held[name].float() * scales)
+    assert (got - model.get_parameter("backbone.layers.1.feed_forward.experts.up_proj.weight")[3]).abs().max() > 0
+    embedding = "backbone.embedding.weight"
+    assert torch.equal(again.get_parameter(embedding), model.get_parameter(embedding))
+
+
 @pytest.mark.parametrize("changes", [{}, {"q_rank": None, "rotary_layout": "half", "rope_scaling": None}])
 def test_config_round_trip(changes: dict[str, Any]) -> None:
     params = replace(_exported(), **changes)
@@ -321,8 +366,8 @@ def test_config_round_trip(changes: dict[str, Any]) -> None:
     [
         ({"model_type": "qwen3"}, r"config\.json has model_type = 'qwen3'; only 'deepseek_v3' is supported"),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
-            r"config\.json has quantization_config = .*fp8.*; only None",
+            {"quantization_config": {"quant_method": "awq"}},
+            r"quantization_config of config\.json has quant_method = 'awq'; expected 'fp8'",
         ),
         ({"n_group": None}, r"config\.json has n_group = null, .*Set n_group and topk_group to 1"),
         ({"topk_group": None}, r"config\.json has topk_group = null"),

@@ -112,7 +112,7 @@ def test_params_set_the_sizes_of_experts() -> None:
     model = Qwen3MoeForCausalLM(replace(PARAMS, renormalize=False))
     block = model.layers["0"].feed_forward
     assert isinstance(block, MoELayer)
-    assert block.experts.gate_proj.weight.shape == (5, 10, 12)
+    assert block.get_parameter("experts.gate_proj.weight").shape == (5, 10, 12)
     assert block.router.top_k == 2
     assert isinstance(block.router, TopKRouter)
     assert not block.router.renormalize

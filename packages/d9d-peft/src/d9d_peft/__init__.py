@@ -1,7 +1,8 @@
 """Composable parameter-efficient fine-tuning for PyTorch."""
 
 from d9d_peft._targets import Target
-from d9d_peft.adapter import Adapter
+from d9d_peft.active import adapters_off, original_weights, use_adapter
+from d9d_peft.adapter import DEFAULT_ADAPTER, Adapter
 from d9d_peft.adapter_load import load_adapters
 from d9d_peft.adapter_save import save_adapters
 from d9d_peft.dora import DoRA, DoraAdapter
@@ -13,6 +14,7 @@ from d9d_peft.method import PeftMethod, Plan, first_names, inject
 from d9d_peft.stack import Stack
 
 __all__ = [
+    "DEFAULT_ADAPTER",
     "Adapter",
     "DoRA",
     "DoraAdapter",
@@ -24,9 +26,12 @@ __all__ = [
     "Plan",
     "Stack",
     "Target",
+    "adapters_off",
     "first_names",
     "inject",
     "load_adapters",
     "merge_",
+    "original_weights",
     "save_adapters",
+    "use_adapter",
 ]

@@ -1,7 +1,7 @@
 """Adapters: modules that change the output of a layer with parameters of their own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -12,15 +12,23 @@ from torch.distributed.tensor import Placement
 
 from d9d_dist import canonical_name
 
-ADAPTER = "adapter"
-"""Name of the child module."""
+DEFAULT_ADAPTER = "default"
+"""Name of the adapters that `inject` adds unless it gets another name."""
+
+_CHILD = "adapter"
 
 
 class Adapter(nn.Module, ABC):
     """Base class of modules that change the output of a layer with parameters of their own.
 
     The layer is an argument of the methods, not an attribute, so its parameters are not registered twice.
+
+    Attributes:
+        is_active: True if the layer computes with this adapter; False if the adapter has no effect. Set by
+            `use_adapter` and `adapters_off`. At most one adapter of a layer is active.
     """
+
+    is_active: bool = True
 
     @abstractmethod
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -64,29 +72,54 @@ class AdaptedLayer:
     adapter: Adapter
 
 
-def attach(adapter: Adapter, layer: nn.Module) -> None:
-    """Add an adapter to a layer, in place."""
-    layer.add_module(ADAPTER, adapter)
-    # The instance attribute shadows the class's forward. The adapter is called as a module, so its own hooks run.
-    layer.forward = partial(_adapted_forward, layer, layer.forward)
+def child_name(adapter: str) -> str:
+    """Return the name of the child module that holds a layer's adapter of this name: `adapter` or `adapter_<name>`."""
+    return _CHILD if adapter == DEFAULT_ADAPTER else f"{_CHILD}_{adapter}"
 
 
-def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """Return the layers with adapters by name in the whole model, also if `model` is a pipeline stage."""
+def attach(adapter: Adapter, layer: nn.Module, name: str = DEFAULT_ADAPTER) -> None:
+    """Add an adapter to a layer, in place. It is active if it is the layer's first adapter."""
+    has_adapters = bool(adapters_of(layer))
+    adapter.is_active = not has_adapters
+    layer.add_module(child_name(name), adapter)
+    if not has_adapters:
+        # The instance attribute shadows the class's forward. The adapter is called as a module, so its hooks run.
+        layer.forward = partial(_adapted_forward, layer, layer.forward)
+
+
+def adapters_of(layer: nn.Module) -> dict[str, Adapter]:
+    """Return the adapters of a layer by name of the child module."""
+    return {name: child for name, child in layer._modules.items() if isinstance(child, Adapter)}
+
+
+def all_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """Yield the adapters of all names in a model, with the names of their child modules."""
+    for layer in model.modules():
+        yield from adapters_of(layer).items()
+
+
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter that belongs to an adapter of any name."""
+    return {id(parameter) for _, adapter in all_adapters(model) for parameter in adapter.parameters()}
+
+
+def adapted_layers(model: nn.Module, adapter: str = DEFAULT_ADAPTER) -> dict[str, AdaptedLayer]:
+    """Return the layers with adapters of a name, by name in the whole model, also if `model` is a pipeline stage."""
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     layers: dict[str, AdaptedLayer] = {}
     for layer in model.modules():
-        adapter = layer._modules.get(ADAPTER)
-        if isinstance(adapter, Adapter):
-            name, parameter = next(iter(adapter.named_parameters()))
-            layers[names[id(parameter)].removesuffix(f"{ADAPTER}.{name}").removesuffix(".")] = AdaptedLayer(
-                layer, adapter
+        found = layer._modules.get(child_name(adapter))
+        if isinstance(found, Adapter):
+            name, parameter = next(iter(found.named_parameters()))
+            layers[names[id(parameter)].removesuffix(f"{child_name(adapter)}.{name}").removesuffix(".")] = AdaptedLayer(
+                layer, found
             )
     return layers
 
 
 def _adapted_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call the adapter of a layer, in place of the layer's forward."""
-    adapter = layer._modules[ADAPTER]
-    assert adapter is not None
-    return adapter(layer, inner, *args, **kwargs)
+    """Call the active adapter of a layer, or else the layer's own forward."""
+    for child in layer._modules.values():
+        if isinstance(child, Adapter) and child.is_active:
+            return child(layer, inner, *args, **kwargs)
+    return inner(*args, **kwargs)

@@ -8,6 +8,7 @@ from torch import nn
 
 from d9d_dist import DistributedContext, UserError, agree, copy_from_full_
 from d9d_peft._targets import shorten
+from d9d_peft.adapter import DEFAULT_ADAPTER
 from d9d_peft.peft_config import (
     config_low_rank,
     read_config,
@@ -26,6 +27,8 @@ def load_adapters(
     folder: str | Path,
     base_mapper: StateMapper | None = None,
     ctx: DistributedContext | None = None,
+    *,
+    adapter: str = DEFAULT_ADAPTER,
 ) -> None:
     """Load adapters from a folder that `save_adapters` or Hugging Face `peft` wrote, in place.
 
@@ -39,13 +42,14 @@ def load_adapters(
         base_mapper: As in `save_adapters`.
         ctx: Distributed context; all ranks then raise together. Required for pipeline stages, which hold only a part of
             the adapters. `None` for a single process.
+        adapter: Name of the adapters to set, as `inject` got it.
 
     Raises:
         UserError: If layers, rank, scale or kind of the adapters differ between files and model, or an entry of the
             configuration is not supported. The model is then unchanged.
     """
     folder = Path(folder)
-    stored, is_dora = agreed_adapters(model, base_mapper, ctx)
+    stored, is_dora = agreed_adapters(model, base_mapper, ctx, adapter)
     all_names = stored_names(stored).gather(ctx)
     base = base_names(model, base_mapper)
     problem = None

@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, agree, full_tensor, gather_json, gather_variadic
+from d9d_peft.adapter import DEFAULT_ADAPTER
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_config import adapter_config
 from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME
@@ -25,6 +26,8 @@ def save_adapters(
     folder: str | Path,
     base_mapper: StateMapper | None = None,
     ctx: DistributedContext | None = None,
+    *,
+    adapter: str = DEFAULT_ADAPTER,
 ) -> None:
     """Save the trained tensors of a model in the layout of Hugging Face `peft`. Collective over the job.
 
@@ -38,13 +41,14 @@ def save_adapters(
             same. Adapters use the names of the base checkpoint. Experts get one adapter each if the base checkpoint
             stores one weight per expert; otherwise the names follow peft's `target_parameters`.
         ctx: Distributed context; `None` for a single process.
+        adapter: Name of the adapters, as `inject` got it. The files do not hold the name.
 
     Raises:
-        UserError: On all ranks, if the model has no adapters, or both LoRA and DoRA adapters. Also if a trained tensor
-            has no counterpart in the base checkpoint, such as a weight that joins several tensors.
+        UserError: On all ranks, if the model has no adapters of this name, or both LoRA and DoRA adapters. Also if a
+            trained tensor has no counterpart in the base checkpoint, such as a weight that joins several tensors.
         StateError: On all ranks, if writing failed. A file that was not yet replaced keeps its old contents.
     """
-    stored, is_dora = agreed_adapters(model, base_mapper, ctx)
+    stored, is_dora = agreed_adapters(model, base_mapper, ctx, adapter)
     keeps = ctx is None or _is_first_of_stage(ctx)
     tensors = _gather(stored, keeps=keeps)
     low_ranks = {

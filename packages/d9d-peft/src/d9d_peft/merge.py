@@ -1,14 +1,15 @@
 """Merge adapters into the weights of their layers, to export and serve a model without adapters."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
-from d9d_peft.adapter import adapted_layers
+from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers
 
 
-def merge_(model: nn.Module, ctx: DistributedContext | None = None) -> None:
+def merge_(model: nn.Module, ctx: DistributedContext | None = None, *, adapter: str = DEFAULT_ADAPTER) -> None:
     """Merge each adapter of a model into its layer's weight, in place, one layer at a time.
 
     The output is unchanged except for rounding, and training can continue: adapters stay and are reset to have no
@@ -19,23 +20,27 @@ def merge_(model: nn.Module, ctx: DistributedContext | None = None) -> None:
     Args:
         model: The model, or this rank's pipeline stages of it, after `inject`.
         ctx: Distributed context; all ranks then raise together. `None` for a single process.
+        adapter: Name of the adapters to merge, as `inject` got it. Adapters of other names then act on the merged
+            weights.
 
     Raises:
-        UserError: If no rank has adapters, or an adapted layer has a tied parameter. The model is then unchanged.
+        UserError: If no rank has adapters of this name, or an adapted layer has a tied parameter. The model is then
+            unchanged.
     """
-    layers = adapted_layers(model)
-    agree(_tied_message(model), alone=ctx is None)
+    layers = adapted_layers(model, adapter)
+    agree(_tied_message(model, layers), alone=ctx is None)
     if not any(gather_json(bool(layers), alone=ctx is None)):
-        raise UserError("merge_ got a model without adapters; expected a model after inject().")
+        named = "" if adapter == DEFAULT_ADAPTER else f" named {adapter!r}"
+        raise UserError(f"merge_ got a model without adapters{named}; expected a model after inject().")
     for adapted in layers.values():
         adapted.adapter.merge_(adapted.layer)
 
 
-def _tied_message(model: nn.Module) -> str | None:
+def _tied_message(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> str | None:
     """Return an error message if a layer with an adapter shares a parameter with another module, else `None`."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     own = {id(parameter) for parameter in model.parameters()}
-    for name, adapted in adapted_layers(model).items():
+    for name, adapted in layers.items():
         for parameter_name, parameter in adapted.layer.named_parameters(recurse=False):
             if owners[id(parameter)] > 1 or id(parameter) not in own:
                 return (

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import UserError
-from d9d_peft.adapter import ADAPTER, Adapter, attach
+from d9d_peft._targets import shorten
+from d9d_peft.adapter import DEFAULT_ADAPTER, Adapter, adapter_parameters, adapters_of, attach, child_name
 from d9d_state import StateMapper, identity_of, keep, parallel
 
 
@@ -51,18 +52,31 @@ class PeftMethod(Protocol):
         ...
 
 
-def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> StateMapper:
+def inject(
+    method: PeftMethod,
+    model: nn.Module,
+    *,
+    is_part: bool = False,
+    adapter: str = DEFAULT_ADAPTER,
+    trainable: bool = True,
+) -> StateMapper:
     """Prepare a model for fine-tuning, in place: add the method's adapters and freeze all other parameters.
 
     Call it before the model is parallelized and the optimizer is created. Layers are not replaced and parameters keep
     their names; an adapter of layer `a.q` adds the parameters `a.q.adapter.*`. They are on the device of the layer's
     weight, so nothing is allocated on `meta`. Their dtype is at least float32 unless the method sets another one.
 
+    Further calls with other names add more adapters to the same model. The adapters of the first call are active;
+    `use_adapter` activates others. A further call changes neither the earlier adapters nor which of them are trained.
+
     Args:
         method: Fine-tuning method.
         model: Model on any device, `meta` included.
         is_part: True if the model is a pipeline stage, where a method may match nothing. To detect a target without
             matches in any stage, inject the method into the whole model on `meta` once.
+        adapter: Name of the adapters, a Python identifier. The parameters of adapters `reward` are
+            `a.q.adapter_reward.*`.
+        trainable: False to freeze the new adapters too, for adapters that are loaded and only evaluated.
 
     Returns:
         The mapper from the tensors of the original model to those of the changed model; a tied tensor has its first
@@ -70,24 +84,30 @@ def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> St
         values. `mapper.inverse()` drops the new parameters.
 
     Raises:
-        UserError: If the method cannot be applied or matches nothing, or the model already has adapters or is already
-            parallelized. The model is then unchanged.
+        UserError: If the method cannot be applied or matches nothing, the model already has adapters of this name or is
+            already parallelized, or the adapters of a further call would be in or next to parameters that are trained
+            without an adapter (`FullTune`). The model is then unchanged.
     """
     if isinstance(method, nn.Module):
         raise UserError(f"inject() got a {type(method).__name__} as its method; expected inject(method, model).")
-    _check_unprepared(model)
+    if not adapter.isidentifier():
+        raise UserError(f"inject got adapter = {adapter!r}; expected a Python identifier, such as 'reward'.")
+    is_first = _check_unprepared(model, child_name(adapter))
     plan = method.plan(model)
     if plan.unmatched and not is_part:
         raise UserError(" ".join(plan.unmatched))
+    if not is_first or not trainable:
+        _check_adapters_only(model, plan, adapter)
     original = identity_of(model)
     new_names: list[str] = []
-    for name, adapter in plan.adapters.items():
-        attach(adapter, model.get_submodule(name))
-        prefix = f"{name}.{ADAPTER}.".lstrip(".")
-        new_names += [f"{prefix}{tensor}" for tensor in adapter.state_dict(keep_vars=True)]
-    trainable = plan.trainable.union(new_names)
+    for name, module in plan.adapters.items():
+        attach(module, model.get_submodule(name), adapter)
+        prefix = f"{name}.{child_name(adapter)}.".lstrip(".")
+        new_names += [f"{prefix}{tensor}" for tensor in module.state_dict(keep_vars=True)]
+    trained = plan.trainable.union(new_names if trainable else ())
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trainable)
+        if is_first or name in new_names:
+            parameter.requires_grad_(name in trained)
     return parallel(original, keep(*new_names)) if new_names else original
 
 
@@ -100,16 +120,38 @@ def first_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _check_unprepared(model: nn.Module) -> None:
-    """Raise `UserError` if a model has adapters or is parallelized."""
+def _check_unprepared(model: nn.Module, child: str) -> bool:
+    """Raise `UserError` if a model has adapters in children of this name or is parallelized.
+
+    Returns True if it has no adapters at all.
+    """
+    is_first = True
     for name, module in model.named_modules():
-        if isinstance(module._modules.get(ADAPTER), Adapter):
+        adapters = adapters_of(module)
+        is_first = is_first and not adapters
+        if child in adapters:
             raise UserError(
-                f"{name} already has an adapter; expected a model without adapters. Call inject() once, with a Stack "
-                "of all methods."
+                f"{name} already has an adapter of this name; expected a model without. Call inject() once, with a "
+                "Stack of all methods, or pass another name: inject(method, model, adapter='second')."
             )
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             raise UserError(
                 f"{name or 'the model'} is already parallelized; expected a model before parallelization. Call "
                 "inject() where the model is built."
             )
+    return is_first
+
+
+def _check_adapters_only(model: nn.Module, plan: Plan, adapter: str) -> None:
+    """Raise `UserError` if a plan trains the model's own parameters, or adapts layers whose own parameters are trained.
+
+    Values of the model's own parameters have no name: all adapters share them.
+    """
+    owned = adapter_parameters(model)
+    tuned = {name for name, value in model.named_parameters() if value.requires_grad and id(value) not in owned}
+    shared = sorted(plan.trainable | (plan.claimed & tuned if owned else set()))
+    if shared:
+        raise UserError(
+            f"inject got adapter = {adapter!r} with parameters that adapters of all names share and that are trained: "
+            f"{shorten(shared)}; expected only adapters on frozen parameters. Use LoRA or DoRA instead of FullTune."
+        )

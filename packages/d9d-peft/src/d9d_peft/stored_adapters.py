@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from d9d_dist import DistributedContext, UserError, agree, canonical_name, gather_json
 from d9d_peft._checkpoint_names import JointParameter, checkpoint_name, group_names
 from d9d_peft._targets import shorten
-from d9d_peft.adapter import ADAPTER, AdaptedLayer, adapted_layers
+from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers, adapter_parameters, all_adapters
 from d9d_peft.lora import LoraAdapter
 from d9d_peft.peft_layout import StoredLayer, kind, module_key, module_name
 from d9d_peft.stored_parameter import StoredParameter, nested
@@ -85,26 +85,29 @@ def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
     if base_mapper is not None:
         return list(base_mapper.inputs)
     names = (canonical_name(name) for name in model.state_dict())
-    return [name for name in names if ADAPTER not in name.split(".")]
+    children = {child for child, _ in all_adapters(model)}
+    return [name for name in names if children.isdisjoint(name.split("."))]
 
 
 def agreed_adapters(
-    model: nn.Module, base_mapper: StateMapper | None, ctx: DistributedContext | None
+    model: nn.Module, base_mapper: StateMapper | None, ctx: DistributedContext | None, adapter: str
 ) -> tuple[StoredAdapters, bool]:
-    """Collect this rank's tensors to save; also return True if the adapters are DoRA. Collective over the job.
+    """Collect this rank's tensors to save, with adapters of this name; also return True if the adapters are DoRA.
 
+    Collective over the job.
     Raises `UserError` on all ranks if the `peft` format cannot represent a trained tensor, or the model has no adapters
     or both LoRA and DoRA.
     """
     stored, problem = StoredAdapters(), None
     try:
-        stored = stored_adapters(model, base_mapper)
+        stored = stored_adapters(model, base_mapper, adapter)
     except UserError as error:
         problem = error
     agree(problem, alone=ctx is None)
     kinds = frozenset[str]().union(*gather_json(sorted(stored.kinds), alone=ctx is None))
     if not kinds:
-        raise UserError("got a model without adapters; expected a model after inject() with LoRA or DoRA.")
+        named = "" if adapter == DEFAULT_ADAPTER else f" named {adapter!r}"
+        raise UserError(f"got a model without adapters{named}; expected a model after inject() with LoRA or DoRA.")
     if len(kinds) > 1:
         raise UserError(
             "got adapters of LoRA and of DoRA; expected one kind, because a file of peft has a single kind. Save the "
@@ -113,12 +116,12 @@ def agreed_adapters(
     return stored, kinds == {"DoRA"}
 
 
-def stored_adapters(model: nn.Module, base_mapper: StateMapper | None) -> StoredAdapters:
+def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: str) -> StoredAdapters:
     """Collect this rank's tensors to save in the adapter files.
 
     Raises `UserError` if the `peft` format cannot represent a trained tensor.
     """
-    layers = adapted_layers(model)
+    layers = adapted_layers(model, adapter)
     unsupported = [
         f"{name} ({type(adapted.adapter).__name__})"
         for name, adapted in layers.items()
@@ -129,8 +132,7 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None) -> Stored
             f"got the adapters {shorten(unsupported)}; expected adapters of LoRA or DoRA, because files of peft have "
             "no others. Save the merged model instead."
         )
-    adapter_parameters = {id(parameter) for adapted in layers.values() for parameter in adapted.adapter.parameters()}
-    modules = _tuned_modules(model, adapter_parameters, base_mapper)
+    modules = _tuned_modules(model, adapter_parameters(model), base_mapper)
     return StoredAdapters(*_stored_layers(layers, base_mapper), modules)
 
 
@@ -165,9 +167,7 @@ def _shape(adapted: AdaptedLayer) -> Sequence[int]:
     return weight.shape
 
 
-def _tuned_modules(
-    model: nn.Module, adapter_parameters: set[int], base_mapper: StateMapper | None
-) -> dict[str, dict[str, Tensor]]:
+def _tuned_modules(model: nn.Module, owned: set[int], base_mapper: StateMapper | None) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of modules that own a fully fine-tuned parameter, by module name and name in the file.
 
     All tensors of such a module are included, as in peft's `modules_to_save`.
@@ -178,9 +178,7 @@ def _tuned_modules(
     modules: dict[str, dict[str, Tensor]] = {}
     for module in model.modules():
         own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if id(tensor) in names]
-        if not any(
-            tensor.requires_grad and id(tensor) not in adapter_parameters for tensor in own if tensor is not None
-        ):
+        if not any(tensor.requires_grad and id(tensor) not in owned for tensor in own if tensor is not None):
             continue
         for tensor in own:
             assert tensor is not None

@@ -16,6 +16,7 @@ from d9d_pipeline.actions import (
     SendInputGradient,
     SendOutput,
 )
+from d9d_pipeline.broadcast_tree import broadcast_tree
 from d9d_pipeline.build import build
 from d9d_pipeline.executor import Executor, Inputs, OutputHandler, Outputs
 from d9d_pipeline.pipelined_model import PipelinedModel
@@ -69,6 +70,7 @@ __all__ = [
     "Verified",
     "ZeroBubble1P",
     "ZeroBubbleV",
+    "broadcast_tree",
     "build",
     "check_can_be_sent",
     "format_simulation",

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DeferredWeightGrads, SplitBackward, defer_gradient_sync, finish_gradient_sync, set_gradient_sync
+from d9d_dist import (
+    DeferredWeightGrads,
+    SplitBackward,
+    defer_gradient_sync,
+    finish_gradient_sync,
+    free_gathered,
+    free_gathered_after_backward,
+    set_gradient_sync,
+)
 
 
 @final
@@ -61,7 +69,9 @@ class Stage:
         """Run the forward of a microbatch; return the output, and the state for its backward if there is one."""
         if not self.trains:
             with torch.no_grad():
-                return self._module(*args, **shared), None
+                output = self._module(*args, **shared)
+            free_gathered(self._module)
+            return output, None
         received: list[Tensor] = []
         if not self._is_first:
             args = pytree.tree_map(partial(_receive, received), args)
@@ -82,6 +92,7 @@ class Stage:
         if self._accumulates and self._syncs != (microbatch == self._last_backward):
             self._syncs = microbatch == self._last_backward
             set_gradient_sync(self._module, self._syncs)
+            free_gathered_after_backward(self._module, self._syncs)
         sources, gradients = _only_used(state.sources, gradients)
         if sources:
             torch.autograd.backward(sources, gradients)

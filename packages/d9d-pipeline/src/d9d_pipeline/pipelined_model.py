@@ -6,10 +6,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from d9d_pipeline._channel import Channel
-from d9d_pipeline._message import Description
+from d9d_pipeline.broadcast_tree import broadcast_tree
 from d9d_pipeline.build import build
 from d9d_pipeline.executor import Executor, Inputs, Outputs
 from d9d_pipeline.schedule import StagePlacement
@@ -49,15 +47,6 @@ class PipelinedModel:
         self._executor.step([Inputs(*first, **shared)], lambda output, _: outputs.append(output))
         if self._group is None or self._group.size() == 1:
             return outputs[0]
-        # A new channel sends the metadata on every call, because in generation each result is one token longer.
-        channel = Channel(self._group, self._device)
-        if not outputs:
-            arriving = channel.receive(kind=("result",), peer=self._last_rank)
-            assert arriving.description.tree is not None, "outputs are sent with their tree"
-            return pytree.tree_unflatten(arriving.wait(), arriving.description.tree)
-        leaves, tree = pytree.tree_flatten(outputs[0])
-        for peer in range(self._group.size()):
-            if peer != self._last_rank:
-                channel.send(leaves, Description.of(leaves, tree), kind=("result", peer), peer=peer)
-        channel.finish()
-        return outputs[0]
+        # In generation each result is one token longer: its metadata is sent on every call.
+        mine = outputs[0] if outputs else None
+        return broadcast_tree(mine, self._group, source=self._last_rank, device=self._device)

@@ -20,12 +20,14 @@ from d9d_state.json_value import JsonValue
 from d9d_state.mapper.compose import parallel, repeat, scope, sequential
 from d9d_state.mapper.convert import cast, permute, transform, transpose
 from d9d_state.mapper.cut import narrow, pad, select
+from d9d_state.mapper.dequantize import dequantize, dequantize_inputs
 from d9d_state.mapper.fill import Destination, TensorSource
 from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.join import concat, split, stack, unstack
 from d9d_state.mapper.names import drop, identity, identity_of, keep, rename
-from d9d_state.mapper.operation import Constant, Layout, Local, Operation, Piece, infer_on_meta
+from d9d_state.mapper.operation import Constant, Layout, Local, Operation, Piece, Regional, infer_on_meta
 from d9d_state.mapper.placement import distribute, gather_full
+from d9d_state.mapper.quantized import BlockScaled, Fp8Blocks, Int4Groups, Mxfp4
 from d9d_state.mapper.reshape import reshape
 from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.model_convert import convert_model_state
@@ -37,16 +39,21 @@ from d9d_state.rng import rng_state, set_rng_state
 from d9d_state.tensor_info import TensorInfo
 
 __all__ = [
+    "BlockScaled",
     "CheckpointInfo",
     "CheckpointStore",
     "Constant",
     "Destination",
+    "Fp8Blocks",
+    "Int4Groups",
     "JsonValue",
     "Layout",
     "Local",
     "ModelFolder",
+    "Mxfp4",
     "Operation",
     "Piece",
+    "Regional",
     "Retention",
     "StateError",
     "StateGroup",
@@ -58,6 +65,8 @@ __all__ = [
     "check_same_model",
     "concat",
     "convert_model_state",
+    "dequantize",
+    "dequantize_inputs",
     "distribute",
     "drop",
     "gather_full",

@@ -28,6 +28,11 @@ class ContextSplit:
         only_axis(mesh, example="cp")
         self._mesh = mesh
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Mesh of the ranks that share the rows."""
+        return self._mesh
+
     def split(self, tree: Tree, *, dim: int = 1) -> Tree:
         """Return this rank's part of every tensor of a tree. No collectives, no host-device synchronization.
 

@@ -12,11 +12,13 @@ from d9d_dist.testing.compare import (
     full_parameters,
     full_tree,
 )
+from d9d_dist.testing.float64 import KeepFloat64
 from d9d_dist.testing.pool import Device, RankError, RankPool, accelerators_for, run_ranks
 
 __all__ = [
     "Device",
     "Difference",
+    "KeepFloat64",
     "RankError",
     "RankPool",
     "accelerators_for",

@@ -23,15 +23,16 @@ class PresetConfig(TrainerConfig):
     model: Component = Field(description="Builds the model provider.")
     task: Component = Field(description="Builds the task.")
     dataset: Component = Field(description="Builds the training data: a dataset, or a data provider.")
-    evaluation_dataset: Component | None = Field(None, description="Builds the evaluation data.")
-    collate: Component | None = Field(None, description="Builds the collate function.")
+    evaluation_dataset: Component | None = Field(default=None, description="Builds the evaluation data.")
+    collate: Component | None = Field(default=None, description="Builds the collate function.")
     optimizer_provider: Component | None = Field(
-        None, description="Builds the optimizer provider, which replaces `optimizer`."
+        default=None, description="Builds the optimizer provider, which replaces `optimizer`."
     )
     lr_schedule_provider: Component | None = Field(
-        None, description="Builds the learning rate schedule, a function of the step, which replaces `lr_schedule`."
+        default=None,
+        description="Builds the learning rate schedule, a function of the step, which replaces `lr_schedule`.",
     )
-    subscribers: tuple[Component, ...] = Field((), description="Build objects whose methods handle events.")
+    subscribers: tuple[Component, ...] = Field(default=(), description="Build objects whose methods handle events.")
 
 
 class InferencePresetConfig(InferenceConfig):
@@ -40,8 +41,8 @@ class InferencePresetConfig(InferenceConfig):
     model: Component = Field(description="Builds the model provider.")
     task: Component = Field(description="Builds the inference task.")
     dataset: Component = Field(description="Builds the data.")
-    collate: Component | None = Field(None, description="Builds the collate function.")
-    subscribers: tuple[Component, ...] = Field((), description="Build objects whose methods handle events.")
+    collate: Component | None = Field(default=None, description="Builds the collate function.")
+    subscribers: tuple[Component, ...] = Field(default=(), description="Build objects whose methods handle events.")
 
 
 def preset_trainer(config: PresetConfig) -> Trainer:

@@ -40,18 +40,18 @@ class ScheduleConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Kind = Field("1f1b", description="Name of the pipeline schedule.")
+    kind: Kind = Field(default="1f1b", description="Name of the pipeline schedule.")
     stages_per_rank: PositiveInt | None = Field(
-        None, description="Stages per rank, for schedules that allow a choice; by default 2, and 1 for zb1p."
+        default=None, description="Stages per rank, for schedules that allow a choice; by default 2, and 1 for zb1p."
     )
 
     warmup: Literal["short", "long"] | None = Field(
-        None,
+        default=None,
         description="Warm-up forwards of zb1p with several stages per rank: short holds fewer in-flight "
         "activations, long overlaps transfers better; by default short.",
     )
     max_activations: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Maximum number of in-flight activations of a rank, in (stage, microbatch) pairs, of 1f1b, "
         "interleaved_1f1b and zb1p; by default as many as the schedule needs to run without stalls.",
     )

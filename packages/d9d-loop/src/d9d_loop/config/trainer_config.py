@@ -9,7 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.config_source import parse_command_line
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.section import Section
@@ -44,8 +44,8 @@ class JobConfig(Section):
 class RunConfig(Section):
     """Output folder of a job."""
 
-    folder: Path = Field(Path("runs"), description="Folder that contains all runs.")
-    name: str = Field("run", min_length=1, description="Name of this run, and of its folder.")
+    folder: Path = Field(default=Path("runs"), description="Folder that contains all runs.")
+    name: str = Field(default="run", min_length=1, description="Name of this run, and of its folder.")
 
     @property
     def dir(self) -> Path:
@@ -58,7 +58,7 @@ class BatchConfig(Section):
 
     global_size: PositiveInt = Field(description="Samples per optimizer step, over all ranks.")
     microbatch_size: PositiveInt | None = Field(
-        None, description="Samples per forward pass on one rank; by default all samples of the rank."
+        default=None, description="Samples per forward pass on one rank; by default all samples of the rank."
     )
 
 
@@ -66,49 +66,54 @@ class WorkerConfig(Section):
     """Data workers."""
 
     num_workers: int = Field(
-        0, ge=0, description="Number of data worker processes; 0 reads samples in the training process."
+        default=0, ge=0, description="Number of data worker processes; 0 reads samples in the training process."
     )
-    prefetch: PositiveInt = Field(2, description="Number of steps (of batches in inference) that workers read ahead.")
+    prefetch: PositiveInt = Field(
+        default=2, description="Number of steps (of batches in inference) that workers read ahead."
+    )
     worker_timeout: PositiveFloat | None = Field(
-        600.0, description="Timeout of a worker for one batch, in seconds; null disables it."
+        default=600.0, description="Timeout of a worker for one batch, in seconds; null disables it."
     )
 
 
 class DataConfig(WorkerConfig):
     """Sample order and data workers."""
 
-    shuffle: bool = Field(True, description="Shuffle the samples again in each epoch.")
+    shuffle: bool = Field(default=True, description="Shuffle the samples again in each epoch.")
 
 
 class GradientConfig(Section):
     """Gradient clipping before the optimizer step."""
 
     max_norm: PositiveFloat | None = Field(
-        None, description="Clip gradients to this global norm. Null computes the norm without clipping."
+        default=None, description="Clip gradients to this global norm. Null computes the norm without clipping."
     )
 
 
 class CheckpointConfig(Section):
     """Interval and retention of checkpoints. A checkpoint is kept if any of the `keep_` rules selects it."""
 
-    every: PositiveInt = Field(100, description="Steps between checkpoints; the last step is always saved.")
+    every: PositiveInt = Field(default=100, description="Steps between checkpoints; the last step is always saved.")
     background: bool = Field(
-        True,
+        default=True,
         description="Write checkpoints in the background, from a copy in host memory. The job waits for the last "
         "checkpoint.",
     )
     trainable_only: bool = Field(
-        False,
+        default=False,
         description="Save only trainable parameters. A resumed job must start from the same initial "
         "weights, or without initial weights from the same seed; others are refused.",
     )
-    keep_last: PositiveInt | None = Field(2, description="Number of newest checkpoints to keep; null keeps all.")
-    keep_every: PositiveInt | None = Field(
-        None, description="Keep checkpoints at multiples of this step, itself a multiple of `every`; null keeps none."
+    keep_last: PositiveInt | None = Field(
+        default=2, description="Number of newest checkpoints to keep; null keeps all."
     )
-    keep_best: int = Field(0, ge=0, description="Number of best checkpoints to keep, ranked by `best_by`.")
-    best_by: str = Field("loss", description="Value of the evaluation that ranks checkpoints.")
-    higher_is_better: bool = Field(False, description="A larger value of `best_by` is better.")
+    keep_every: PositiveInt | None = Field(
+        default=None,
+        description="Keep checkpoints at multiples of this step, itself a multiple of `every`; null keeps none.",
+    )
+    keep_best: int = Field(default=0, ge=0, description="Number of best checkpoints to keep, ranked by `best_by`.")
+    best_by: str = Field(default="loss", description="Value of the evaluation that ranks checkpoints.")
+    higher_is_better: bool = Field(default=False, description="A larger value of `best_by` is better.")
 
     @property
     def retention(self) -> Retention:
@@ -124,9 +129,9 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """Interval and number of samples of evaluations. Has no effect without evaluation data."""
 
-    every: PositiveInt = Field(100, description="Steps between evaluations; the last step is always evaluated.")
+    every: PositiveInt = Field(default=100, description="Steps between evaluations; the last step is always evaluated.")
     num_samples: PositiveInt | None = Field(
-        None, description="Number of samples, evenly spaced over the data; null uses all."
+        default=None, description="Number of samples, evenly spaced over the data; null uses all."
     )
 
 
@@ -134,10 +139,10 @@ class PipelineConfig(Section):
     """Pipeline schedule. Has no effect if the mesh has one pipeline rank."""
 
     schedule: PipelineScheduleConfig = Field(
-        ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
+        default=ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
     )
     draw: bool = Field(
-        True,
+        default=True,
         description="Plot the schedule: `schedule.png` before the first step, and `schedule_measured.png` with the "
         "times of the second step.",
     )
@@ -146,10 +151,12 @@ class PipelineConfig(Section):
 class LoggingConfig(Section):
     """Tracking interval, progress bar and drawings."""
 
-    every: PositiveInt = Field(10, description="Steps between tracked values; the first and last step are tracked too.")
-    progress: bool = Field(True, description="Show a progress bar if the output is a terminal.")
+    every: PositiveInt = Field(
+        default=10, description="Steps between tracked values; the first and last step are tracked too."
+    )
+    progress: bool = Field(default=True, description="Show a progress bar if the output is a terminal.")
     draw_lr_schedule: bool = Field(
-        False,
+        default=False,
         description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step.",
     )
 
@@ -158,7 +165,7 @@ class HostConfig(Section):
     """Settings of the Python process of each rank."""
 
     collect_garbage_every: PositiveInt | None = Field(
-        50,
+        default=50,
         description="Steps between Python garbage collections, on all ranks at once; null: Python's own policy.",
     )
 
@@ -168,9 +175,14 @@ class TrainerConfig(JobConfig):
 
     steps: PositiveInt = Field(description="Total number of optimizer steps, including those before a resume.")
     batch: BatchConfig
-    seed: int = Field(0, ge=0, description="Seed of initial weights, sample order and dropout.")
+    seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
+    precision: PrecisionName = Field(
+        default="auto",
+        description="Dtype of forward and backward: bfloat16 with float32 parameters and gradient sums, or that of the "
+        "parameters; auto: bfloat16 on accelerators.",
+    )
     pipeline: PipelineConfig = PipelineConfig.model_validate({})
     data: DataConfig = DataConfig()
     optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyperparameters.")] = AdamWConfig()
@@ -183,9 +195,13 @@ class TrainerConfig(JobConfig):
     profile: ProfileConfig = ProfileConfig.model_validate({})
     resilience: ResilienceConfig = ResilienceConfig.model_validate({})
     trackers: tuple[TrackerConfig, ...] = Field(
-        (JsonlTrackerConfig(),), description="Trackers that receive the metrics."
+        default=(JsonlTrackerConfig(),), description="Trackers that receive the metrics."
     )
     initial_weights: Path | None = Field(
-        None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
+        default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
     )
-    export: bool = Field(True, description="Write the trained model to `export/` in the run folder.")
+    rehearsal: bool = Field(
+        default=True,
+        description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
+    )
+    export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")

@@ -1,15 +1,22 @@
-"""Command that tokenizes text files into token files.
+"""Command that tokenizes text or conversations into token files.
 
 python -m d9d_loop.data books/ notes.txt crawl.jsonl --output tokens --tokenizer tokenizer.json
+python -m d9d_loop.data chats.jsonl --chat --output tokens --tokenizer Qwen3-0.6B --show 3
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
+from d9d_loop.data.chat_files import tokenize_chats
+from d9d_loop.data.chat_stream import TooLong, describe_chat
+from d9d_loop.data.chat_tokenizer import read_chat_tokenizer
+from d9d_loop.data.json_lines import JsonLines
 from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
 
 
@@ -21,8 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Write text as a token file.")
     parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of these")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of a model")
+    parser.add_argument("--output", type=Path, help="folder to write; must not exist")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="tokenizer.json of a model; with --chat, the folder of a model"
+    )
     parser.add_argument("--train-vocab-size", type=int, help="train the tokenizer first, with this vocabulary size")
     parser.add_argument("--pattern", default="**/*.txt", help="glob pattern of files in a folder; default: %(default)s")
     parser.add_argument("--field", default="text", help="field of a .jsonl line that holds text; default: %(default)s")
@@ -35,7 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=0.0,
         help="fraction of the documents for OUTPUT/held_out; the rest is OUTPUT/train",
     )
+    chat = parser.add_argument_group("conversations")
+    chat.add_argument("--chat", action="store_true", help="lines of .jsonl files are conversations; write loss masks")
+    chat.add_argument("--max-length", type=int, help="largest number of positions of a conversation")
+    chat.add_argument(
+        "--too-long",
+        choices=get_args(TooLong),
+        default="refuse",
+        help="what happens to longer conversations; default: %(default)s",
+    )
+    chat.add_argument("--show", type=int, default=0, metavar="N", help="print N conversations with their loss masks")
     options = parser.parse_args(arguments)
+    if options.output is None and not (options.chat and options.show):
+        parser.error("the following arguments are required: --output")
+    if options.chat:
+        _tokenize_chats(options)
+        return
     documents = TextFiles(options.paths, pattern=options.pattern, field=options.field)
     part: float = options.held_out
     if not 0 <= part < 1:
@@ -49,6 +73,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file = tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
         counts = {"documents": file.manifest.num_documents, "tokens": file.manifest.num_tokens}
         print(json.dumps({"folder": str(folder), **counts, "dtype": file.manifest.dtype}))
+
+
+def _tokenize_chats(options: argparse.Namespace) -> None:
+    tokenizer = read_chat_tokenizer(options.tokenizer)
+    samples = JsonLines(options.paths)
+    for number in range(min(options.show, len(samples))):
+        print(f"--- conversation {number}")
+        print(describe_chat(samples[number], tokenizer, in_color=sys.stdout.isatty()))
+    if options.output is None:
+        return
+    in_order = (samples[number] for number in range(len(samples)))
+    file = tokenize_chats(
+        in_order, options.output, tokenizer=tokenizer, max_length=options.max_length, too_long=options.too_long
+    )
+    dropped = file.manifest.about["dropped"]
+    counts = {"documents": file.manifest.num_documents, "tokens": file.manifest.num_tokens, "dropped": dropped}
+    print(json.dumps({"folder": str(options.output), **counts, "dtype": file.manifest.dtype}))
 
 
 def _train(documents: TextFiles, path: Path, *, vocab_size: int, end_token: str | None) -> None:

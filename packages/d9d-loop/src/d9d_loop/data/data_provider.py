@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
+from d9d_loop.data.dataset_kinds import as_samples
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -45,7 +46,11 @@ class DatasetProvider(DataProvider):
     `draws` is False if the dataset is a list, tuple or tensor and `collate` is the default one, else True.
 
     Args:
+        samples: A dataset with a length. A Hugging Face dataset without a format returns tensors.
         shuffle: If True, shuffle each epoch, in a different order each time.
+
+    Raises:
+        UserError: If `samples` or `evaluation` has no length or no samples by index.
     """
 
     def __init__(
@@ -56,9 +61,15 @@ class DatasetProvider(DataProvider):
         evaluation: Samples | SampleStream | None = None,
         collate: Collate = default_collate,
     ) -> None:
-        self._samples, self._shuffle = samples, shuffle
-        self._evaluation, self._collate = evaluation, collate
+        self._samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
+        is_plain = evaluation is not None and not isinstance(evaluation, SampleStream)
+        self._evaluation = as_samples(evaluation, "evaluation_data") if is_plain else evaluation
         self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
+
+    @property
+    def num_samples(self) -> int:
+        """Number of training samples."""
+        return len(self._samples)
 
     def training(self, *, seed: int) -> SampleStream:
         """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""

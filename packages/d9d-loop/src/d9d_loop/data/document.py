@@ -1,6 +1,6 @@
 """Documents as training data, and the split of long documents into parts."""
 
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 from torch import Tensor
 
@@ -10,11 +10,34 @@ class Document(TypedDict):
 
     Attributes:
         tokens: int64 [n + 1]. The first n are inputs, the last n are labels.
+        mask: bool [n + 1], True for each token that is trained as a label; absent if all are.
         source: Index of the document's source in a mixture; absent without a mixture.
     """
 
     tokens: Tensor
+    mask: NotRequired[Tensor]
     source: NotRequired[int]
+
+
+class Pair(TypedDict):
+    """Preferred and rejected document, which belong to one row.
+
+    Attributes:
+        source: Index of the pair's source in a mixture; absent without a mixture.
+    """
+
+    chosen: Document
+    rejected: Document
+    source: NotRequired[int]
+
+
+def documents_of(sample: Document | Pair) -> list[Document]:
+    """Return the documents of a sample: itself, or those of a pair, chosen before rejected."""
+    match sample:
+        case {"chosen": chosen, "rejected": rejected, **source}:
+            return [{**cast(Document, document), **source} for document in (chosen, rejected)]
+        case _:
+            return [cast(Document, sample)]
 
 
 def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:

@@ -65,16 +65,18 @@ class DocumentStream(SampleStream):
             "seed": seed,
             "shuffle": shuffle,
         }
+        if file.has_masks:
+            self._identity["masks"] = manifest.files["masks.bin"].sha256
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
         return _DocumentCursor(self._file, self._order, state, max_length=self._max_length, end=self._end)
 
     def read(self, entry: tuple[int, int, int]) -> Document:
-        """Return the tokens of a part of a document."""
+        """Return the tokens of a part of a document, and their mask if the file has masks."""
         document, first, last = entry
         start, _ = self._file.bounds(document)
-        return {"tokens": self._file.tokens(start + first, start + last + 1)}
+        return self._file.part(start + first, start + last + 1)
 
     def length(self, entry: tuple[int, int, int]) -> int:
         """Return the number of positions of a part: its number of tokens minus one."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data.best_fit import best_fit_decreasing
-from d9d_loop.data.document import Document
+from d9d_loop.data.document import Document, documents_of
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.shuffled_stream import shuffled
 from d9d_loop.data.window_cursor import WindowCursor
 
 IGNORED_LABEL = -100
-"""Label of padding; the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
+"""Label of padding and of untrained tokens; the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 @final
@@ -29,14 +29,16 @@ class PackedStream(SampleStream):
     of int64 [L]:
 
     - `input_ids`.
-    - `labels`: the next token of each position. No label belongs to another document, and no label is lost.
+    - `labels`: the next token of each position, -100 where it is not trained. No label belongs to another document, and
+      no label is lost.
     - `documents`: index of each position's document within its row; padding counts as one more document. It is the
       `document_ids_BL` argument of models, which restricts attention to a document.
     - `position_ids`: position within the document.
     - `sources`: index of each position's source, -1 for padding. Only if the documents come from a mixture.
 
     Args:
-        documents: Stream of documents: a `DocumentStream`, a `TokenizedStream`, or a mixture of these.
+        documents: Stream of documents: a `DocumentStream`, `TokenizedStream` or `ChatStream`; of pairs: a `PairStream`;
+            or a mixture of these.
         window: Number of documents packed together. Larger windows leave less padding: 16,384 leave about 0.05 %.
 
     Raises:
@@ -59,7 +61,8 @@ class PackedStream(SampleStream):
 
     def read(self, entry: tuple[Entry, ...]) -> dict[str, Tensor]:
         """Read the documents of a row and pack them; see `pack_row`."""
-        return pack_row([self._documents.read(part) for part in entry], self._row_length, pad_token=self._pad_token)
+        documents = [document for part in entry for document in documents_of(self._documents.read(part))]
+        return pack_row(documents, self._row_length, pad_token=self._pad_token)
 
     def length(self, entry: tuple[Entry, ...]) -> int:
         """Return the number of positions of a row, excluding padding."""
@@ -86,8 +89,8 @@ class PackedStream(SampleStream):
 def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) -> dict[str, Tensor]:
     """Concatenate documents into a row, pad the remaining positions, and return a sample as in `PackedStream`.
 
-    A document has `tokens`, int64 [n + 1]: the first n become inputs, the last n labels. `row_length` is at least the
-    sum of n over the documents.
+    A document has `tokens`, int64 [n + 1]: the first n become inputs, the last n labels. With a `mask`, bool [n + 1],
+    other labels become -100. `row_length` is at least the sum of n over the documents.
     """
     row: dict[str, Any] = {
         "input_ids": torch.full((row_length,), pad_token),
@@ -102,6 +105,8 @@ def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) 
         tokens = document["tokens"]
         place = slice(start, start + len(tokens) - 1)
         row["input_ids"][place], row["labels"][place] = tokens[:-1], tokens[1:]
+        if "mask" in document:
+            row["labels"][place].masked_fill_(~document["mask"][1:], IGNORED_LABEL)
         row["documents"][place] = number
         row["position_ids"][place] = torch.arange(len(tokens) - 1)
         if "source" in document:

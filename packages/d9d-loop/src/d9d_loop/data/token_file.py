@@ -1,8 +1,9 @@
 """Memory-mapped tokens of many documents. The time to open a token file does not depend on the number of documents.
 
-A token file is a folder of three files. `tokens.bin` has the concatenated tokens of all documents. `documents.bin` has
-the start of each document, in tokens, and the end of the last one, as int64. `manifest.json` has the token dtype, the
-counts, and the sizes and digests of the other two files. Numbers are little-endian.
+A token file is a folder of three or four files. `tokens.bin` has the concatenated tokens of all documents.
+`documents.bin` has the start of each document, in tokens, and the end of the last one, as int64. `masks.bin`, if there
+are loss masks, has a byte for each token: 1 if it is trained, else 0. `manifest.json` has the token dtype, the counts,
+and the sizes and digests of the other files. Numbers are little-endian.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from d9d_loop.data.document import Document
 TokenDtype = Literal["uint16", "uint32"]
 """Storage dtype of tokens: uint16 for vocabularies of up to 65,536 tokens, else uint32."""
 
-MANIFEST, TOKENS, DOCUMENTS = "manifest.json", "tokens.bin", "documents.bin"
+MANIFEST, TOKENS, DOCUMENTS, MASKS = "manifest.json", "tokens.bin", "documents.bin", "masks.bin"
 TORCH_DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _OFFSET_BYTES = 8
 _BOUNDS = struct.Struct("<2q")
@@ -80,6 +81,7 @@ class TokenFile:
         if sys.byteorder != "little":
             raise UserError(f"{folder}: token files are little-endian, and this machine is not; use another machine.")
         self._tokens, self._offsets = (self._map(name) for name in (TOKENS, DOCUMENTS))
+        self._masks = self._map(MASKS) if MASKS in self._manifest.files else None
         self._token_dtype, self._token_bytes = TORCH_DTYPES[self._manifest.dtype], self._manifest.token_bytes
 
     @property
@@ -91,8 +93,21 @@ class TokenFile:
         return self._manifest.num_documents
 
     def __getitem__(self, document: int) -> Document:
-        """Return the tokens of a document as int64 [n]."""
-        return {"tokens": self.tokens(*self.bounds(document))}
+        """Return the tokens of a document as int64 [n], and their mask as bool [n] if the file has masks."""
+        return self.part(*self.bounds(document))
+
+    @property
+    def has_masks(self) -> bool:
+        """True if the file has a loss mask for each token."""
+        return self._masks is not None
+
+    def part(self, start: int, stop: int) -> Document:
+        """Return the tokens [start, stop), which belong to one document, and their mask if the file has masks."""
+        part: Document = {"tokens": self.tokens(start, stop)}
+        if self._masks is not None:
+            raw = bytearray(memoryview(self._masks)[start:stop])
+            part["mask"] = torch.frombuffer(raw, dtype=torch.uint8).bool()
+        return part
 
     def bounds(self, document: int) -> tuple[int, int]:
         """Return the token range [start, stop) of a document. Raise `IndexError` if there is no such document."""
@@ -140,6 +155,7 @@ class TokenFile:
         implied = {
             TOKENS: manifest.num_tokens * manifest.token_bytes,
             DOCUMENTS: (manifest.num_documents + 1) * _OFFSET_BYTES,
+            MASKS: manifest.num_tokens,
         }[name]
         record = manifest.files.get(name)
         if record is None or record.bytes != implied:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data.partial_folder import PartialFolder
-from d9d_loop.data.token_file import DOCUMENTS, MANIFEST, TOKENS, FileRecord, TokenDtype, TokenManifest
+from d9d_loop.data.token_file import DOCUMENTS, MANIFEST, MASKS, TOKENS, FileRecord, TokenDtype, TokenManifest
 
 _TYPE_CODES = {"uint16": "H", "uint32": "I"}
 
@@ -31,13 +31,21 @@ class TokenFileWriter:
         folder: Folder to write; must not exist.
         vocab_size: Vocabulary size. Up to 65,536 tokens are stored as uint16, larger vocabularies as uint32.
         about: Metadata for the manifest, such as the name of the tokenizer.
+        with_masks: If True, each document has a loss mask.
 
     Raises:
         UserError: If the folder exists or `vocab_size` is not in 1 to 2^32; at exit, if no document was appended.
     """
 
-    def __init__(self, folder: str | Path, *, vocab_size: int, about: Mapping[str, JsonValue] | None = None) -> None:
-        self._folder, self._about = Path(folder), dict(about or {})
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        vocab_size: int,
+        about: Mapping[str, JsonValue] | None = None,
+        with_masks: bool = False,
+    ) -> None:
+        self._folder, self._about, self._with_masks = Path(folder), dict(about or {}), with_masks
         if self._folder.exists():
             raise UserError(f"{folder} already exists; expected a new folder. Remove it, or choose another folder.")
         if not 0 < vocab_size <= 1 << 32:
@@ -50,12 +58,14 @@ class TokenFileWriter:
         self._partial = PartialFolder(self._folder)
         self._tokens, self._documents = (_DigestedFile(self._partial.path / name) for name in (TOKENS, DOCUMENTS))
         self._documents.write(struct.pack("<q", 0))
+        self._masks = _DigestedFile(self._partial.path / MASKS) if self._with_masks else None
         return self
 
-    def append(self, tokens: Sequence[int] | Tensor) -> None:
+    def append(self, tokens: Sequence[int] | Tensor, *, mask: Sequence[bool] | None = None) -> None:
         """Append a document: a sequence of integers, or an integer tensor [n].
 
-        An empty document, or a token outside the vocabulary, raises `UserError`.
+        `mask` has a value for each token, True if the token is trained; it is given if and only if the file has masks.
+        An empty document, a token outside the vocabulary, or a mask of another length raises `UserError`.
         """
         # A list, because array(code, bytes) would reinterpret the bytes.
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
@@ -66,6 +76,14 @@ class TokenFileWriter:
                 f"document {self._num_documents} has the tokens {min(values)} to {max(values)}; expected 0 to "
                 f"{self._vocab_size - 1}. Pass the tokenizer's vocab_size, special tokens included."
             )
+        if (self._masks is None) != (mask is None) or (mask is not None and len(mask) != len(values)):
+            raise UserError(
+                f"document {self._num_documents} has {len(values)} tokens and a mask of "
+                f"{'none' if mask is None else len(mask)}; expected a mask of the same length if with_masks is set, "
+                "else none."
+            )
+        if self._masks is not None and mask is not None:
+            self._masks.write(bytes(map(bool, mask)))
         packed = array(_TYPE_CODES[self._dtype], values)
         if sys.byteorder != "little":
             packed.byteswap()
@@ -74,11 +92,17 @@ class TokenFileWriter:
         self._num_documents += 1
         self._documents.write(struct.pack("<q", self._num_tokens))
 
+    def describe(self, **about: JsonValue) -> None:
+        """Add metadata to the manifest, such as counts that are known at the end."""
+        self._about.update(about)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             files = {TOKENS: self._tokens.finish(), DOCUMENTS: self._documents.finish()}
+            if self._masks is not None:
+                files[MASKS] = self._masks.finish()
             if kind is None:
                 self._publish(files)
         finally:

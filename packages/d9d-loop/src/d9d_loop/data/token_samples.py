@@ -22,10 +22,12 @@ class TokenWindows:
         length: Window length L, in positions.
 
     Raises:
-        UserError: If the token file is too short for one window, or `length` is below 1.
+        UserError: If the token file is too short for one window or has loss masks, or `length` is below 1.
     """
 
     def __init__(self, file: TokenFile, *, length: int) -> None:
+        if file.has_masks:
+            raise UserError("the token file has loss masks, which windows ignore; use PackedSamples.")
         if not 1 <= length < file.manifest.num_tokens:
             raise UserError(
                 f"length = {length} of {file.manifest.num_tokens} tokens; expected 1 to the number of tokens minus 1."
@@ -72,7 +74,7 @@ class PackedSamples:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return pack_row(
-            [{"tokens": self._file.tokens(first, last + 1)} for first, last in self._rows[index]],
+            [self._file.part(first, last + 1) for first, last in self._rows[index]],
             self._row_length,
             pad_token=self._pad_token,
         )

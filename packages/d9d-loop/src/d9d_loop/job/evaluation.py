@@ -1,11 +1,10 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
-from collections.abc import Generator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import nn
 
 from d9d_dist import DistributedContext
@@ -15,11 +14,11 @@ from d9d_loop.data.evaluation_pass import EvenlySpacedStream, plan_pass
 from d9d_loop.data.sample_reader import SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.evaluation_mode import evaluation_mode
 from d9d_loop.job.forward_runner import ForwardRunner
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import Task
 from d9d_metrics import WeightedMean, compute_metrics
-from d9d_state import rng_state, set_rng_state
 
 
 class Evaluator:
@@ -61,7 +60,7 @@ class Evaluator:
             dp_size=ctx.size("batch", "dp"),
             num_samples=num_samples,
         )
-        self._forward = ForwardRunner(self._pipeline, task, ctx)
+        self._forward = ForwardRunner(self._pipeline, task.inputs, ctx)
         self._place = BatchPlacement(task, ctx)
 
     def __call__(self) -> dict[str, float]:
@@ -76,7 +75,7 @@ class Evaluator:
         batches = BatchReader(
             self._reader, iter(self._jobs), seed=self._seed, place=self._place, device=self._ctx.device
         )
-        with _without_trace(self._pipeline.model), closing(batches):
+        with evaluation_mode(self._pipeline.model), closing(batches):
             for start in range(0, len(self._jobs), self._forward.batches_per_step):
                 some = list(islice(batches, self._forward.batches_per_step))
 
@@ -88,18 +87,3 @@ class Evaluator:
 
                 self._forward(some, take_loss)
         return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))
-
-
-@contextmanager
-def _without_trace(model: nn.Module) -> Generator[None]:
-    """Switch to evaluation mode without gradients; restore the modules' modes and the random states on exit."""
-    state = rng_state()
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        set_rng_state(state)

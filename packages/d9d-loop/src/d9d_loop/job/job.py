@@ -3,7 +3,7 @@
 Between `plan_job` and `build_job`, the caller starts the process group and locks the run folder, as `Trainer` does.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
-from d9d_dist import DistributedContext, ModuleOffloader, seed_everything
+from d9d_dist import DistributedContext, UserError, seed_everything
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.engine.engine import BadStepError, Engine
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
     BadStepFound,
@@ -35,16 +34,12 @@ from d9d_loop.isolated_random import isolated_random
 from d9d_loop.job.evaluation import Evaluator
 from d9d_loop.job.garbage import GarbageCollection
 from d9d_loop.job.job_state import JobState, Record
-from d9d_loop.job.offloading import offloaded
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
-from d9d_loop.job.train_step import StepOutcome, TrainStep
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.model_build import build_pipeline
-from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.resilience import (
     BadStep,
     HangWatchdog,
@@ -55,12 +50,9 @@ from d9d_loop.resilience import (
     check_replicas,
     find_non_finite,
 )
-from d9d_metrics import redact_secrets
+from d9d_loop.task import Loss, LossFunction, Task
+from d9d_metrics import Metric, redact_secrets
 from d9d_state import CheckpointStore, save_model_state
-
-
-class BadStepError(RuntimeError):
-    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +63,11 @@ class Job:
         plan: Plan of the job.
         ctx: Distributed context.
         events: Event bus for the job's events.
-        pipeline: This rank's stages of the model.
-        optimizer: Optimizer of the stages' parameters.
-        loader: Yields this rank's microbatches of each step, on its device.
-        step: Runs the forward, backward and optimizer step.
+        engine: Runs forward, backward and the optimizer step of the model.
         guard: Decides on bad steps.
+        loss: Loss of a microbatch, which also updates the task's metrics.
+        loader: Yields this rank's microbatches of each step, on its device.
         evaluate: Evaluates the model; `None` without evaluation data.
-        offloader: Offloads model and optimizer to host memory.
         state: Saves and restores model, optimizer, loader and guard.
         record: Progress of the job.
         reports: Passes values to trackers and the progress display.
@@ -90,13 +80,11 @@ class Job:
     plan: JobPlan
     ctx: DistributedContext
     events: Events
-    pipeline: Pipeline
-    optimizer: Optimizer
-    loader: StreamLoader
-    step: TrainStep
+    engine: Engine
     guard: StepGuard
+    loss: LossFunction
+    loader: StreamLoader
     evaluate: Evaluator | None
-    offloader: ModuleOffloader
     state: JobState
     record: Record
     reports: Reports
@@ -146,17 +134,16 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     pipeline.shared.copy_values()
     events.emit(ModelReady(record.step, model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
-    step = TrainStep(
+    engine = Engine(
         pipeline,
         optimizer,
+        ctx=ctx,
         task=task,
-        metrics=metrics,
-        lr_schedule=plan.lr_schedule,
         max_norm=config.gradients.max_norm,
         num_microbatches=plan.num_microbatches,
-        ctx=ctx,
-        events=events,
         guard=guard,
+        polls_guard=False,
+        events=events,
     )
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
     events.watch(watchdog.phase)
@@ -165,13 +152,11 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         plan=plan,
         ctx=ctx,
         events=events,
-        pipeline=pipeline,
-        optimizer=optimizer,
-        loader=loader,
-        step=step,
+        engine=engine,
         guard=guard,
-        evaluate=_build_evaluator(plan, pipeline, ctx),
-        offloader=ModuleOffloader(nn.ModuleList(pipeline.stages.values()), optimizer),
+        loss=partial(_loss, task, metrics),
+        loader=loader,
+        evaluate=_build_evaluator(plan, engine),
         state=state,
         record=record,
         reports=Reports(config, plan.resolved, record=record, metrics=metrics, weight_unit=task.weight_unit, ctx=ctx),
@@ -180,6 +165,13 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
     )
+
+
+def _loss(task: Task, metrics: Mapping[str, Metric], outputs: Any, batch: Any) -> Loss:
+    """Compute the loss of a microbatch, and update the task's metrics."""
+    loss = task.loss(outputs, batch)
+    task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
+    return loss
 
 
 def _build_loader(plan: JobPlan, ctx: DistributedContext) -> StreamLoader:
@@ -204,17 +196,17 @@ def _build_loader(plan: JobPlan, ctx: DistributedContext) -> StreamLoader:
     )
 
 
-def _build_evaluator(plan: JobPlan, pipeline: Pipeline, ctx: DistributedContext) -> Evaluator | None:
+def _build_evaluator(plan: JobPlan, engine: Engine) -> Evaluator | None:
     if plan.evaluation_data is None:
         return None
     return Evaluator(
-        pipeline,
+        engine.pipeline,
         plan.evaluation_data,
         task=plan.task,
         collate=plan.data.collate,
         num_samples=plan.config.evaluation.num_samples,
         batch_size=plan.microbatch_size,
-        ctx=ctx,
+        ctx=engine.ctx,
         seed=plan.config.seed,
     )
 
@@ -225,7 +217,8 @@ def run_job(job: Job) -> TrainResult | Stopped:
     Raises:
         BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
     """
-    plan, config, record, events = job.plan, job.plan.config, job.record, job.events
+    plan, config, engine, record, events = job.plan, job.plan.config, job.engine, job.record, job.events
+    engine.num_steps = record.step
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
     if job.ctx.is_main_process:
@@ -238,37 +231,40 @@ def run_job(job: Job) -> TrainResult | Stopped:
             before, batches = batches, next(job.loader)
             # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
-            outcome = job.step(record.step, batches, measured=is_measured)
-            record.step += 1
+            timeline = engine.accumulate(batches, job.loss, measured=is_measured)
+            engine.set_learning_rates(plan.lr_schedule(record.step))
+            result = engine.step()
+            record.step = engine.num_steps
             if record.step == ready.step + 1:
-                _end_startup(job)
+                _end_startup(job, result)
             if _apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
             offload = partial(_offloaded, job)
-            done = StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate, offload)
+            done = StepDone(record.step, result.loss, result.grad_norm, result.learning_rate, offload)
             events.emit(done)
             # Call these directly: the event bus saves and restores random and module states around each handler.
             job.profiler.step(done)
             job.garbage.collect(done)
-            job.reports.step(outcome)
-            if outcome.timeline is not None and job.ctx.is_main_process:
+            job.reports.step(result)
+            if timeline is not None and job.ctx.is_main_process:
                 with job.reports.not_training():
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
-                    draw_measured(outcome.timeline, config.run.dir, title=title)
+                    draw_measured(timeline, config.run.dir, title=title)
             is_last = record.step == config.steps
+            _check_updates(job, since=ready.step)
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
                 _evaluate(job)
             every = config.resilience.replicas.every
             if every is not None and record.step % every == 0:
                 with job.reports.not_training(), job.watchdog.phase("the replica check"):
-                    check_replicas(job.pipeline.model, job.optimizer, step=record.step, ctx=job.ctx)
+                    check_replicas(job.engine.model, job.engine.optimizer, step=record.step, ctx=job.ctx)
             if plan.is_saved_after(record.step):
                 background = config.checkpoint.background and not is_last
-                _save(job, outcome, background=background, is_evaluated=is_evaluated)
+                _save(job, result, background=background, is_evaluated=is_evaluated)
             if (signal := job.stop.agreed()) is not None and not is_last:
-                _save_to_leave(job, outcome, batches)
+                _save_to_leave(job, result, batches)
                 job.stop.leave()
                 return Stopped(signal, step=record.step)
         return _finish(job)
@@ -285,9 +281,14 @@ def _draw_plans(plan: JobPlan) -> None:
         draw_lr_schedule(plan.lr_schedule, folder, num_steps=config.steps, peak=peak)
 
 
-def _end_startup(job: Job) -> None:
-    """After the first step, check buffers, switch to the step timeout and prepare background saves. Collective."""
-    check_buffers(job.pipeline.model, step=job.record.step, ctx=job.ctx)
+def _end_startup(job: Job, result: StepResult) -> None:
+    """After the first step, check it, switch to the step timeout and prepare background saves. Collective."""
+    if result.weight.item() == 0:
+        raise UserError(
+            f"the loss weight of step {job.record.step} is 0 over all samples, so there is no gradient; expected the "
+            f"number of summed items. Check {type(job.plan.task).__name__}.loss, and whether all labels are masked."
+        )
+    check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:
         job.state.prepare()
@@ -313,10 +314,16 @@ def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle:
     return False
 
 
+def _check_updates(job: Job, *, since: int) -> None:
+    """After the last step, raise `BadStepError` on every rank if all updates since step `since` were skipped."""
+    if job.record.step == job.plan.config.steps and not job.guard.has_applied:
+        raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad.")
+
+
 def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
     """Run a non-finite step again, and describe the first non-finite tensor. Collective."""
     with isolated_random(job.plan.config.seed, "replay", bad.step, device=True):
-        found = find_non_finite(job.pipeline.model, partial(job.step.replay, batches), ctx=job.ctx)
+        found = find_non_finite(job.engine.model, partial(job.engine.replay, batches, job.loss), ctx=job.ctx)
     origin = f" {found}." if found else " In a second run of the step everything is finite."
     return origin + (" Another update was applied before the second run." if bad.step < job.record.step else "")
 
@@ -326,7 +333,8 @@ def _roll_back(job: Job) -> None:
         restored = job.state.rewind()
     job.guard.on_rollback()
     job.record.take(restored)
-    job.pipeline.shared.copy_values()
+    job.engine.num_steps = restored.step
+    job.engine.pipeline.shared.copy_values()
     job.reports.on_rollback()
     job.profiler.on_rollback(restored.step)
 
@@ -338,7 +346,7 @@ def _offloaded(job: Job) -> Generator[None]:
     with (
         job.reports.not_training(),
         job.watchdog.phase("offloading", timeout=unlimited),
-        offloaded(job.offloader, job.events, step=job.record.step),
+        job.engine.offloaded(),
     ):
         yield
 
@@ -347,38 +355,29 @@ def _evaluate(job: Job) -> None:
     assert job.evaluate is not None
     record = job.record
     job.events.emit(EvaluationStarted(record.step))
-    with job.reports.not_training(), job.watchdog.phase("an evaluation"), _evaluation_weights(job):
+    with job.reports.not_training(), job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         record.evaluation = job.evaluate()
     job.reports.evaluation()
     # A copy, so that a handler cannot change the record.
     job.events.emit(EvaluationDone(record.step, dict(record.evaluation)))
 
 
-@contextmanager
-def _evaluation_weights(job: Job) -> Generator[None]:
-    """Swap in the weights that an averaging optimizer evaluates. Collective: copies shared parameters to all stages."""
-    with evaluation_weights(job.pipeline.model, job.optimizer):
-        job.pipeline.shared.copy_values()
-        yield
-    job.pipeline.shared.copy_values()
-
-
-def _save(job: Job, outcome: StepOutcome, *, background: bool, is_evaluated: bool = False) -> None:
+def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool = False) -> None:
     record = job.record
-    job.reports.settle(outcome)
+    job.reports.settle(result)
     job.events.emit(CheckpointStarted(record.step))
     metric = record.quality(job.plan.config.checkpoint.best_by) if is_evaluated else None
     with job.reports.not_training(), job.watchdog.phase("a save"):
-        check_buffers(job.pipeline.model, step=record.step, ctx=job.ctx)
+        check_buffers(job.engine.model, step=record.step, ctx=job.ctx)
         job.state.save(record, metric=metric, background=background)
 
 
-def _save_to_leave(job: Job, outcome: StepOutcome, batches: list[Any]) -> None:
+def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
     """Make sure that a checkpoint of the last step is complete before the job stops on a signal. Collective."""
     if _apply_decisions(job, batches, batches, settle=True):
         return  # rolled back to a checkpoint
     if not job.plan.is_saved_after(job.record.step):
-        _save(job, outcome, background=False)
+        _save(job, result, background=False)
         return
     with job.watchdog.phase("a save"):
         job.state.finish()
@@ -389,7 +388,7 @@ def _finish(job: Job) -> TrainResult:
     config, record, limit = job.plan.config, job.record, job.ctx.timeouts.startup
     # The export and the handlers of `Finished` may take longer than a step.
     job.ctx.set_timeout(limit + job.watchdog.margin)
-    with job.watchdog.phase("the end of the job", timeout=limit), _evaluation_weights(job):
+    with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
         export_dir = _export(job) if config.export else None
         assert record.train_loss is not None
         assert record.weight_per_second is not None
@@ -401,7 +400,7 @@ def _finish(job: Job) -> TrainResult:
             run_dir=config.run.dir,
             export_dir=export_dir,
         )
-        job.events.emit(Finished(record.step, result, job.pipeline.model, job.pipeline.callable(), job.ctx))
+        job.events.emit(Finished(record.step, result, job.engine.model, job.engine.pipeline.callable(), job.ctx))
     return result
 
 
@@ -418,7 +417,7 @@ def _export(job: Job) -> Path:
         source = folder if folder.is_dir() else None
     with job.watchdog.phase("the export"):
         save_model_state(
-            job.pipeline.model,
+            job.engine.model,
             folder,
             job.plan.export_mapper,
             job.ctx,

@@ -1,7 +1,7 @@
 """This rank's pipeline stages, and the executors that run them together with the other pipeline ranks."""
 
 from collections.abc import Collection, Mapping
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from d9d_pipeline import (
     RankStages,
     Schedule,
     SharedParameters,
+    broadcast_tree,
     build,
 )
 
@@ -56,21 +57,45 @@ class Pipeline:
         copies = {index: _copies_of(index, shared) for index in self.stages}
         self.model = self.stages[0] if is_whole else RankStages(self.stages, copies=copies)
         layout = self._program(_forward_only(self._schedule), 1)
+        self._last_rank = layout.stage_ranks[-1]
         self.shared = SharedParameters(shared, self.stages, stage_ranks=layout.stage_ranks, group=self._group)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages on all ranks."""
+        return self._num_ranks * self._schedule.stages_per_rank
+
+    def program(self, num_microbatches: int) -> Program:
+        """Return the program of a training step; raise `UserError` if the schedule does not support the number."""
+        return self._program(self._schedule, num_microbatches)
 
     def training(self, num_microbatches: int) -> Executor:
         """Return an executor of training steps."""
-        return self._executor(self._program(self._schedule, num_microbatches))
+        return self._executor(self.program(num_microbatches))
 
     def gradient_sync(self, num_microbatches: int) -> GradientSync:
         """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups."""
         # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
-        splits = self._program(self._schedule, num_microbatches).splits
+        splits = self.program(num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
 
     def evaluation(self, num_microbatches: int) -> Executor:
         """Return an executor of forward passes."""
         return self._executor(self._program(_forward_only(self._schedule), num_microbatches))
+
+    def all_ranks_get(self, tree: Any) -> Any:
+        """Return the tree of the last stage's rank on every pipeline rank. Collective over the pipeline.
+
+        Other ranks pass `None`. The leaves are tensors; their metadata is sent as JSON.
+        """
+        if self._group is None:
+            return tree
+        return broadcast_tree(tree, self._group, source=self._last_rank, device=self._device)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """True if this rank has the last stage, whose outputs are those of the model."""
+        return self._group is None or self._group.rank() == self._last_rank
 
     def callable(self) -> PipelinedModel:
         """Return a callable that runs the whole model; calls are collective over the pipeline ranks."""

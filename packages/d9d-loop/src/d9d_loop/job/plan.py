@@ -11,16 +11,20 @@ from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import (
+    changed_settings,
     check_checkpoint,
     check_metric_names,
+    check_num_samples,
     check_retention,
+    check_schedule,
+    check_trainable,
     check_writable,
     export_mapper_of,
     microbatch_size_of,
 )
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_plan import ModelPlan, plan_model
-from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.task import Task
 from d9d_metrics import check_trackers
@@ -46,6 +50,7 @@ class JobPlan:
         evaluation_data: Held-out samples; `None` without evaluation.
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.
+        changes: Lines about settings that differ from those of the checkpoint from which the job resumes.
     """
 
     config: TrainerConfig
@@ -60,6 +65,7 @@ class JobPlan:
     stream: SampleStream
     evaluation_data: Samples | SampleStream | None
     export_mapper: StateMapper | None
+    changes: list[str]
 
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""
@@ -90,6 +96,7 @@ def plan_job(
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
     microbatch_size = microbatch_size_of(config, dp_size)
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
+    check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
     if not stream.is_endless:
         raise UserError("the training data are a finite stream; expected an endless one. Leave out its epochs.")
@@ -98,21 +105,26 @@ def plan_job(
     check_retention(config, task, evaluates=evaluation_data is not None)
     check_trackers(config.trackers)
     check_writable(config.run.dir)
+    schedule = pipeline_schedule or config.pipeline.schedule.build()
+    if pipeline_schedule is None and isinstance(model, FunctionProvider | ModuleProvider):
+        check_schedule(schedule, mesh, name=config.pipeline.schedule.kind)
     layout = plan_model(
         model,
         launch=launch,
         mesh=mesh,
-        schedule=pipeline_schedule or config.pipeline.schedule.build(),
+        schedule=schedule,
         num_microbatches=num_microbatches,
         seed=config.seed,
         task=task,
         first_batch=lambda: data.collate([stream.read(entry) for entry in stream.cursor().take(microbatch_size)]),
     )
     whole = layout.built.module
+    check_trainable(whole)
     if optimizer is None:
         config.optimizer.check(whole)
     weights = config.initial_weights or model.initial_weights
     needs_weights = check_checkpoint(config, whole, data_identity=stream.identity())
+    changes = changed_settings(config, has_optimizer=optimizer is not None)
     export_mapper = export_mapper_of(model, whole) if config.export else None
     if weights is not None and needs_weights:
         layout = layout.with_weights("initial_weights", weights)
@@ -130,4 +142,5 @@ def plan_job(
         stream=stream,
         evaluation_data=evaluation_data,
         export_mapper=export_mapper,
+        changes=changes,
     )

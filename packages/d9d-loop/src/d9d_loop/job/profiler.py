@@ -21,13 +21,15 @@ _TOP_OPERATORS = 15
 class ProfileConfig(Section):
     """Selection of the steps to profile, and options of the traces."""
 
-    first_step: PositiveInt | None = Field(None, description="First step to profile; null disables the profiler.")
-    steps: PositiveInt = Field(2, description="Number of consecutive steps per profile.")
-    every: PositiveInt | None = Field(
-        None, description="Steps from the start of one profile to the next; null: one profile."
+    first_step: PositiveInt | None = Field(
+        default=None, description="First step to profile; null disables the profiler."
     )
-    record_shapes: bool = Field(False, description="Record the shapes of operator arguments.")
-    profile_memory: bool = Field(False, description="Record memory allocations.")
+    steps: PositiveInt = Field(default=2, description="Number of consecutive steps per profile.")
+    every: PositiveInt | None = Field(
+        default=None, description="Steps from the start of one profile to the next; null: one profile."
+    )
+    record_shapes: bool = Field(default=False, description="Record the shapes of operator arguments.")
+    profile_memory: bool = Field(default=False, description="Record memory allocations.")
 
     def begins_after(self, step: int) -> bool:
         """Return True if step `step + 1` is the first of a range of profiled steps."""

@@ -14,9 +14,9 @@ from pydantic import JsonValue
 
 from d9d_dist import DistributedContext
 from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.progress import Progress
-from d9d_loop.job.train_step import StepOutcome
 from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers, redact_secrets
 
 
@@ -74,17 +74,17 @@ class Reports:
         """Deliver the pending values, and close the progress bar and the trackers."""
         self._open.__exit__(kind, error, at)
 
-    def step(self, outcome: StepOutcome) -> None:
+    def step(self, result: StepResult) -> None:
         """Count a step, and report its values if a report is due (collective). No host-device synchronization."""
         self.progress.step()
-        self._clock.add(outcome.weight)
+        self._clock.add(result.weight)
         step, every = self._record.step, self._config.logging.every
         if step % every and step not in (1, self._config.steps):
             return
         values = {
-            "loss": outcome.loss,
-            "learning_rate": outcome.learning_rate,
-            "grad_norm": outcome.grad_norm,
+            "loss": result.loss,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
             self._throughput_name: self._clock.lap(),
         }
         self._collector.collect(step, values)
@@ -107,7 +107,7 @@ class Reports:
         self._tracker.resume(self._record.step, self._record.tracker)
         self.progress.go_to(self._record.step)
 
-    def settle(self, outcome: StepOutcome) -> None:
+    def settle(self, result: StepResult) -> None:
         """Update the record before a save: training loss, throughput and tracker state.
 
         Collective: a broadcast of the main process's throughput. Host-device synchronization.
@@ -117,7 +117,7 @@ class Reports:
             if self._ctx.world_size > 1:
                 dist.broadcast(throughput, src=0)
             self._record.weight_per_second = throughput.item()
-            self._record.train_loss = outcome.loss.item()
+            self._record.train_loss = result.loss.item()
             self._collector.flush()
             self._tracker.flush()
             self._record.tracker = self._tracker.state_dict()

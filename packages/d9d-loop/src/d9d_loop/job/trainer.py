@@ -1,14 +1,13 @@
 """`Trainer`: plans, builds and runs a training job. Its components also work without it."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, Launch, MeshConfig, StageInfo, UserError, agree
+from d9d_dist import DistributedContext, Launch, MeshConfig, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -17,12 +16,14 @@ from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.job import Job, build_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan, plan_job
+from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule
-from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware, plan_cluster
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.task import Task
+from d9d_loop.user_frames import explained
 from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore
 
@@ -35,8 +36,10 @@ class Trainer:
 
     Args:
         config: The job's configuration.
-        model: A model provider, or a function that builds a pipeline stage of the model.
-        data: A data provider, or a dataset of training samples.
+        model: A model provider, a module, or a function that builds a pipeline stage of the model. A module is copied,
+            and keeps its values.
+        data: A data provider, or a dataset of training samples, such as a list, a torch `Dataset` or a Hugging Face
+            `Dataset`.
         task: Prepares inputs and computes the loss.
         evaluation_data: Held-out samples, or a finite stream of them, if `data` is a dataset. `None` disables
             evaluation.
@@ -47,14 +50,15 @@ class Trainer:
         pipeline_schedule: Pipeline schedule; by default the one of the configuration.
 
     Raises:
-        UserError: If `evaluation_data` or `collate` is passed with a data provider, which has its own.
+        UserError: If an argument has the wrong type. Also if `evaluation_data` or `collate` is passed with a data
+            provider, which has its own.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
         *,
-        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        model: ModelProvider | nn.Module | BuildFunction,
         data: DataProvider | Samples,
         task: Task,
         evaluation_data: Samples | SampleStream | None = None,
@@ -63,11 +67,12 @@ class Trainer:
         lr_schedule: LrSchedule | None = None,
         pipeline_schedule: Schedule | None = None,
     ) -> None:
+        _check_types(config, task)
         self.events = Events(seed=config.seed)
         self._config = config
         self._plan = partial(
             plan_job,
-            model=model if isinstance(model, ModelProvider) else FunctionProvider(model),
+            model=model_provider(model),
             data=_data_provider(config, data, evaluation_data, collate),
             task=task,
             optimizer=optimizer,
@@ -132,9 +137,13 @@ class Trainer:
             BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
             Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
         """
-        plan = self._plan(self._config)
+        with explained("the job cannot be built"):
+            plan = self._plan(self._config)
+        if plan.config.rehearsal:
+            rehearse(plan)
         timeouts = plan.config.resilience.timeouts.timeouts
-        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts) as ctx:
+        precision = plan.config.precision
+        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
             result = self._train(plan, ctx)
         if isinstance(result, Stopped):
             # Raised outside the context, which would report the exception to the other ranks as a failure.
@@ -154,11 +163,15 @@ class Trainer:
             # On any exit, the store finishes a pending save before the folder is unlocked.
             with store.locked(ctx), store:
                 job = build_job(plan, store=store, ctx=ctx, events=self.events)
+                if plan.changes and ctx.is_main_process:
+                    print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
                 return run_job(job)
         except BaseException as error:
             if isinstance(error, UserError):
                 # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
                 error.add_note(f"on rank {ctx.rank}")
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(_what_is_saved(config))
             self._report_failure(error, job)
             raise
 
@@ -168,6 +181,30 @@ class Trainer:
             self.events.emit(Failed(0 if job is None else job.record.step, error))
         except Exception as another:
             error.add_note(f"in addition, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
+
+
+def _check_types(config: object, task: object) -> None:
+    """Raise `UserError` unless the configuration is a `TrainerConfig` and the task is an instance of `Task`."""
+    if not isinstance(config, TrainerConfig):
+        raise UserError(
+            f"got a {type(config).__name__} as config; expected a TrainerConfig. Use TrainerConfig.from_cli(file), or "
+            "validate_config(TrainerConfig, values)."
+        )
+    if isinstance(task, type):
+        raise UserError(f"got the class {task.__name__} as task; expected an instance. Pass {task.__name__}().")
+    if not isinstance(task, Task):
+        raise UserError(
+            f"got a {type(task).__name__} as task; expected a Task of d9d_loop. Derive a class from Task, with the "
+            "methods inputs(batch) and loss(outputs, batch)."
+        )
+
+
+def _what_is_saved(config: TrainerConfig) -> str:
+    """Describe the newest checkpoint for a message, as the command would resume from it."""
+    found = CheckpointStore(checkpoint_folder(config)).complete()
+    if not found:
+        return f"No checkpoint is saved in {config.run.dir}; the same command starts again."
+    return f"The newest checkpoint is that of step {found[0].step}; the same command resumes from it."
 
 
 def _data_provider(

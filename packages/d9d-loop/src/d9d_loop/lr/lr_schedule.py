@@ -20,8 +20,8 @@ class WarmupCosineConfig(Section):
     """Linear warm-up, then cosine decay (Loshchilov, Hutter, arXiv:1608.03983) to a fraction of the peak."""
 
     kind: Literal["warmup_cosine"] = "warmup_cosine"
-    warmup_steps: int = Field(0, ge=0, description="Number of steps until the peak; 0 starts at the peak.")
-    final_fraction: float = Field(0.1, ge=0, le=1, description="Fraction of the peak at the last step.")
+    warmup_steps: int = Field(default=0, ge=0, description="Number of steps until the peak; 0 starts at the peak.")
+    final_fraction: float = Field(default=0.1, ge=0, le=1, description="Fraction of the peak at the last step.")
 
     def build(self, num_steps: int) -> LrSchedule:
         """Return the schedule for a job of `num_steps` steps.
@@ -44,12 +44,12 @@ class WsdConfig(Section):
     """Warm-up, stable, decay (Hu et al., arXiv:2404.06395): only the decay depends on the length of the job."""
 
     kind: Literal["wsd"] = "wsd"
-    warmup_steps: int = Field(0, ge=0, description="Number of steps until the peak; 0 starts at the peak.")
+    warmup_steps: int = Field(default=0, ge=0, description="Number of steps until the peak; 0 starts at the peak.")
     decay_percent: float = Field(
-        20.0, gt=0, le=100, description="Length of the decay at the end of the job, in percent of all steps."
+        default=20.0, gt=0, le=100, description="Length of the decay at the end of the job, in percent of all steps."
     )
-    decay: Literal["linear", "cosine", "sqrt"] = Field("sqrt", description="Shape of the decay.")
-    final_fraction: float = Field(0.0, ge=0, le=1, description="Fraction of the peak at the last step.")
+    decay: Literal["linear", "cosine", "sqrt"] = Field(default="sqrt", description="Shape of the decay.")
+    final_fraction: float = Field(default=0.0, ge=0, le=1, description="Fraction of the peak at the last step.")
 
     def build(self, num_steps: int) -> LrSchedule:
         """Return the schedule for a job of `num_steps` steps.
@@ -69,7 +69,7 @@ class PiecewiseConfig(Section):
     """Sequence of phases. Each phase starts at the final value of the previous phase."""
 
     kind: Literal["piecewise"] = "piecewise"
-    start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate at the first step.")
+    start: NonNegativeFloat = Field(default=0.0, description="Factor of the peak learning rate at the first step.")
     phases: tuple[Phase, ...] = Field(min_length=1, description="Phases in order; one of them may omit its length.")
 
     def build(self, num_steps: int) -> LrSchedule:

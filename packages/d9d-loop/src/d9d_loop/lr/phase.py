@@ -14,9 +14,10 @@ from d9d_loop.config.section import Section
 class PhaseSettings(Section, ABC):
     """Base class of phases. The length is a number of steps or a percentage; with neither, the remaining steps."""
 
-    steps: PositiveInt | None = Field(None, description="Length of the phase in steps.")
+    steps: PositiveInt | None = Field(default=None, description="Length of the phase in steps.")
     percent: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        None, description="Length in percent of all steps of the job; without this and steps: the remaining steps."
+        default=None,
+        description="Length in percent of all steps of the job; without this and steps: the remaining steps.",
     )
 
     @validator(mode="after")
@@ -102,7 +103,7 @@ class PolynomialPhase(_Leading):
     """Phase that follows a power of its remaining fraction."""
 
     kind: Literal["polynomial"] = "polynomial"
-    power: PositiveFloat = Field(2.0, description="The power.")
+    power: PositiveFloat = Field(default=2.0, description="The power.")
 
     def left(self, progress: float) -> float:
         """Return `(1 - progress) ^ power`."""

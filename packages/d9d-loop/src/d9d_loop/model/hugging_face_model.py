@@ -29,7 +29,7 @@ def hugging_face_model(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
     dtype: torch.dtype | None = None,
-    precision: Precision | None = None,
+    precision: Precision | Literal["job"] | None = "job",
     from_scratch: bool = False,
     tp_plan: Literal["auto"] | None = None,
     **config_changes: Any,
@@ -51,7 +51,7 @@ def hugging_face_model(
             start from the model's initialization, under the job's seed.
         unused: `fnmatch` patterns of tensors in the folder to ignore if the model lacks them.
         dtype: Dtype of the parameters; by default the dtype in the configuration, or float32 if it has none.
-        precision: Dtypes of computation and reduction, as in `parallelize_hsdp`.
+        precision: Dtypes of computation and reduction, as in `parallelize_hsdp`; "job" for those of the configuration.
         from_scratch: Read only the configuration from the folder, not the weights.
         tp_plan: "auto" to split the model over `mesh.tensor_parallel` by its own plan (`model.tp_plan`).
         config_changes: Configuration values to override, such as `num_labels=3` or `attn_implementation="eager"`.
@@ -108,7 +108,7 @@ class _HuggingFaceModel(ModelProvider):
         new: Sequence[str],
         unused: Sequence[str],
         dtype: torch.dtype | None,
-        precision: Precision | None,
+        precision: Precision | Literal["job"] | None,
         tp_plan: Literal["auto"] | None,
     ) -> None:
         self._config, self._class, self._folder = config, model_class, folder
@@ -141,10 +141,11 @@ class _HuggingFaceModel(ModelProvider):
             parallelize_tensor(model, tensor, tensor_plan(model, tensor.size()))
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # Do not cast inputs: blocks get float32 rotary tables, and activations already in the compute dtype.
-        inner = self._precision and replace(self._precision, cast_inputs=False)
+        precision = ctx.precision if self._precision == "job" else self._precision
+        inner = precision and replace(precision, cast_inputs=False)
         for block in _blocks(model):
             parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner)
-        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=self._precision)
+        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=precision)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
         from d9d_loop.model._hugging_face_weights import released_mapper  # noqa: PLC0415 - needs an optional extra

@@ -40,6 +40,11 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
             trainable parameter is not on all ranks of its stage, or no experts were sharded although the
             expert-parallel degree is above 1.
     """
+    if ctx.precision is not None and ctx.is_main_process:
+        print(
+            "d9d: forward and backward compute in bfloat16; parameters and sums of gradients stay in float32. "
+            'precision = "parameters" computes in the dtype of the parameters.'
+        )
     provider, seed, whole = plan.provider, plan.seed, plan.built
     stages = parallelize_stages(plan, ctx)
     if provider.late_init:

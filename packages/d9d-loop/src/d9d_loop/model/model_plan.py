@@ -74,12 +74,12 @@ def plan_model(
     num_microbatches: int,
     seed: int,
     task: BatchTask,
-    first_batch: Callable[[], Any],
+    first_batch: Callable[[], Any] | None,
 ) -> ModelPlan:
     """Build the model without its values, and check that it can be trained or run in a layout. No collectives.
 
     `mesh` must have -1 resolved; `num_microbatches` is that of a step on one data-parallel rank. `first_batch` reads a
-    microbatch, to run the stages on `meta` if there are several.
+    microbatch, to run the stages on `meta` if there are several; `None` skips this check.
 
     Raises:
         UserError: If the task cannot split sequences for context parallelism, or the schedule does not support the
@@ -114,6 +114,8 @@ def plan_model(
                 f"mesh.pipeline_parallel = {num_ranks} with {per_rank} stages on each rank: {error}"
             ) from None
         shared_names = check_parts(built.module, stages)
-        if not cuts_sequences:  # `task.inputs` expects a split batch, which needs the process group
+        if (
+            first_batch is not None and not cuts_sequences
+        ):  # `task.inputs` expects a split batch, which needs the process group
             check_chain(built.module, stages, to_inputs(task.inputs(first_batch())), program.stage_ranks)
     return ModelPlan(provider, seed, launch, mesh, schedule, program, built, shared_names)

@@ -53,7 +53,7 @@ def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
     """Copy float32 [N] to bfloat16 [N] with stochastic rounding; both must be contiguous."""
     size = target.numel()
     _copy_kernel[-(-size // _BLOCK),](
-        target.view(torch.int16), source, key, *rule, size, ROWS=rule.run < size, BLOCK=_BLOCK
+        target.view(torch.int16), source, key, *rule, size, RUNS=_runs(rule, size), BLOCK=_BLOCK
     )
 
 
@@ -79,11 +79,18 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, 
         key,
         *rule,
         size,
-        ROWS=rule.run < size,
+        RUNS=_runs(rule, size),
         ROUND_W=w.dtype == torch.bfloat16,
         ROUND_AVERAGES=m.dtype == torch.bfloat16,
         BLOCK=_BLOCK,
     )
+
+
+def _runs(rule: IndexRule, size: int) -> int:
+    """Return how many runs a program's elements can touch: 1, 2, or 3 for more."""
+    if rule.run >= size:
+        return 1
+    return 2 if rule.run >= _BLOCK else 3
 
 
 def _storage(x: Tensor) -> Tensor:
@@ -92,11 +99,17 @@ def _storage(x: Tensor) -> Tensor:
 
 
 @_inlined
-def _random_bits(i, key, offset, run, stride, ROWS: tl.constexpr):
-    """Return 64 random bits per element, a function of its global index."""
-    index = offset + i
-    if ROWS:
-        index = offset + i // run * stride + i % run
+def _random_bits(start, key, offset, run, stride, RUNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return 64 random bits for each of the elements from `start` on, a function of its global index."""
+    i = tl.arange(0, BLOCK)
+    index = offset + start + i
+    if RUNS > 1:
+        # One 64-bit division per program; a vector of them would take longer than the rest of the kernel.
+        column = start % run + i
+        carry = (column >= run).to(tl.int64)
+        if RUNS > 2:
+            carry = (column.to(tl.int32) // run.to(tl.int32)).to(tl.int64)  # a run is shorter than BLOCK here
+        index = offset + (start // run + carry) * stride + column - carry * run
     bits = index.to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
@@ -132,11 +145,12 @@ def _store(ptr, i, values, bits, mask, NUMBER: tl.constexpr, ROUND: tl.constexpr
 
 
 @_jit(varying=("key", "offset", "run", "stride"))
-def _copy_kernel(target_ptr, source_ptr, key, offset, run, stride, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_kernel(target_ptr, source_ptr, key, offset, run, stride, size, RUNS: tl.constexpr, BLOCK: tl.constexpr):
     # A 32-bit offset would overflow beyond 2^31 elements.
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
     mask = i < size
-    bits = _random_bits(i, key, offset, run, stride, ROWS)
+    bits = _random_bits(start, key, offset, run, stride, RUNS, BLOCK)
     _store(target_ptr, i, _load(source_ptr, i, mask, False), bits, mask, 0, True)
 
 
@@ -158,19 +172,20 @@ def _adamw_kernel(
     run,
     stride,
     size,
-    ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     ROUND_W: tl.constexpr,
     ROUND_AVERAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
     mask = i < size
     w, g = _load(w_ptr, i, mask, ROUND_W), tl.load(g_ptr + i, mask=mask, other=0.0).to(tl.float32)
     m, v = _load(m_ptr, i, mask, ROUND_AVERAGES), _load(v_ptr, i, mask, ROUND_AVERAGES)
     m += share1 * (g - m)
     v = beta2 * v + share2 * g * g
     w = decay * w - step_size * m / (tl.sqrt(v) * square_correction + eps)
-    bits = _random_bits(i, key, offset, run, stride, ROWS)
+    bits = _random_bits(start, key, offset, run, stride, RUNS, BLOCK)
     _store(w_ptr, i, w, bits, mask, 0, ROUND_W)
     _store(m_ptr, i, m, bits, mask, 1, ROUND_AVERAGES)
     _store(v_ptr, i, v, bits, mask, 2, ROUND_AVERAGES)

@@ -29,14 +29,14 @@ def evaluation_weights(model: nn.Module, optimizer: Optimizer) -> Generator[None
         yield
         return
     try:
-        _free_gathered_parameters(model)
+        free_gathered_parameters(model)
         with optimizer.evaluation_weights():
             yield
     finally:
-        _free_gathered_parameters(model)
+        free_gathered_parameters(model)
 
 
-def _free_gathered_parameters(model: nn.Module) -> None:
+def free_gathered_parameters(model: nn.Module) -> None:
     """Free unsharded parameters that FSDP may have kept: FSDP does not notice changes of their shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

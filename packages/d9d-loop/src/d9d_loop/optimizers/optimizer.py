@@ -38,17 +38,18 @@ _DECAY = "Weight decay of the parameters that `decays` selects."
 class GroupConfig(Section):
     """Overrides for the parameters that match a pattern. The first group that matches a parameter applies."""
 
-    pattern: str = Field("", description="Regular expression, searched in parameter names; '' matches all.")
+    pattern: str = Field(default="", description="Regular expression, searched in parameter names; '' matches all.")
     of: Dims = Field(
-        "any", description="Restrict to matrices or to vectors: norms, biases and other parameters below 2 dims."
+        default="any",
+        description="Restrict to matrices or to vectors: norms, biases and other parameters below 2 dims.",
     )
     learning_rate: PositiveFloat | None = Field(
-        None, description="Peak learning rate of the group; null: use the optimizer's value."
+        default=None, description="Peak learning rate of the group; null: use the optimizer's value."
     )
     weight_decay: NonNegativeFloat | None = Field(
-        None, description="Weight decay of the group, applied to vectors too; null: use the optimizer's value."
+        default=None, description="Weight decay of the group, applied to vectors too; null: use the optimizer's value."
     )
-    optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for the group.")
+    optimizer: "OptimizerConfig | None" = Field(default=None, description="Another optimizer for the group.")
 
     @validator(mode="after")
     def _check(self) -> Self:
@@ -69,11 +70,11 @@ class OptimizerSettings(Section, ABC):
     learning_rate: PositiveFloat = Field(description=_RATE)
     weight_decay: NonNegativeFloat = Field(description=_DECAY)
     decays: Literal["matrices", "all"] = Field(
-        "matrices",
+        default="matrices",
         description="Parameters that decay: matrices, including embeddings, but no vectors such as norms; or all.",
     )
     groups: tuple[GroupConfig, ...] = Field(
-        (), description="Parameters with another learning rate, decay or optimizer; the first match applies."
+        default=(), description="Parameters with another learning rate, decay or optimizer; the first match applies."
     )
 
     @final
@@ -149,10 +150,12 @@ class OptimizerSettings(Section, ABC):
 
 
 class _AdamSettings(OptimizerSettings, ABC):
-    learning_rate: PositiveFloat = Field(1e-3, description=_RATE)
-    weight_decay: NonNegativeFloat = Field(0.1, description=_DECAY)
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    learning_rate: PositiveFloat = Field(default=1e-3, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(default=0.1, description=_DECAY)
+    betas: tuple[_Decay, _Decay] = Field(
+        default=(0.9, 0.95), description="Decay of the first and second moment's averages."
+    )
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the denominator.")
 
 
 @final
@@ -171,7 +174,9 @@ class AdamConfig(_AdamSettings):
     """Adam (Kingma, Ba, arXiv:1412.6980); its weight decay is an L2 penalty."""
 
     kind: Literal["adam"] = "adam"
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of the parameters that `decays` selects.")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="L2 penalty of the parameters that `decays` selects."
+    )
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct the Adam optimizer: fused on an accelerator, foreach on CPU."""
@@ -183,10 +188,12 @@ class SGDConfig(OptimizerSettings):
     """Stochastic gradient descent, with optional momentum."""
 
     kind: Literal["sgd"] = "sgd"
-    learning_rate: PositiveFloat = Field(1e-2, description=_RATE)
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of the parameters that `decays` selects.")
-    momentum: _Decay = Field(0.0, description="Decay of the momentum buffer; 0 keeps no buffer.")
-    nesterov: bool = Field(False, description="Use Nesterov momentum; needs momentum above 0.")
+    learning_rate: PositiveFloat = Field(default=1e-2, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="L2 penalty of the parameters that `decays` selects."
+    )
+    momentum: _Decay = Field(default=0.0, description="Decay of the momentum buffer; 0 keeps no buffer.")
+    nesterov: bool = Field(default=False, description="Use Nesterov momentum; needs momentum above 0.")
 
     @validator(mode="after")
     def _check(self) -> Self:
@@ -206,13 +213,13 @@ class MuonConfig(OptimizerSettings):
     """Muon for whole matrices (arXiv:2502.16982). Vectors, embeddings and heads need a group with another optimizer."""
 
     kind: Literal["muon"] = "muon"
-    learning_rate: PositiveFloat = Field(1e-3, description=_RATE)
-    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay of matrices.")
-    momentum: _Decay = Field(0.95, description="Decay of the momentum buffer.")
-    nesterov: bool = Field(True, description="Use Nesterov momentum.")
-    num_iterations: PositiveInt = Field(5, description="Number of Newton-Schulz iterations.")
+    learning_rate: PositiveFloat = Field(default=1e-3, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(default=0.1, description="Weight decay of matrices.")
+    momentum: _Decay = Field(default=0.95, description="Decay of the momentum buffer.")
+    nesterov: bool = Field(default=True, description="Use Nesterov momentum.")
+    num_iterations: PositiveInt = Field(default=5, description="Number of Newton-Schulz iterations.")
     scale: Scale = Field(
-        "match_rms_adamw",
+        default="match_rms_adamw",
         description="Size of updates: that of AdamW, whose learning rates fit, or the original.",
     )
 
@@ -232,9 +239,11 @@ class LionConfig(OptimizerSettings):
     """Lion (arXiv:2302.06675). Use 3 to 10 times AdamW's weight decay, and a learning rate smaller by that factor."""
 
     kind: Literal["lion"] = "lion"
-    learning_rate: PositiveFloat = Field(1e-4, description=_RATE)
-    weight_decay: NonNegativeFloat = Field(1.0, description=_DECAY)
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.99), description="Weight of the average in the update, and its decay.")
+    learning_rate: PositiveFloat = Field(default=1e-4, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(default=1.0, description=_DECAY)
+    betas: tuple[_Decay, _Decay] = Field(
+        default=(0.9, 0.99), description="Weight of the average in the update, and its decay."
+    )
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct a Lion optimizer."""
@@ -246,13 +255,13 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
     """Schedule-Free AdamW (arXiv:2405.15682), an average of iterates. Use warm-up, then a constant learning rate."""
 
     kind: Literal["schedule_free_adamw"] = "schedule_free_adamw"
-    learning_rate: PositiveFloat = Field(2.5e-3, description=_RATE)
-    weight_decay: NonNegativeFloat = Field(0.1, description=_DECAY)
+    learning_rate: PositiveFloat = Field(default=2.5e-3, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(default=0.1, description=_DECAY)
     betas: tuple[Annotated[float, Field(gt=0, lt=1)], _Decay] = Field(
-        (0.9, 0.999),
+        default=(0.9, 0.999),
         description="Interpolation between iterate and average, and decay of the second moment.",
     )
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator, for numerical stability.")
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the denominator, for numerical stability.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct a Schedule-Free AdamW optimizer."""
@@ -265,9 +274,10 @@ class StochasticAdamWConfig(_AdamSettings):
 
     kind: Literal["stochastic_adamw"] = "stochastic_adamw"
     averages: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Dtype of the averages; bfloat16 halves their memory and is rounded stochastically."
+        default="float32",
+        description="Dtype of the averages; bfloat16 halves their memory and is rounded stochastically.",
     )
-    seed: int = Field(0, ge=0, description="Seed of stochastic rounding.")
+    seed: int = Field(default=0, ge=0, description="Seed of stochastic rounding.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct the AdamW optimizer with stochastic rounding."""

@@ -4,20 +4,20 @@ from d9d_loop.planning.collective_log import Collective, CollectiveLog
 from d9d_loop.planning.costs.goodput import Goodput, goodput
 from d9d_loop.planning.costs.memory_size import Memory, memory_of
 from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.dry_run import (
+    DryRun,
+    dry_run,
+    fake_ranks,
+    gradient_bytes,
+    optimizer_bytes,
+    parameter_bytes,
+    representatives,
+)
 from d9d_loop.planning.hardware_spec import Device, Fitted, Hardware, Links, Network, hardware_names
 from d9d_loop.planning.job_plan import ClusterPlan, RankMemory, describe, plan_cluster
 from d9d_loop.planning.layout_search import Candidate, SearchResult, evaluate, legal_layouts, search_layouts
 from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.plan_report import report, verdict
-from d9d_loop.planning.rehearsal import (
-    Rehearsal,
-    fake_ranks,
-    gradient_bytes,
-    optimizer_bytes,
-    parameter_bytes,
-    rehearse,
-    representatives,
-)
 from d9d_loop.planning.step_model import StepTime, step_time
 from d9d_loop.planning.step_record import Operation, StepRecord, recorded
 
@@ -28,6 +28,7 @@ __all__ = [
     "CollectiveLog",
     "DecoderShape",
     "Device",
+    "DryRun",
     "Fitted",
     "Goodput",
     "Hardware",
@@ -37,11 +38,11 @@ __all__ = [
     "Operation",
     "PlanLayout",
     "RankMemory",
-    "Rehearsal",
     "SearchResult",
     "StepRecord",
     "StepTime",
     "describe",
+    "dry_run",
     "evaluate",
     "fake_ranks",
     "goodput",
@@ -53,7 +54,6 @@ __all__ = [
     "parameter_bytes",
     "plan_cluster",
     "recorded",
-    "rehearse",
     "report",
     "representatives",
     "search_layouts",

@@ -9,11 +9,11 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.costs.goodput import Goodput, goodput
 from d9d_loop.planning.costs.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.dry_run import DryRun, dry_run, representatives
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, search_layouts
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
-from d9d_loop.planning.rehearsal import Rehearsal, rehearse, representatives
 from d9d_loop.planning.step_model import StepTime, step_time
 
 PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan]
@@ -170,13 +170,18 @@ def plan_cluster(
 
     first, *others = representatives(plan, world_size)
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
-    rehearsals = rehearse(plan_for, ranks=ranks, world_size=world_size)
-    layout = _layout(plan, shape, length, rehearsals[0])
+    dry_runs = dry_run(
+        plan_for,
+        ranks=ranks,
+        world_size=world_size,
+        precision="parameters" if plan.config.precision == "parameters" else "bfloat16",
+    )
+    layout = _layout(plan, shape, length, dry_runs[0])
     memory = tuple(
         _rank_memory(each, name)
-        for each, name in zip(rehearsals, ("first stage", "second stage", "last stage"), strict=False)
+        for each, name in zip(dry_runs, ("first stage", "second stage", "last stage"), strict=False)
     )
-    if len(rehearsals) == 2:
+    if len(dry_runs) == 2:
         memory = (memory[0], replace(memory[1], name="last stage"))
     made = ClusterPlan(
         hardware=hardware,
@@ -187,7 +192,7 @@ def plan_cluster(
         steps=plan.config.steps,
         collectives={
             f"{name} over {size}": total * plan.num_microbatches // max(1, shown_microbatches(plan, shown))
-            for (name, size), total in rehearsals[0].forward_backward.collective_bytes().items()
+            for (name, size), total in dry_runs[0].forward_backward.collective_bytes().items()
         },
         goodput=goodput(world_size, failures_per_device_day=hardware.failures_per_device_day),
         sensitivity=sensitivity(shape, layout, hardware),
@@ -253,7 +258,7 @@ def _shortened(plan: JobPlan, num_stages: int) -> int:
     return plan.config.batch.global_size
 
 
-def _rank_memory(found: Rehearsal, name: str) -> RankMemory:
+def _rank_memory(found: DryRun, name: str) -> RankMemory:
     activations = max(
         found.activation_bytes, found.update.peak_bytes - found.optimizer_bytes if found.update.peak_bytes else 0
     )
@@ -269,7 +274,7 @@ def _rank_memory(found: Rehearsal, name: str) -> RankMemory:
     )
 
 
-def _layout(plan: JobPlan, shape: DecoderShape, length: int, found: Rehearsal) -> PlanLayout:
+def _layout(plan: JobPlan, shape: DecoderShape, length: int, found: DryRun) -> PlanLayout:
     mesh = plan.model.mesh
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     layout = PlanLayout(
@@ -288,7 +293,7 @@ def _layout(plan: JobPlan, shape: DecoderShape, length: int, found: Rehearsal) -
     return replace(layout, recompute=_recompute(found))
 
 
-def _recompute(found: Rehearsal) -> Recompute:
+def _recompute(found: DryRun) -> Recompute:
     """Return what the job recomputes: a whole forward runs attention's forward kernel twice for each backward one."""
     names = [each.name for each in found.forward_backward.operations if "scaled_dot_product" in each.name]
     backward = sum("backward" in name for name in names)

@@ -52,6 +52,8 @@ class StepGuard:
         self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
         self._rolled_back_from: set[int] = set()
         self._in_a_row = self._num_rollbacks = 0
+        self.has_applied = False
+        """True once an update was applied, as far as `poll` has returned."""
 
     def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
         """Run the optimizer step unless it is bad; return a 0-dim bool tensor on the device, True if it was applied.
@@ -157,6 +159,7 @@ class StepGuard:
         is_spike = bool(spike) and self._config.spike != "ignore"
         if measured.is_skipped or not (non_finite or is_spike):
             self._in_a_row = 0
+            self.has_applied |= not measured.is_skipped
             if math.isfinite(loss) and not measured.is_skipped:
                 self._losses.add(measured.step, loss)
             return None
@@ -176,6 +179,7 @@ class StepGuard:
         if wish == "rewind":
             return self._roll_back(step, kind)
         if wish in {"report", "ignore"}:
+            self.has_applied = True
             return "report", "its update was applied."
         self._in_a_row += 1
         if self._in_a_row >= config.max_in_a_row:

@@ -15,27 +15,27 @@ BadStepAction = Literal["skip", "rewind", "stop"]
 class HealthConfig(Section):
     """Configuration of the health check of devices and links, which runs before the model is built."""
 
-    enabled: bool = Field(True, description="Check every rank's device and links at the start.")
-    matrix_size: PositiveInt = Field(512, description="Rows of the square matrices in the matmul test.")
-    memory_mib: PositiveInt = Field(64, description="MiB of device memory to write and read back.")
-    message_mib: PositiveInt = Field(4, description="MiB to send over each link.")
+    enabled: bool = Field(default=True, description="Check every rank's device and links at the start.")
+    matrix_size: PositiveInt = Field(default=512, description="Rows of the square matrices in the matmul test.")
+    memory_mib: PositiveInt = Field(default=64, description="MiB of device memory to write and read back.")
+    message_mib: PositiveInt = Field(default=4, description="MiB to send over each link.")
     slow_factor: float = Field(
-        3.0, gt=1, description="A measurement of more than this factor times the median is reported as slow."
+        default=3.0, gt=1, description="A measurement of more than this factor times the median is reported as slow."
     )
 
 
 class StopConfig(Section):
     """Configuration of the signals on which a job saves a checkpoint and exits."""
 
-    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = Field(
-        ("SIGTERM", "SIGUSR1"), description="Signals that stop the job; empty: none."
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT"], ...] = Field(
+        default=("SIGTERM", "SIGUSR1", "SIGINT"), description="Signals that stop the job; empty: none."
     )
-    every: PositiveInt = Field(1, description="Steps between exchanges of received signals among ranks.")
+    every: PositiveInt = Field(default=1, description="Steps between exchanges of received signals among ranks.")
     grace_seconds: PositiveFloat | None = Field(
-        None, description="Seconds until the process exits, saved or not; null: no limit."
+        default=None, description="Seconds until the process exits, saved or not; null: no limit."
     )
     repeat_seconds: PositiveFloat = Field(
-        2.0, description="A signal more than this many seconds after the first one ends the process at once."
+        default=2.0, description="A signal more than this many seconds after the first one ends the process at once."
     )
 
     @property
@@ -58,22 +58,26 @@ class BadStepConfig(Section):
     """Configuration of bad steps: a non-finite loss or gradient norm, or a loss far above the recent losses."""
 
     non_finite: BadStepAction = Field(
-        "skip",
+        default="skip",
         description="Reaction to a non-finite loss or gradient: skip the update, "
         "roll back to the last checkpoint, or stop.",
     )
     spike: BadStepAction | Literal["report", "ignore"] = Field(
-        "report", description="Reaction to a loss spike: as above, or report it, or ignore it."
+        default="report", description="Reaction to a loss spike: as above, or report it, or ignore it."
     )
-    max_in_a_row: PositiveInt = Field(5, description="Number of consecutive skipped steps that stops the job.")
-    max_rewinds: PositiveInt = Field(3, description="Maximum number of rollbacks; the next one stops the job instead.")
-    spike_window: PositiveInt = Field(100, description="Number of previous losses that a loss is compared with.")
-    spike_after: PositiveInt = Field(20, description="Minimum number of previous losses for spike detection.")
+    max_in_a_row: PositiveInt = Field(default=5, description="Number of consecutive skipped steps that stops the job.")
+    max_rewinds: PositiveInt = Field(
+        default=3, description="Maximum number of rollbacks; the next one stops the job instead."
+    )
+    spike_window: PositiveInt = Field(
+        default=100, description="Number of previous losses that a loss is compared with."
+    )
+    spike_after: PositiveInt = Field(default=20, description="Minimum number of previous losses for spike detection.")
     spike_deviations: PositiveFloat = Field(
-        8.0, description="Threshold of a spike, in robust standard deviations above the median."
+        default=6.0, description="Threshold of a spike, in robust standard deviations above the median."
     )
     spike_skip_before: int = Field(
-        1, ge=0, description="Number of steps before a spike that are skipped too after a rollback."
+        default=1, ge=0, description="Number of steps before a spike that are skipped too after a rollback."
     )
 
 
@@ -81,26 +85,26 @@ class WatchdogConfig(Section):
     """Configuration of the watchdog, which ends a job without progress. It uses the timeouts of `TimeoutConfig`."""
 
     enabled: bool = Field(
-        True, description="Run the watchdog; without it, timeouts of collectives do not name the missing rank."
+        default=True, description="Run the watchdog; without it, timeouts of collectives do not name the missing rank."
     )
 
 
 class ReplicaConfig(Section):
     """Configuration of the check that replicas of parameters and optimizer states are equal."""
 
-    every: PositiveInt | None = Field(1000, description="Steps between checks; null disables them.")
+    every: PositiveInt | None = Field(default=1000, description="Steps between checks; null disables them.")
 
 
 class TimeoutConfig(Section):
     """Timeouts of start-up and of steps, for collectives and the watchdog."""
 
     startup_seconds: PositiveFloat = Field(
-        1800.0,
+        default=1800.0,
         description="Timeout in seconds for start-up up to the end of the first step, for the export, and for "
         "the handlers of Finished.",
     )
     step_seconds: PositiveFloat = Field(
-        600.0,
+        default=600.0,
         description="Timeout in seconds for each later step, save, evaluation, inference batch, and event's handlers.",
     )
 

@@ -166,6 +166,7 @@ def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConf
             "batch": {"global_size": len(experiment.batch), "microbatch_size": layout.microbatch_size},
             "run": {"folder": folder},
             "mesh": layout.mesh,
+            "precision": "parameters",  # on accelerators, too
             "pipeline": {"schedule": layout.schedule, "draw": False},
             "optimizer": {"learning_rate": 1e-2},
             "gradients": {"max_norm": 1.0},

@@ -51,7 +51,9 @@ class SdpaBackend:
             return sink_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK, sinks_H)
         if documents_BS is None:
             return _one_document(q_BLHK, k_BSGK, v_BSGK, options)
-        runs = document_runs(documents_BS) if _is_host_readable(documents_BS) else None
+        # One query per row, as in generation: its mask is small, and one call serves all rows.
+        is_by_document = q_BLHK.shape[1] > 1 and _is_host_readable(documents_BS)
+        runs = document_runs(documents_BS) if is_by_document else None
         if runs is not None:
             return _by_document(q_BLHK, k_BSGK, v_BSGK, runs, options)
         return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS)
@@ -80,11 +82,11 @@ def _one_document(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: Atten
     length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
     if options.window is not None and options.window < key_length:
         return _masked(q_BLHK, k_BSGK, v_BSGK, options, None)
-    if length != key_length:
+    if length not in (1, key_length):
         return sdpa_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK)
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     out_BHLK = F.scaled_dot_product_attention(
-        q_BHLK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True, scale=options.scale
+        q_BHLK, k_BGSK, v_BGSK, is_causal=length > 1, enable_gqa=True, scale=options.scale
     )
     return out_BHLK.transpose(1, 2)
 

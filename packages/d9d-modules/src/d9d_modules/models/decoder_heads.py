@@ -67,6 +67,7 @@ class HeadedDecoder(nn.Module):
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         labels: Tensor | Mapping[str, Tensor] | None = None,
+        scores: bool = False,
     ) -> Received | dict[str, Tensor]:
         """Run this stage.
 
@@ -78,14 +79,17 @@ class HeadedDecoder(nn.Module):
             mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
                 padding.
             labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
-                predict at each position [B, L], already shifted; -100 ignores a position. Classification: class of each
-                row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
+                predict at each position [B, L], already shifted, or K candidates [B, L, K]; -100 ignores a position.
+                Classification: class of each row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
+            scores: True for log-probabilities and entropies instead of losses; only with a single language-model head.
 
         Returns:
             On the last stage, by head name for a `DecoderWithHeads`. With labels, the loss of each token [B, L] or row
             [B] in nats (float32, or float64 for a float64 model). Auxiliary losses are included: those of the token, or
             their mean over the tokens of the row. Without labels, the logits [B, L, V] or [B, C], or the embeddings
-            [B, E], in at least float32 if normalized. On other stages, the output of `DecoderModel.forward`.
+            [B, E], in at least float32 if normalized. With `scores`, see `LanguageModelHead.forward`; auxiliary losses
+            [B, L], 0 for ignored labels, are then under `auxiliary_losses`. On other stages, the output of
+            `DecoderModel.forward`.
 
         Raises:
             UserError: If `hidden` is not a valid input of this stage, another argument does not match it, or labels
@@ -95,6 +99,8 @@ class HeadedDecoder(nn.Module):
         if not self.backbone.stage.is_last:
             return x
         names, owner = self._head_names, self.heads if self._in_dict else self
+        if scores:
+            return self._scores(owner.get_submodule(names[0]), x, labels)
         by_name = labels or {} if self._in_dict else {names[0]: labels}
         assert isinstance(by_name, Mapping), "several heads take labels by name"
         unknown = [name for name in by_name if name not in names]
@@ -105,6 +111,19 @@ class HeadedDecoder(nn.Module):
             for name in names
         }
         return outputs if self._in_dict else outputs[names[0]]
+
+    def _scores(self, head: nn.Module, x: Received, labels: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        if self._in_dict or not isinstance(head, LanguageModelHead):
+            raise UserError(
+                f"got scores=True for a model with the heads {', '.join(self._head_names)}; expected one "
+                "LanguageModelHead. Compute the scores from the logits."
+            )
+        hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
+        outputs: dict[str, Tensor] = head(hidden_BLD, labels=labels, scores=True)
+        if auxiliary_BL is not None:
+            assert isinstance(labels, Tensor), "the head has checked its labels"
+            outputs["auxiliary_losses"] = auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
+        return outputs
 
 
 @final
@@ -180,7 +199,9 @@ class DecoderWithHeads(HeadedDecoder):
 def decoder_lm_head(backbone: DecoderModel) -> LanguageModelHead:
     """Build the language-model head of a last stage; with weight tying it shares the embedding's parameter."""
     params = backbone.params
-    head = LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
+    head = LanguageModelHead(
+        params.hidden_size, params.vocab_size, softcap=params.logit_softcap, init_std=params.initializer_range
+    )
     if params.tie_word_embeddings:
         assert backbone.embedding is not None  # the last stage has it if weights are tied
         head.weight = backbone.embedding.get_parameter("weight")
@@ -208,6 +229,11 @@ def _output(name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, 
             )
     if auxiliary_BL is None or labels is None:
         return output
+    if labels.dim() > auxiliary_BL.dim():
+        raise UserError(
+            "got several labels for each position, and a model with router losses, which belong to no label; expected "
+            "none. Balance experts by a bias instead."
+        )
     if labels.dim() == 1:
         num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
         auxiliary_BL = auxiliary_BL.sum(dim=1) / num_tokens_B

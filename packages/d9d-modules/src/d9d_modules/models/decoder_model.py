@@ -15,9 +15,9 @@ from d9d_dist.stage import StageInfo
 from d9d_dist.token_ids import check_token_ids
 from d9d_modules.decoder import DecoderLayer, Hidden, HiddenAndLosses
 from d9d_modules.embedding import TokenEmbedding
-from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.models.decoder_params import DecoderParams, Rope
 from d9d_modules.norm import RMSNorm
-from d9d_modules.rope import rotary_tables
+from d9d_modules.rope import RotaryTables, rotary_tables
 from d9d_modules.rope_scaling import DynamicNtkScaling, LongRopeScaling
 
 Received: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -60,11 +60,17 @@ class DecoderModel(nn.Module):
                     attention=params.mixer(index),
                     feed_forward=params.feed_forward(index),
                     norm_eps=params.rms_norm_eps,
+                    zero_centered_norms=params.zero_centered_norms,
+                    sandwich_norms=params.sandwich_norms,
                 )
                 for index in stage.layers(params.num_layers)
             }
         )
-        self.norm = RMSNorm(params.hidden_size, eps=params.rms_norm_eps) if stage.is_last else None
+        self.norm = (
+            RMSNorm(params.hidden_size, eps=params.rms_norm_eps, zero_centered=params.zero_centered_norms)
+            if stage.is_last
+            else None
+        )
         self.auxiliary_losses = losses = params.auxiliary_losses
         self.total_losses = losses.total() if stage.is_last and losses is not None and losses.total else None
         self.token_mask = nn.Identity()
@@ -105,21 +111,15 @@ class DecoderModel(nn.Module):
         self._check_inputs(received, position_ids, has_losses=isinstance(hidden, tuple))
         if position_ids is None:
             position_ids = torch.arange(received.shape[1], device=received.device).unsqueeze(0)
-        rotary = rotary_tables(
-            position_ids,
-            head_dim=self.params.rotated_features,
-            theta=self.params.rope_theta,
-            scaling=self.params.rope_scaling,
-            length=self.params.rope_length,
-            max_positions=self._max_positions,
-        )
+        ropes = {name: self.params.rope(int(name)) for name in self.layers}
+        rotary = {rope: self._rotary_tables(position_ids, rope) for rope in dict.fromkeys(ropes.values())}
         x: Hidden = HiddenAndLosses(*hidden) if isinstance(hidden, tuple) else hidden
         if self.stage.is_first:
             assert self.embedding is not None
-            x = self._with_zero_losses(self.embedding(received))
+            x = self._with_zero_losses(self._scaled(self.embedding(received)))
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
-        for layer in self.layers.values():
-            x = layer(x, rotary, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
+        for name, layer in self.layers.items():
+            x = layer(x, rotary[ropes[name]], document_ids_BL=document_ids_BL, mask_BL=mask_BL)
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         x_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         if losses is None:
@@ -137,6 +137,23 @@ class DecoderModel(nn.Module):
                 "fix the length)"
             )
         return None
+
+    def _rotary_tables(self, position_ids: Tensor, rope: Rope) -> RotaryTables:
+        return rotary_tables(
+            position_ids,
+            head_dim=self.params.rotated_features,
+            theta=rope.theta,
+            scaling=rope.scaling,
+            length=self.params.rope_length,
+            max_positions=self._max_positions,
+        )
+
+    def _scaled(self, x_BLD: Tensor) -> Tensor:
+        scale = self.params.embedding_scale
+        if scale == 1.0:
+            return x_BLD
+        # Like transformers, round the factor to float32, then to the dtype of the embeddings.
+        return x_BLD * torch.full((), scale, dtype=torch.float32, device=x_BLD.device).to(x_BLD.dtype)
 
     def _with_zero_losses(self, x_BLD: Tensor) -> Hidden:
         """Add zero losses [B, L] if the model has auxiliary losses, or zero records [B, L, 1], which broadcast."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 from torch import nn
 
@@ -42,14 +43,14 @@ def parallelize_decoder(
     checkpoint_every: int = 1,
     compile_blocks: bool = False,
     float8: Float8 | None = None,
-    precision: Precision | None = None,
+    precision: Precision | Literal["job"] | None = "job",
 ) -> None:
     """Parallelize a decoder of any family, or one pipeline stage of it, in place.
 
     The steps, in order: float8 conversion, tensor and sequence parallelism over `tp`, context parallelism over `cp`,
     expert parallelism, activation checkpointing and compilation of each layer, and HSDP. HSDP shards over `dp_cp_shard`
-    and replicates over the other data-parallel axes. An axis of one rank has no effect. Collective over all ranks of
-    the job.
+    and replicates over the other data-parallel axes. An axis of one rank has no effect. Pipeline stages keep gathered
+    parameters until the last backward of a step. Collective over all ranks of the job.
 
     Args:
         model: Model on the `meta` device, with its layers in `backbone.layers`.
@@ -62,8 +63,8 @@ def parallelize_decoder(
         checkpoint_every: Argument `every` of `checkpoint_layers`.
         compile_blocks: If True, compile each layer with `torch.compile`.
         float8: Float8 configuration of the linear layers, without experts and routers; None disables float8.
-        precision: Dtypes of computation and gradient reduction; None for those of the parameters. With `experts`,
-            inputs of layers are never cast, so that router losses stay in float32.
+        precision: Dtypes of computation and gradient reduction; "job" for `ctx.precision`, None for those of the
+            parameters. With `experts`, inputs of layers are never cast, so that router losses stay in float32.
 
     Raises:
         UserError: If the plan does not match the model or the parallel degrees, a layer has experts but `experts` is
@@ -74,6 +75,8 @@ def parallelize_decoder(
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
     layers = model.get_submodule("backbone.layers")
     assert isinstance(layers, nn.ModuleDict)
+    if precision == "job":
+        precision = ctx.precision
     if experts is None:
         _check_dense(layers)
     elif precision is not None:
@@ -88,9 +91,17 @@ def parallelize_decoder(
     checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)
     if compile_blocks:
         compile_layers(layers)
+    # A pipeline stage would gather its parameters again for each microbatch.
+    shard = partial(
+        parallelize_hsdp,
+        mesh=dp,
+        shard_axis="dp_cp_shard",
+        precision=precision,
+        reshard_after_forward=ctx.size("regular", "pp") == 1,
+    )
     for layer in layers.values():
-        parallelize_hsdp(layer, dp, shard_axis="dp_cp_shard", precision=precision)
-    parallelize_hsdp(model, dp, shard_axis="dp_cp_shard", precision=precision)
+        shard(layer)
+    shard(model)
 
 
 def _check_dense(layers: nn.ModuleDict) -> None:

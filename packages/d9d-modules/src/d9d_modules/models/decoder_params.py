@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias, final
+from typing import Annotated, ClassVar, Literal, TypeAlias, final
 
 from pydantic import Field
 from torch import nn
@@ -17,11 +17,25 @@ from d9d_modules.rope_scaling import (
     YarnScaling,
 )
 from d9d_modules.swiglu import SwiGLU
+from d9d_state import StateMapper, parallel, rename
 
 RopeScaling: TypeAlias = Annotated[
     LinearScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling, Field(discriminator="kind")
 ]
 """RoPE scaling in a configuration, selected by `kind`, such as `{kind = "linear", factor = 2.0}`."""
+
+
+MixerKind: TypeAlias = Literal["full_attention", "sliding_attention", "linear_attention"]
+"""Kind of a layer's token mixer, named as in the entry `layer_types` of a Hugging Face `config.json`."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """RoPE base and scaling of a layer."""
+
+    theta: float
+    scaling: RopeScaling | None = None
 
 
 @final
@@ -55,6 +69,18 @@ class DecoderParams(ABC):
         max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
     """
 
+    zero_centered_norms: ClassVar[bool] = False
+    """True if all norms scale by `1 + weight`."""
+
+    sandwich_norms: ClassVar[bool] = False
+    """True if the outputs of attention and feed-forward block have norms; see `DecoderLayer`."""
+
+    hugging_face_norms: ClassVar[Mapping[str, str]] = {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "feed_forward_norm",
+    }
+    """Names of a layer's norms by their names in a Hugging Face checkpoint."""
+
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -86,23 +112,56 @@ class DecoderParams(ABC):
         """Number of features per head that RoPE rotates; even."""
 
     @property
-    @abstractmethod
-    def hugging_face_mixer(self) -> Mapping[str, str]:
-        """Names of the mixer's weights in the model by their names in a Hugging Face checkpoint, without suffix."""
+    def embedding_scale(self) -> float:
+        """Factor of the token embeddings."""
+        return 1.0
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Soft-cap of the language-model head's logits; None disables it."""
+        return None
 
     @property
     def auxiliary_losses(self) -> AuxiliaryLosses | None:
         """Losses that the feed-forward blocks return; None for no losses."""
         return None
 
+    def rope(self, index: int) -> Rope:
+        """Return RoPE base and scaling of the layer with this global index; by default equal for all layers."""
+        del index
+        return Rope(self.rope_theta, self.rope_scaling)
+
+    def mixer_kind(self, index: int) -> MixerKind:
+        """Return the kind of the token mixer of the layer with this global index; by default full attention."""
+        del index
+        return "full_attention"
+
     @abstractmethod
     def mixer(self, index: int) -> nn.Module:
         """Build the token mixer of the layer with this global index; see `DecoderLayer`."""
+
+    @abstractmethod
+    def mixer_from_hugging_face(self, index: int) -> StateMapper:
+        """Build the mapper of a token mixer's weights, such as `self_attn.q_proj.weight` to `attention.q_proj.weight`.
+
+        Names are relative to the layer with this global index.
+        """
 
     def feed_forward(self, index: int) -> nn.Module:
         """Build the feed-forward block of the layer with this global index; by default a `SwiGLU`."""
         del index
         return SwiGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
+
+    def feed_forward_from_hugging_face(self, index: int) -> StateMapper:
+        """Build the mapper of a feed-forward block's weights, with names relative to the block; see `feed_forward`."""
+        del index
+        return swiglu_from_hugging_face()
+
+
+def swiglu_from_hugging_face() -> StateMapper:
+    """Build the mapper of one `SwiGLU` or `GeGLU` block, with names relative to the block."""
+    names = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
+    return parallel(*(rename(name, name) for name in names))
 
 
 def check_positive(**values: float | None) -> None:

@@ -1,16 +1,33 @@
 """Hyperparameters of decoders with grouped-query attention, dense or sparse."""
 
 from abc import ABC
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import final
 
 from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.attention_backends import AttentionOptions
-from d9d_modules.models.decoder_params import DecoderParams, check_layers, check_positive
+from d9d_modules.models.decoder_params import DecoderParams, MixerKind, check_layers, check_positive
+from d9d_modules.rope import RotaryLayout
+from d9d_state import StateMapper, parallel, rename
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionForm:
+    """Features of a family's attention; see the arguments of `GroupedQueryAttention` and `AttentionOptions`."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    output_gate: bool = False
+    sinks: bool = False
+    rotary_dim: int | None = None
+    rotary_layout: RotaryLayout = "half"
+    scale: float | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +41,6 @@ class GroupedQueryParams(DecoderParams, ABC):
             has a window.
         sliding_layers: Indices of the layers with a sliding window; the other layers use full causal attention.
     """
-
-    has_qk_norm: ClassVar[bool]
-    """True if each query and key head has an RMS norm (QK norm)."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,28 +69,60 @@ class GroupedQueryParams(DecoderParams, ABC):
         check_layers("sliding_layers", self.sliding_layers, self.num_layers)
 
     @property
-    def rotated_features(self) -> int:
-        """See `DecoderParams`."""
-        return self.head_dim
+    def attention_form(self) -> AttentionForm:
+        """Features of the attention of all layers; by default plain attention, as in Llama."""
+        return AttentionForm()
 
     @property
-    def hugging_face_mixer(self) -> Mapping[str, str]:
+    def rotated_features(self) -> int:
         """See `DecoderParams`."""
-        norms = ("q_norm", "k_norm") if self.has_qk_norm else ()
-        return {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", *norms)}
+        return self.attention_form.rotary_dim or self.head_dim
+
+    def mixer_kind(self, index: int) -> MixerKind:
+        """See `DecoderParams`; by `sliding_layers`."""
+        return "sliding_attention" if index in self.sliding_layers else "full_attention"
 
     def window(self, index: int) -> int | None:
         """Return the sliding-window size of the layer with this global index; None for full causal attention."""
-        return self.sliding_window if index in self.sliding_layers else None
+        return self.sliding_window if self.mixer_kind(index) == "sliding_attention" else None
+
+    def require_no_windows(self) -> None:
+        """Raise a `UserError` if a layer has a sliding window; for families whose `config.json` cannot express them."""
+        if self.sliding_window is not None:
+            raise UserError(
+                f"sliding_window = {self.sliding_window}; a config.json of this family has no sliding windows: "
+                "expected None."
+            )
 
     def mixer(self, index: int) -> nn.Module:
         """See `DecoderParams`."""
+        form = self.attention_form
         return GroupedQueryAttention(
             self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            qk_norm_eps=self.rms_norm_eps if self.has_qk_norm else None,
-            options=AttentionOptions(window=self.window(index)),
+            qkv_bias=form.qkv_bias,
+            output_bias=form.output_bias,
+            qk_norm_eps=self.rms_norm_eps if form.qk_norm else None,
+            zero_centered_norms=self.zero_centered_norms,
+            output_gate=form.output_gate,
+            sinks=form.sinks,
+            rotary_dim=form.rotary_dim,
+            rotary_layout=form.rotary_layout,
+            options=AttentionOptions(window=self.window(index), scale=form.scale, softcap=form.softcap),
             init_std=self.initializer_range,
+        )
+
+    def mixer_from_hugging_face(self, index: int) -> StateMapper:
+        """See `DecoderParams`; the names are those of Llama, without an output gate."""
+        del index
+        form = self.attention_form
+        assert not form.output_gate, "families with an output gate have layouts of their own"
+        weights = ["q_proj", "k_proj", "v_proj", "o_proj", *(["q_norm", "k_norm"] if form.qk_norm else [])]
+        biases = [*(["q_proj", "k_proj", "v_proj"] if form.qkv_bias else []), *(["o_proj"] if form.output_bias else [])]
+        names = [*(f"{name}.weight" for name in weights), *(f"{name}.bias" for name in biases)]
+        return parallel(
+            *(rename(f"self_attn.{name}", f"attention.{name}") for name in names),
+            *([rename("self_attn.sinks", "attention.sinks.weight")] if form.sinks else []),
         )

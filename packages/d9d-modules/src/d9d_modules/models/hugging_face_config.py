@@ -59,6 +59,23 @@ def require_value(
         raise UserError(f"{where} has {key} = {value!r}; only {supported!r} is supported.")
 
 
+def layer_types_of(config: HuggingFaceConfig, num_layers: int, *, known: Collection[str]) -> list[str] | None:
+    """Read the kind of each layer's token mixer, `layer_types`; None if the entry is missing or null.
+
+    Raises:
+        UserError: If the entry is not a list of `num_layers` known kinds.
+    """
+    types = config.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
+        raise UserError(
+            f"config.json has layer_types = {types!r}; expected a list of num_hidden_layers = {num_layers} items, "
+            f"each one of {', '.join(known)}."
+        )
+    return types
+
+
 def require_known_keys(
     config: HuggingFaceConfig, *, used: Collection[str], irrelevant: Mapping[str, str], where: str = "config.json"
 ) -> None:

@@ -1,5 +1,6 @@
 """`config.json` of a family as data: entries that set hyperparameters, and entries with one valid value."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
@@ -14,7 +15,13 @@ from d9d_modules.models.hugging_face_config import (
     require_value,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.hugging_face_rope import ROPE_ENTRIES, rope_from_hugging_face, rope_to_hugging_face
+from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
+from d9d_modules.models.hugging_face_rope import (
+    ROPE_ENTRIES,
+    rope_from_hugging_face,
+    rope_to_hugging_face,
+    rotary_factor_from_hugging_face,
+)
 from d9d_state import JsonValue
 
 P = TypeVar("P", bound=DecoderParams)
@@ -92,7 +99,7 @@ GROUPED_QUERY_ENTRIES = (
 FIXED_ENTRIES: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 """Entries of all families with only one supported value."""
 
-_UNSUPPORTED: Mapping[str, JsonValue] = {"quantization_config": None, "is_encoder_decoder": False}
+_UNSUPPORTED: Mapping[str, JsonValue] = {"is_encoder_decoder": False}
 """Entries that no family writes, with the only value that can be read."""
 
 
@@ -113,6 +120,8 @@ class HuggingFaceFamily(Generic[P]):
         read_own: Function that reads the other hyperparameters, given those of `entries`.
         write_own: Function that returns the entries of the other hyperparameters.
         irrelevant: Entries that do not affect the model, with the reasons.
+        rotary_factor: Default of `partial_rotary_factor`, which sets the hyperparameter `rotary_dim`; None if the
+            family rotates all features.
     """
 
     params: type[P]
@@ -126,15 +135,18 @@ class HuggingFaceFamily(Generic[P]):
     read_own: Callable[[HuggingFaceConfig, Mapping[str, Any]], Mapping[str, Any]] = lambda config, values: {}
     write_own: Callable[[P], Mapping[str, JsonValue]] = lambda params: {}
     irrelevant: Mapping[str, str] = field(default_factory=lambda: IRRELEVANT)
+    rotary_factor: float | None = None
 
     @property
     def used(self) -> tuple[str, ...]:
         """Names of all entries that `read` reads."""
         keys = [name for entry in self.entries for name in (entry.key, entry.alias) if name is not None]
-        return ("model_type", *keys, *ROPE_ENTRIES, *self.fixed, *_UNSUPPORTED, *self.own)
+        return ("model_type", *keys, *ROPE_ENTRIES, *self.fixed, *_UNSUPPORTED, "quantization_config", *self.own)
 
     def read(self, config: HuggingFaceConfig) -> P:
         """Read the hyperparameters from a parsed `config.json`.
+
+        They do not depend on a quantization of the checkpoint; see `quantization_from_hugging_face`.
 
         Raises:
             UserError: If `config` is of another family, lacks an entry, or has an unknown or unsupported entry.
@@ -143,11 +155,16 @@ class HuggingFaceFamily(Generic[P]):
         require_known_keys(config, used=self.used, irrelevant=self.irrelevant)
         for key, supported in {**self.fixed, **_UNSUPPORTED}.items():
             require_value(config, key, supported)
+        quantization_from_hugging_face(config)  # refuses layouts that cannot be loaded
         self.check(config)
-        theta, scaling = rope_from_hugging_face(config)
+        is_partial = self.rotary_factor is not None
+        factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor) if is_partial else 1.0
+        theta, scaling = rope_from_hugging_face(config, rotary_factor=factor)
         values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
         for entry in self.entries:
             values[entry.field] = entry.read(config, values)
+        if is_partial:
+            values["rotary_dim"] = int(values["head_dim"] * factor)
         values.update(self.read_own(config, values))
         with config_keys_in_errors({entry.field: entry.key_in(config) for entry in self.entries}):
             return self.params(**values)
@@ -159,13 +176,16 @@ class HuggingFaceFamily(Generic[P]):
             UserError: If `config.json` cannot represent the hyperparameters.
         """
         values = vars(params)
+        # Readers truncate head_dim * factor, so round the factor up.
+        is_partial = self.rotary_factor is not None
+        factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0) if is_partial else None
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{
                 name: values[each.field] for each in self.entries for name in (each.key, each.alias) if name is not None
             },
-            **rope_to_hugging_face(params),
+            **rope_to_hugging_face(params, rotary_factor=factor),
             **self.fixed,
             **self.written,
             **self.write_own(params),

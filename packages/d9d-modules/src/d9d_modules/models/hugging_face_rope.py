@@ -38,14 +38,18 @@ _SCALING_ENTRIES = {
 """Entries that each `rope_type` reads, in addition to the type and the base."""
 
 
-def rope_from_hugging_face(config: HuggingFaceConfig) -> tuple[float, RopeScaling | None]:
+def rope_from_hugging_face(
+    config: HuggingFaceConfig, *, rotary_factor: float = 1.0
+) -> tuple[float, RopeScaling | None]:
     """Read the RoPE base and the RoPE scaling from a `config.json`.
 
     As in `transformers`, `rope_scaling` has precedence over `rope_parameters`. The base is in the same object, or at
-    the top level. Missing, unknown and contradicting entries raise a `UserError`.
+    the top level. Missing, unknown and contradicting entries raise a `UserError`. So does a `partial_rotary_factor`
+    other than `rotary_factor`.
     """
     places = {key: _entries(config, key) for key in ("rope_scaling", "rope_parameters")}
-    require_value(config, "partial_rotary_factor", 1.0)
+    for place, entries in (("config.json", config), *((f"{key} of config.json", each) for key, each in places.items())):
+        require_value(entries, "partial_rotary_factor", rotary_factor, where=place)
     chosen, *others = [key for key, rope in places.items() if rope] or ["rope_parameters"]
     rope = places[chosen]
     if "rope_theta" not in rope and config.get("rope_theta") is None:
@@ -71,18 +75,29 @@ def rope_from_hugging_face(config: HuggingFaceConfig) -> tuple[float, RopeScalin
     return theta, scaling
 
 
-def rope_to_hugging_face(params: DecoderParams) -> dict[str, JsonValue]:
+def rotary_factor_from_hugging_face(config: HuggingFaceConfig, *, default: float) -> float:
+    """Read the rotated fraction of each head, `partial_rotary_factor`, at the top level or beside the RoPE base."""
+    for entries in (_entries(config, "rope_parameters"), _entries(config, "rope_scaling"), config):
+        if "partial_rotary_factor" in entries:
+            return config_value(entries, "partial_rotary_factor", float)
+    return default
+
+
+def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None = None) -> dict[str, JsonValue]:
     """Return the RoPE entries of a `config.json`; raise a `UserError` if it cannot represent the scaling.
 
     The entries include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
     earlier versions and inference engines read.
     """
     scaling = None if params.rope_scaling is None else _written(params.rope_scaling, params)
+    factor: dict[str, JsonValue] = {} if rotary_factor is None else {"partial_rotary_factor": rotary_factor}
     return {
+        **factor,
         "rope_theta": params.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {
             "rope_theta": params.rope_theta,
+            **factor,
             **({"rope_type": "default"} if scaling is None else scaling),
         },
     }
@@ -99,7 +114,6 @@ def _entries(config: HuggingFaceConfig, key: str) -> dict[str, object]:
 
 
 def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> RopeScaling | None:
-    require_value(rope, "partial_rotary_factor", 1.0, where=f"{place} of config.json")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _SCALING_ENTRIES:
         raise UserError(

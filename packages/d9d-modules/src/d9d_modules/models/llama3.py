@@ -5,9 +5,8 @@ Releases from 3.1 on use `Llama3Scaling`; the small 3.2 models tie the language-
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, final
+from typing import TypeAlias, final
 
-from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.grouped_query import GroupedQueryParams
@@ -22,8 +21,6 @@ Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
 @dataclass(frozen=True, kw_only=True)
 class Llama3Params(GroupedQueryParams):
     """Hyperparameters of a Llama 3 model; see `GroupedQueryParams`. Released models have no sliding windows."""
-
-    has_qk_norm: ClassVar[bool] = False
 
     rope_theta: float = 500_000.0
     rms_norm_eps: float = 1e-5
@@ -52,10 +49,7 @@ def llama3_params_from_hugging_face(config: HuggingFaceConfig) -> Llama3Params:
 
 
 def _refuse_windows(params: Llama3Params) -> Mapping[str, JsonValue]:
-    if params.sliding_window is not None:
-        raise UserError(
-            f"sliding_window = {params.sliding_window}; a config.json of Llama has no sliding windows: expected None."
-        )
+    params.require_no_windows()
     return {}
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
-from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
+from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
 from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
 from d9d_state import JsonValue, StateMapper
 
@@ -20,10 +20,13 @@ Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
 class Qwen3Params(GroupedQueryParams):
     """Hyperparameters of a Qwen3 model; see `GroupedQueryParams`."""
 
-    has_qk_norm: ClassVar[bool] = True
-
     rope_theta: float = 1_000_000.0
     max_position_embeddings: int = 32768
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `GroupedQueryParams`."""
+        return AttentionForm(qk_norm=True)
 
 
 def qwen3_from_hugging_face(params: Qwen3Params) -> StateMapper:
@@ -62,16 +65,11 @@ def _read_sliding(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappi
 def _sliding_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
     """Return the layers with a sliding window: by `layer_types`, or else all layers from `max_window_layers` on."""
     is_sliding = config_value(config, "use_sliding_window", bool, default=False)
-    types = config.get("layer_types")
+    known = ("full_attention", "sliding_attention")
+    types = layer_types_of(config, num_layers, known=known)
     if types is None:
         first = config_value(config, "max_window_layers", int, default=28, minimum=0)
         return tuple(range(first, num_layers)) if is_sliding else ()
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
-        raise UserError(
-            f"config.json has layer_types = {types!r}; expected a list of num_hidden_layers = {num_layers} items, "
-            f"each one of {', '.join(known)}."
-        )
     if not is_sliding and known[1] in types:
         raise UserError(
             f"config.json has layer_types = {types!r} and use_sliding_window = False; expected no {known[1]!r}, or "

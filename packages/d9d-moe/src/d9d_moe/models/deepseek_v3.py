@@ -1,7 +1,7 @@
 """DeepSeek-V3, arXiv:2412.19437: latent attention, dense layers, then layers with shared and routed experts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 from torch import nn
@@ -20,22 +20,25 @@ from d9d_modules import (
     YarnScaling,
     check_positive,
     config_value,
-    swiglu_from_hugging_face,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, sparse_from_hugging_face
-from d9d_moe.models.sparse_params import SparseParams
-from d9d_moe.router import SigmoidRouter, check_groups
-from d9d_moe.shared_experts import SharedExperts
-from d9d_state import JsonValue, StateMapper, rename, scope
+from d9d_moe.models.deepseek_moe import (
+    DEEPSEEK_MOE_IRRELEVANT,
+    DeepseekMoeParams,
+    deepseek_moe_entries,
+    require_shared_experts,
+)
+from d9d_moe.models.experts_hugging_face import ExpertsLayout
+from d9d_moe.models.sparse_params import sparse_from_hugging_face
+from d9d_state import JsonValue, StateMapper, parallel, rename
 
 DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Params(SparseParams):
-    """Hyperparameters of a DeepSeek-V3 model; see also `SparseParams`.
+class DeepseekV3Params(DeepseekMoeParams):
+    """Hyperparameters of a DeepSeek-V3 model, also of Kimi K2 and Moonlight; see also `DeepseekMoeParams`.
 
     The paper uses a small sequence-level balance loss. YaRN with `mscale_all_dim` also changes the softmax scale.
 
@@ -43,10 +46,6 @@ class DeepseekV3Params(SparseParams):
         q_rank: Size of the latent vector of queries; None projects queries from the hidden states directly.
         head_dim: Features per head of queries and keys without RoPE.
         rotary_dim: Features per head of queries and keys with RoPE; even.
-        num_dense_layers: Number of layers with a dense feed-forward block; they come first.
-        num_shared_experts: Number of shared experts of `expert_intermediate_size`; 0 for none.
-        top_groups: Number of groups from which the experts of a token are chosen.
-        routed_scale: Factor of the weights, applied after renormalization.
         rotary_layout: Pairing of the features that RoPE rotates.
     """
 
@@ -56,11 +55,6 @@ class DeepseekV3Params(SparseParams):
     head_dim: int
     rotary_dim: int
     value_dim: int
-    num_dense_layers: int
-    num_shared_experts: int = 1
-    num_groups: int = 1
-    top_groups: int = 1
-    routed_scale: float = 1.0
     rotary_layout: RotaryLayout = "interleaved"
 
     def __post_init__(self) -> None:
@@ -72,41 +66,16 @@ class DeepseekV3Params(SparseParams):
             head_dim=self.head_dim,
             rotary_dim=self.rotary_dim,
             value_dim=self.value_dim,
-            routed_scale=self.routed_scale,
         )
-        if self.num_shared_experts < 0:
-            raise UserError(f"num_shared_experts = {self.num_shared_experts}; expected 0 (no shared experts) or above.")
-        if not 0 <= self.num_dense_layers <= self.num_layers:
-            raise UserError(
-                f"num_dense_layers = {self.num_dense_layers}; expected 0 to num_layers = {self.num_layers}."
-            )
         if self.rotary_dim % 2:
             raise UserError(
                 f"rotary_dim = {self.rotary_dim}; expected an even number, because RoPE rotates pairs of features."
             )
-        check_groups(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-        )
 
     @property
     def rotated_features(self) -> int:
         """See `DecoderParams`."""
         return self.rotary_dim
-
-    @property
-    def hugging_face_mixer(self) -> Mapping[str, str]:
-        """See `DecoderParams`."""
-        queries = {"q_a_proj": "q_down_proj", "q_a_layernorm": "q_norm", "q_b_proj": "q_up_proj"}
-        return {
-            **({"q_proj": "q_proj"} if self.q_rank is None else queries),
-            "kv_a_proj_with_mqa": "kv_down_proj",
-            "kv_a_layernorm": "kv_norm",
-            "kv_b_proj": "kv_up_proj",
-            "o_proj": "o_proj",
-        }
 
     def mixer(self, index: int) -> nn.Module:
         """See `DecoderParams`; the attention is the same in all layers."""
@@ -126,27 +95,20 @@ class DeepseekV3Params(SparseParams):
             init_std=self.initializer_range,
         )
 
-    def is_dense(self, index: int) -> bool:
-        """See `SparseParams`."""
-        return index < self.num_dense_layers
-
-    def router(self) -> SigmoidRouter:
-        """See `SparseParams`."""
-        return SigmoidRouter(
-            self.hidden_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-            renormalize=self.renormalize,
-            scale=self.routed_scale,
-            init_std=self.initializer_range,
+    def mixer_from_hugging_face(self, index: int) -> StateMapper:
+        """See `DecoderParams`."""
+        del index
+        queries = {"q_a_proj": "q_down_proj", "q_a_layernorm": "q_norm", "q_b_proj": "q_up_proj"}
+        names = {
+            **({"q_proj": "q_proj"} if self.q_rank is None else queries),
+            "kv_a_proj_with_mqa": "kv_down_proj",
+            "kv_a_layernorm": "kv_norm",
+            "kv_b_proj": "kv_up_proj",
+            "o_proj": "o_proj",
+        }
+        return parallel(
+            *(rename(f"self_attn.{theirs}.weight", f"attention.{ours}.weight") for theirs, ours in names.items())
         )
-
-    def shared_experts(self) -> nn.Module | None:
-        """See `SparseParams`."""
-        size = self.num_shared_experts * self.expert_intermediate_size
-        return SharedExperts(self.hidden_size, size, init_std=self.initializer_range) if size else None
 
 
 def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
@@ -154,9 +116,7 @@ def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLa
 
     The layer for multi-token prediction, which follows the last decoder layer in a checkpoint, is not mapped.
     """
-    bias = rename("gate.e_score_correction_bias", "router.selection_bias")
-    shared = scope("shared_experts.", "shared.experts.", swiglu_from_hugging_face())
-    return sparse_from_hugging_face(params, bias, *([shared] if params.num_shared_experts else []), layout=layout)
+    return sparse_from_hugging_face(params, layout=layout)
 
 
 def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonValue]:
@@ -209,10 +169,7 @@ def _read_attention(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Map
 
 
 def _written_attention(params: DeepseekV3Params) -> Mapping[str, JsonValue]:
-    if params.num_shared_experts == 0:
-        raise UserError(
-            "num_shared_experts = 0; a config.json of DeepSeek-V3 needs 1 or more. Use num_shared_experts = 1."
-        )
+    require_shared_experts(params)
     return {
         "num_key_value_heads": params.num_heads,
         "q_lora_rank": params.q_rank,
@@ -222,25 +179,17 @@ def _written_attention(params: DeepseekV3Params) -> Mapping[str, JsonValue]:
     }
 
 
-_NO_BALANCE_LOSS = "transformers has no balance loss for this family; set router_losses of the model for one"
-
 DEEPSEEK_V3 = HuggingFaceFamily(
     params=DeepseekV3Params,
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     entries=(
         *DECODER_ENTRIES,
-        *expert_entries("n_routed_experts"),
+        *deepseek_moe_entries(num_groups=8, top_groups=4, routed_scale=2.5, num_dense_layers=None),
         Entry("kv_rank", "kv_lora_rank"),
         Entry("head_dim", "qk_nope_head_dim"),
         Entry("rotary_dim", "qk_rope_head_dim"),
         Entry("value_dim", "v_head_dim"),
-        Entry("num_dense_layers", "first_k_dense_replace", minimum=0),
-        Entry("num_shared_experts", "n_shared_experts", default=1),
-        Entry("num_groups", "n_group", default=8),
-        Entry("top_groups", "topk_group", default=4),
-        Entry("renormalize", "norm_topk_prob", bool, default=True),
-        Entry("routed_scale", "routed_scaling_factor", float, 2.5),
         Entry("max_position_embeddings", "max_position_embeddings", default=4096),
     ),
     fixed={**FIXED_ENTRIES, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
@@ -249,14 +198,9 @@ DEEPSEEK_V3 = HuggingFaceFamily(
     check=_check,
     read_own=_read_attention,
     write_own=_written_attention,
-    irrelevant={
-        **IRRELEVANT,
-        "aux_loss_alpha": _NO_BALANCE_LOSS,
-        "ep_size": "the mesh of the job sets the expert-parallel degree",
-        "num_mtp_layers": "layers for multi-token prediction are not loaded",
-        "num_nextn_predict_layers": "layers for multi-token prediction are not loaded",
-        "output_router_logits": "affects only the output: transformers has no balance loss for this family",
-        "seq_aux": _NO_BALANCE_LOSS,
-    },
+    irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
 )
 """`config.json` of DeepSeek-V3."""
+
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+"""`config.json` of Kimi K2 (arXiv:2507.20534), which has the architecture of DeepSeek-V3."""

@@ -3,9 +3,8 @@
 from typing import Literal, TypeAlias
 
 from d9d_dist.errors import UserError
-from d9d_modules import Entry, decoder_from_hugging_face, swiglu_from_hugging_face
-from d9d_moe.models.sparse_params import SparseParams
-from d9d_state import StateMapper, keep, parallel, rename, split, stack
+from d9d_modules import Entry, HuggingFaceConfig, config_value
+from d9d_state import StateMapper, parallel, rename, split, stack
 
 ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
 """Layout of the expert weights.
@@ -24,20 +23,15 @@ def expert_entries(num_experts: str) -> tuple[Entry, ...]:
     )
 
 
-def sparse_from_hugging_face(params: SparseParams, *others: StateMapper, layout: ExpertsLayout) -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
-
-    `others` map the other parts of a sparse layer; their names are relative to `mlp.` and `feed_forward.`.
-    """
-    sparse = parallel(
-        rename("gate.weight", "router.weight"),
-        experts_from_hugging_face(params.num_experts, params.expert_intermediate_size, layout=layout),
-        *others,
-        # The buffer of the router losses is not in the checkpoint.
-        *([keep("global_load")] if params.router_losses.follow_global_batch else []),
-    )
-    dense = swiglu_from_hugging_face()
-    return decoder_from_hugging_face(params, feed_forward=lambda index: dense if params.is_dense(index) else sparse)
+def refuse_router_loss(config: HuggingFaceConfig) -> None:
+    """Refuse `output_router_logits`, with which `transformers` adds the balance loss to the loss of the model."""
+    if config_value(config, "output_router_logits", bool, default=False):
+        factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
+        raise UserError(
+            f"config.json has output_router_logits = True, with which transformers adds a balance loss of "
+            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and configure the loss of the model: "
+            f'replace(params, router_losses=RouterLosses(balance={factor}, definition="transformers", scope="batch")).'
+        )
 
 
 def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layout: ExpertsLayout) -> StateMapper:

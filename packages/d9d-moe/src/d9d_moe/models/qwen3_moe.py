@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
     FIXED_ENTRIES,
     GROUPED_QUERY_ENTRIES,
+    AttentionForm,
     DecoderForCausalLM,
     Entry,
     GroupedQueryParams,
@@ -18,8 +19,8 @@ from d9d_modules import (
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.qwen3 import sliding_window_of
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, sparse_from_hugging_face
-from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
+from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
 from d9d_moe.router import TopKRouter
 from d9d_state import JsonValue, StateMapper
 
@@ -35,8 +36,6 @@ class Qwen3MoeParams(SparseParams, GroupedQueryParams):
         dense_layers: Indices of the layers with a dense feed-forward block.
     """
 
-    has_qk_norm: ClassVar[bool] = True
-
     dense_layers: tuple[int, ...] = ()
     rope_theta: float = 1_000_000.0
     max_position_embeddings: int = 32768
@@ -44,6 +43,11 @@ class Qwen3MoeParams(SparseParams, GroupedQueryParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layers("dense_layers", self.dense_layers, self.num_layers)
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `d9d_modules.GroupedQueryParams`."""
+        return AttentionForm(qk_norm=True)
 
     def is_dense(self, index: int) -> bool:
         """See `SparseParams`."""
@@ -77,17 +81,6 @@ def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue
 def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoeParams:
     """Read the hyperparameters of a Qwen3-MoE model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return QWEN3_MOE.read(config)
-
-
-def _refuse_router_loss(config: HuggingFaceConfig) -> None:
-    """Refuse `output_router_logits`, with which `transformers` adds the balance loss to the loss of the model."""
-    if config_value(config, "output_router_logits", bool, default=False):
-        factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
-        raise UserError(
-            f"config.json has output_router_logits = True, with which transformers adds a balance loss of "
-            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and configure the loss of the model: "
-            f'replace(params, router_losses=RouterLosses(balance={factor}, definition="transformers", scope="batch")).'
-        )
 
 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -144,7 +137,7 @@ QWEN3_MOE = HuggingFaceFamily(
         "sliding_window",
         "use_sliding_window",
     ),
-    check=_refuse_router_loss,
+    check=refuse_router_loss,
     read_own=_read_layers,
     write_own=_written_layers,
     irrelevant={

@@ -6,11 +6,14 @@ from functools import partial
 
 from torch import nn
 
-from d9d_modules import AuxiliaryLosses, DecoderParams, check_positive
+from d9d_modules import AuxiliaryLosses, DecoderParams, check_positive, decoder_from_hugging_face
+from d9d_moe.experts import Experts, GroupedSwiGLU
 from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import NO_LOSSES, MoELayer
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
 from d9d_moe.router import Router, check_top_k
 from d9d_moe.router_losses import RouterLosses
+from d9d_state import StateMapper, keep, parallel, rename
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,11 @@ class SparseParams(DecoderParams, ABC):
     def router(self) -> Router:
         """Build the router of a layer."""
 
+    def experts(self) -> Experts:
+        """Build the routed experts of a layer; by default a `GroupedSwiGLU`."""
+        sizes = self.num_experts, self.hidden_size, self.expert_intermediate_size
+        return GroupedSwiGLU(*sizes, init_std=self.initializer_range)
+
     def shared_experts(self) -> nn.Module | None:
         """Build the shared experts of a layer; None for no shared experts."""
         return None
@@ -63,7 +71,28 @@ class SparseParams(DecoderParams, ABC):
             self.hidden_size,
             self.expert_intermediate_size,
             router=self.router(),
+            experts=self.experts(),
             shared=self.shared_experts(),
             losses=self.router_losses,
             init_std=self.initializer_range,
         )
+
+    def feed_forward_from_hugging_face(self, index: int, layout: ExpertsLayout = "per_expert") -> StateMapper:
+        """See `DecoderParams`; `layout` is the layout of the experts."""
+        if self.is_dense(index):
+            return super().feed_forward_from_hugging_face(index)
+        # The buffer of the router losses is not in the checkpoint.
+        load = [keep("global_load")] if self.router_losses.follow_global_batch else []
+        return parallel(self.moe_from_hugging_face(layout), *load)
+
+    def moe_from_hugging_face(self, layout: ExpertsLayout) -> StateMapper:
+        """Build the mapper of router and experts of a sparse layer, with names relative to its block."""
+        experts = experts_from_hugging_face(self.num_experts, self.expert_intermediate_size, layout=layout)
+        return parallel(rename("gate.weight", "router.weight"), experts)
+
+
+def sparse_from_hugging_face(params: SparseParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
+    """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports."""
+    return decoder_from_hugging_face(
+        params, feed_forward=lambda index: params.feed_forward_from_hugging_face(index, layout)
+    )

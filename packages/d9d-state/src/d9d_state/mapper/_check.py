@@ -87,7 +87,10 @@ def _mismatches(
 
 
 def _matches(given: TensorInfo, wanted: TensorInfo) -> bool:
-    return given.shape == wanted.shape and (given.dtype == wanted.dtype or both_floating(given.dtype, wanted.dtype))
+    if given.shape != wanted.shape:
+        return False
+    # float8 values are meaningless without their scales, so no copy converts them to a wider dtype.
+    return given.dtype == wanted.dtype or (both_floating(given.dtype, wanted.dtype) and given.dtype.itemsize > 1)
 
 
 def both_floating(one: torch.dtype, other: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from d9d_dist import Region
 from d9d_state.mapper._dims import is_lossless
 from d9d_state.mapper.graph import Component, Graph, Node
-from d9d_state.mapper.operation import Constant, Layout, Local, Piece
+from d9d_state.mapper.operation import Constant, Layout, Local, Piece, Regional
 from d9d_state.tensor_info import TensorInfo
 
 
@@ -151,7 +151,10 @@ class _Filling:
         if isinstance(node.operation, Layout) and self._move(node, node.operation, output, region, target):
             return
         inputs = [self._infos[each] for each in node.inputs]
-        if isinstance(node.operation, Local):
+        if isinstance(node.operation, Regional):
+            needs = node.operation.needs(output, region, inputs)
+            target.copy_(node.operation.compute(region, *self._inputs(node, needs, target.device)))
+        elif isinstance(node.operation, Local):
             needs = node.operation.needs(output, region, inputs)
             target.copy_(self._part(node, needs, output, region, target.device))
         else:
@@ -211,15 +214,19 @@ class _Filling:
         key = node.outputs[0], tuple(needs)
         if key in self._results:
             return self._results[key]
+        results = self._component.call(node, self._inputs(node, needs, device))
+        if again or len(node.outputs) > 1:
+            self._results[key] = results
+        return results
+
+    def _inputs(self, node: Node, needs: Sequence[Region], device: torch.device) -> list[Tensor]:
+        """Read a region of each input of a node into new memory."""
         tensors = []
         for wire, region in zip(node.inputs, needs, strict=True):
             tensors.append(_empty(region, self._infos[wire].dtype, device))
             if region.num_elements > 0:
                 self.fill(wire, region, tensors[-1])
-        results = self._component.call(node, tensors)
-        if again or len(node.outputs) > 1:
-            self._results[key] = results
-        return results
+        return tensors
 
 
 def _is_direct(given: torch.dtype, through: torch.dtype, wanted: torch.dtype) -> bool:

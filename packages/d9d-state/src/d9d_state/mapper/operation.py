@@ -1,7 +1,7 @@
 """Protocols of the graph's operations.
 
 A plain `Operation` runs on full tensors. A `Layout` operation only moves values, so they are read directly into their
-destination. A `Local` operation computes regions of its outputs from regions of its inputs.
+destination. A `Local` or `Regional` operation computes regions of its outputs from regions of its inputs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -86,6 +86,22 @@ class Local(Operation, Protocol):
         Called on these regions, the operation must return exactly `region` as this output. `inputs` has shape and dtype
         of all inputs.
         """
+        ...
+
+
+@runtime_checkable
+class Regional(Operation, Protocol):
+    """Operation with one output that computes a region of it from regions of its inputs and the region's position.
+
+    A `Local` operation does not receive the position. Dequantization needs it: blocks start at multiples of their size.
+    """
+
+    def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> Sequence[Region]:
+        """Return the region of each input that a non-empty region of the output depends on."""
+        ...
+
+    def compute(self, region: Region, *inputs: Tensor) -> Tensor:
+        """Compute a region of the output from the regions of the inputs that `needs` returns."""
         ...
 
 

@@ -1,16 +1,12 @@
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
+from d9d_dist import DistributedContext, MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_loop import AdamWConfig, Events, Loss, StepOutcome, Task, TrainStep, WarmupCosineConfig
-from d9d_metrics import Metric, WeightedMean
+from d9d_loop import AdamWConfig, Engine, Loss, LossFunction, StepResult, Task, WarmupCosineConfig
 from d9d_pipeline import Inputs
 
 Batch = dict[str, torch.Tensor]
@@ -28,13 +24,8 @@ class _Masked(Task):
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         return Loss(((outputs - batch["y"]).square() * batch["mask"]).sum(), weight=batch["mask"].sum())
 
-    def metrics(self) -> dict[str, Metric]:
-        return {"error": WeightedMean()}
 
-    def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
-        mean = metrics["error"]
-        assert isinstance(mean, WeightedMean)
-        mean.update(loss.total, loss.weight)
+LOSS = _Masked().loss
 
 
 def _model() -> nn.Module:
@@ -62,28 +53,23 @@ def _sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _step(
+def _engine(
     model: nn.Module,
     optimizer: Optimizer,
     ctx: DistributedContext,
     *,
     max_norm: float | None = None,
     num_microbatches: int = 1,
-    lr_schedule: Callable[[int], float] = lambda step: 1.0,
-    metrics: Mapping[str, Metric] | None = None,
-) -> TrainStep:
-    task = _Masked()
-    return TrainStep(
-        model,
-        optimizer,
-        task=task,
-        metrics=metrics or task.metrics(),
-        lr_schedule=lr_schedule,
-        max_norm=max_norm,
-        num_microbatches=num_microbatches,
-        ctx=ctx,
-        events=Events(),
+    task: Task | None = None,
+) -> Engine:
+    return Engine(
+        model, optimizer, ctx=ctx, task=task or _Masked(), max_norm=max_norm, num_microbatches=num_microbatches
     )
+
+
+def _take_step(engine: Engine, batches: list[Batch], loss: LossFunction = LOSS) -> StepResult:
+    engine.accumulate(batches, loss)
+    return engine.step()
 
 
 Trace = tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]
@@ -109,18 +95,19 @@ def _by_hand(max_norm: float) -> Trace:
     return trace, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _by_train_step(ctx: DistributedContext, num_microbatches: int, max_norm: float) -> Trace:
+def _by_engine(ctx: DistributedContext, num_microbatches: int, max_norm: float) -> Trace:
     model = _model()
     dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
     parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
     optimizer = AdamWConfig(learning_rate=0.05).build(model)
-    take_step = _step(model, optimizer, ctx, max_norm=max_norm, num_microbatches=num_microbatches, lr_schedule=SCHEDULE)
+    engine = _engine(model, optimizer, ctx, max_norm=max_norm, num_microbatches=num_microbatches)
     trace = []
     ranks = ctx.size("batch", "dp")
     for step in range(STEPS):
         mine = _chunk(_batch(step), ctx.coordinate("batch", "dp"), ranks)
-        outcome = take_step(step, [_chunk(mine, m, num_microbatches) for m in range(num_microbatches)])
-        trace.append((outcome.loss.item(), outcome.weight.item(), outcome.grad_norm.item()))
+        engine.set_learning_rates(SCHEDULE(step))
+        result = _take_step(engine, [_chunk(mine, m, num_microbatches) for m in range(num_microbatches)])
+        trace.append((result.loss.item(), result.weight.item(), result.grad_norm.item()))
     parameters = {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
         for name, parameter in model.named_parameters()
@@ -130,7 +117,7 @@ def _by_train_step(ctx: DistributedContext, num_microbatches: int, max_norm: flo
 
 def _on_ranks(degrees: dict[str, int], num_microbatches: int, max_norm: float) -> Trace:
     with MeshConfig(**degrees).build() as ctx:
-        return _by_train_step(ctx, num_microbatches, max_norm)
+        return _by_engine(ctx, num_microbatches, max_norm)
 
 
 def _assert_same(found: Trace, expected: Trace) -> None:
@@ -147,7 +134,7 @@ def _assert_same(found: Trace, expected: Trace) -> None:
 def test_one_process_does_what_one_would_write(ctx: DistributedContext, num_microbatches: int, max_norm: float) -> None:
     expected = _by_hand(max_norm)
     assert any(norm > 0.05 for _, _, norm in expected[0]), "the smaller limit must clip"
-    _assert_same(_by_train_step(ctx, num_microbatches, max_norm), expected)
+    _assert_same(_by_engine(ctx, num_microbatches, max_norm), expected)
 
 
 @pytest.mark.parametrize(
@@ -179,35 +166,34 @@ def _loss_and_weight(degrees: dict[str, int]) -> tuple[float, float]:
     """Return loss and weight of a step in which every rank has the whole batch as its part."""
     with MeshConfig(**degrees).build() as ctx:
         model = _model()
-        outcome = _step(model, _sgd(model), ctx)(0, [_batch(0)])
-        return outcome.loss.item(), outcome.weight.item()
+        result = _take_step(_engine(model, _sgd(model), ctx), [_batch(0)])
+        return result.loss.item(), result.weight.item()
 
 
 def test_a_batch_without_weight_changes_nothing(ctx: DistributedContext) -> None:
     model, before = _model(), _model().state_dict()
     batch = _batch(0)
     batch["mask"].zero_()
-    outcome = _step(model, _sgd(model), ctx, max_norm=1.0, num_microbatches=2)(
-        0, [_chunk(batch, index, 2) for index in range(2)]
-    )
-    assert (outcome.loss.item(), outcome.weight.item(), outcome.grad_norm.item()) == (0, 0, 0)
+    engine = _engine(model, _sgd(model), ctx, max_norm=1.0, num_microbatches=2)
+    result = _take_step(engine, [_chunk(batch, index, 2) for index in range(2)])
+    assert (result.loss.item(), result.weight.item(), result.grad_norm.item()) == (0, 0, 0)
     for name, parameter in model.state_dict().items():
         assert torch.equal(parameter, before[name]), name
 
 
 def test_the_norm_is_measured_before_clipping(ctx: DistributedContext) -> None:
-    free, clipped = (_outcome_and_move(ctx, max_norm) for max_norm in (None, 0.01))
+    free, clipped = (_result_and_move(ctx, max_norm) for max_norm in (None, 0.01))
     assert torch.equal(free[0].grad_norm, clipped[0].grad_norm)
     assert free[1].item() == pytest.approx(0.1 * free[0].grad_norm.item())
     assert clipped[1].item() == pytest.approx(0.1 * 0.01, rel=1e-4)
 
 
-def _outcome_and_move(ctx: DistributedContext, max_norm: float | None) -> tuple[StepOutcome, torch.Tensor]:
+def _result_and_move(ctx: DistributedContext, max_norm: float | None) -> tuple[StepResult, torch.Tensor]:
     """With plain SGD and learning rate 0.1, parameters change by a tenth of the gradient."""
     model, before = _model(), _model()
-    outcome = _step(model, _sgd(model), ctx, max_norm=max_norm)(0, [_batch(0)])
+    result = _take_step(_engine(model, _sgd(model), ctx, max_norm=max_norm), [_batch(0)])
     pairs = zip(model.parameters(), before.parameters(), strict=True)
-    return outcome, torch.cat([(after - first).flatten() for after, first in pairs]).norm()
+    return result, torch.cat([(after - first).flatten() for after, first in pairs]).norm()
 
 
 def test_every_group_keeps_its_own_peak_rate(ctx: DistributedContext) -> None:
@@ -215,16 +201,17 @@ def test_every_group_keeps_its_own_peak_rate(ctx: DistributedContext) -> None:
     weights = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     biases = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     optimizer = torch.optim.SGD([{"params": weights, "lr": 0.4}, {"params": biases, "lr": 0.1}])
-    take_step = _step(model, optimizer, ctx, lr_schedule=lambda step: 0.5 ** (step + 1))
+    engine = _engine(model, optimizer, ctx)
     for step, factor in enumerate((0.5, 0.25, 0.125)):
-        outcome = take_step(step, [_batch(step)])
-        assert outcome.learning_rate == 0.4 * factor
+        engine.set_learning_rates(factor)
+        result = _take_step(engine, [_batch(step)])
+        assert result.learning_rate == 0.4 * factor
         assert [group["lr"] for group in optimizer.param_groups] == [0.4 * factor, 0.1 * factor]
 
 
 def test_gradients_are_gone_after_a_step(ctx: DistributedContext) -> None:
     model = _model()
-    _step(model, _sgd(model), ctx)(0, [_batch(0)])
+    _take_step(_engine(model, _sgd(model), ctx), [_batch(0)])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -233,32 +220,8 @@ def test_frozen_parameters_stay(ctx: DistributedContext) -> None:
     frozen = next(model.parameters()).requires_grad_(False)
     before = frozen.clone()
     optimizer = AdamWConfig().build(model)
-    assert _step(model, optimizer, ctx)(0, [_batch(0)]).grad_norm > 0
+    assert _take_step(_engine(model, optimizer, ctx), [_batch(0)]).grad_norm > 0
     assert torch.equal(frozen, before)
-
-
-def test_metrics_see_every_microbatch(ctx: DistributedContext) -> None:
-    metrics = {"error": WeightedMean()}
-    model = _model()
-    batch = _batch(0)
-    outcome = _step(model, _sgd(model), ctx, num_microbatches=4, metrics=metrics)(
-        0, [_chunk(batch, index, 4) for index in range(4)]
-    )
-    assert metrics["error"].compute().item() == pytest.approx(outcome.loss.item(), rel=1e-12)
-
-
-def _one_microbatch(model: nn.Module, task: Task, ctx: DistributedContext) -> TrainStep:
-    return TrainStep(
-        model,
-        _sgd(model),
-        task=task,
-        metrics=task.metrics(),
-        lr_schedule=lambda step: 1.0,
-        max_norm=None,
-        num_microbatches=1,
-        ctx=ctx,
-        events=Events(),
-    )
 
 
 def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
@@ -268,10 +231,9 @@ def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
 
     model, batch = _model(), _batch(0)
     expected = nn.functional.mse_loss(model(batch["x"]), batch["y"])
-    take_step = _one_microbatch(model, Mean(), ctx)
-    outcome = take_step(0, [batch])
-    assert outcome.loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert outcome.weight.item() == GLOBAL_SIZE * 3
+    result = _take_step(_engine(model, _sgd(model), ctx), [batch], Mean().loss)
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert result.weight.item() == GLOBAL_SIZE * 3
 
 
 def test_a_weight_of_nan_is_no_batch_without_weight(ctx: DistributedContext) -> None:
@@ -280,10 +242,9 @@ def test_a_weight_of_nan_is_no_batch_without_weight(ctx: DistributedContext) -> 
             return Loss(outputs.square().sum(), weight=torch.nan)
 
     model = _model()
-    take_step = _one_microbatch(model, Broken(), ctx)
-    outcome = take_step(0, [_batch(0)])
-    assert outcome.loss.isnan()
-    assert outcome.grad_norm.isnan()
+    result = _take_step(_engine(model, _sgd(model), ctx), [_batch(0)], Broken().loss)
+    assert result.loss.isnan()
+    assert result.grad_norm.isnan()
 
 
 class _Gathers(nn.Module):
@@ -305,17 +266,83 @@ class _Gathers(nn.Module):
 
 def test_doing_a_step_again_leaves_nothing_behind(ctx: DistributedContext) -> None:
     model = nn.Sequential(_Gathers(), nn.Linear(6, 3).double())
-    metrics, seen = {"error": WeightedMean()}, list[str]()
-    take_step = _step(model, _sgd(model), ctx, num_microbatches=2, metrics=metrics)
+    seen = list[str]()
+    engine = _engine(model, _sgd(model), ctx, num_microbatches=2)
     batches = [_chunk(_batch(0), index, 2) for index in range(2)]
-    take_step(0, batches)
+    _take_step(engine, batches)
     tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    measured = metrics["error"].compute()
-    take_step.replay(batches, lambda name, tensor: seen.append(name))
+    engine.replay(batches, LOSS, lambda name, tensor: seen.append(name))
     assert seen == ["the loss"] * 2
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert tensor is tensors[name][0], name
         assert torch.equal(tensor, tensors[name][1]), name
     assert tensors["0.calls"][1] == tensors["0.backwards"][1] == 2
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(metrics["error"].compute(), measured)
+
+
+def _uneven(ctx: DistributedContext, counts: list[list[int]]) -> Trace:
+    """Train with numbers of microbatches per rank that differ, in several calls of each step."""
+    model = _model()
+    dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
+    parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
+    engine = _engine(model, AdamWConfig(learning_rate=0.05).build(model), ctx, max_norm=0.05)
+    rank, trace = ctx.coordinate("batch", "dp"), []
+    for step in range(STEPS):
+        engine.set_learning_rates(SCHEDULE(step))
+        rows = {name: iter(tensor.split(1)) for name, tensor in _batch(step).items()}
+        for call in counts:
+            parts = [[{name: next(rows[name]) for name in rows} for _ in range(number)] for number in call]
+            tokens = engine.forward_backward(parts[rank], _loss_with_errors)
+            assert [each["error"].shape for each in tokens] == [(1, 3)] * call[rank]
+        result = engine.step()
+        trace.append((result.loss.item(), result.weight.item(), result.grad_norm.item()))
+    return trace, {
+        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _loss_with_errors(outputs: torch.Tensor, batch: Batch) -> Loss:
+    loss = LOSS(outputs, batch)
+    return Loss(loss.total, loss.weight, tokens={"error": outputs - batch["y"]})
+
+
+def _on_uneven_ranks(degrees: dict[str, int], counts: list[list[int]]) -> Trace:
+    with MeshConfig(**degrees).build() as ctx:
+        return _uneven(ctx, counts)
+
+
+@pytest.mark.parametrize("degrees", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}])
+def test_ranks_may_have_different_numbers_of_microbatches(degrees: dict[str, int]) -> None:
+    counts = [[3, 1], [0, 5], [4, 2], [1, 0]]  # 16 rows
+    for found in run_ranks(_on_uneven_ranks, degrees, counts, world_size=2):
+        _assert_same(found, _by_hand(0.05))
+
+
+def test_a_rank_without_any_batch_runs_those_of_another_rank(ctx: DistributedContext) -> None:
+    for found in run_ranks(_on_uneven_ranks, {"data_parallel_shard": 2}, [[0, 16]], world_size=2):
+        _assert_same(found, _by_hand(0.05))
+
+
+def test_wrong_calls_are_refused(ctx: DistributedContext) -> None:
+    model = _model()
+    engine = _engine(model, _sgd(model), ctx)
+    with pytest.raises(UserError, match=r"got step\(\) without gradients; expected forward_backward\(\) before"):
+        engine.step()
+    with pytest.raises(UserError, match="got no batches on any rank; expected at least one"):
+        engine.forward_backward([], LOSS)
+
+
+def _different_batches() -> str:
+    with MeshConfig(tensor_parallel=2).build() as ctx:
+        model = _model()
+        try:
+            _engine(model, _sgd(model), ctx).forward_backward([_batch(0)] * (1 + ctx.rank), LOSS)
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def test_ranks_of_one_coordinate_need_the_same_batches() -> None:
+    for message in run_ranks(_different_batches, world_size=2):
+        assert "rank 1 got 2 batches, and an earlier rank with data-parallel coordinate 0 got 1; expected" in message

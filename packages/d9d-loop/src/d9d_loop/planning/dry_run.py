@@ -1,4 +1,4 @@
-"""Rehearsal of a job: its own code runs one step for one rank, without values, memory, network or other ranks.
+"""DryRun of a job: its own code runs one step for one rank, without values, memory, network or other ranks.
 
 The process group is torch's fake one and tensors are fake, so a rank of any layout fits on a laptop. Provider,
 `parallelize`, pipeline program, task, gradient reduction, clipping and optimizer are those of the job. Values that the
@@ -21,13 +21,11 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, Launch, UserError, allocate, destroy_process_groups
+from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.event_bus import Events
-from d9d_loop.events import BackwardDone
+from d9d_loop.engine import Engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
-from d9d_loop.job.train_step import TrainStep
 from d9d_loop.model.model_build import parallelize_stages
 from d9d_loop.planning.step_record import StepRecord, recorded
 from d9d_loop.resilience import StepGuard
@@ -40,7 +38,7 @@ PlanFor = Callable[[Launch], JobPlan]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
+class DryRun:
     """What one rank allocates and does in a step. All sizes are in bytes.
 
     Attributes:
@@ -72,7 +70,9 @@ class Rehearsal:
         return max(0, self.forward_backward.peak_bytes - self.gradient_bytes)
 
 
-def rehearse(plan_for: PlanFor, *, ranks: Sequence[int], world_size: int) -> tuple[Rehearsal, ...]:
+def dry_run(
+    plan_for: PlanFor, *, ranks: Sequence[int], world_size: int, precision: PrecisionName | None = None
+) -> tuple[DryRun, ...]:
     """Run a step of a job for some ranks, one after another, without values; return what each allocates and does.
 
     The recorded step is the second: the first creates optimizer state and lazily created buffers. No device, network or
@@ -82,6 +82,7 @@ def rehearse(plan_for: PlanFor, *, ranks: Sequence[int], world_size: int) -> tup
         plan_for: Plans the job, such as `Trainer.plan_for`.
         ranks: Global ranks to rehearse; `representatives` returns one of each class.
         world_size: Number of ranks of the job.
+        precision: Precision of the job on the planned device; by default that of the configuration on a CPU.
 
     Raises:
         UserError: If this process already has a process group. If the plan of the job fails, as `Trainer.train` would.
@@ -91,48 +92,50 @@ def rehearse(plan_for: PlanFor, *, ranks: Sequence[int], world_size: int) -> tup
         # Code that only compares addresses may read those of fake tensors; FSDP2's warning is for the user's real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        messages = _messages(plan_for, world_size, fake)
-        return tuple(_rehearse(plan_for, rank, world_size, messages, fake) for rank in ranks)
+        messages = _messages(plan_for, world_size, fake, precision)
+        return tuple(_dry_run_one(plan_for, rank, world_size, messages, fake, precision) for rank in ranks)
 
 
-def _rehearse(
-    plan_for: PlanFor, rank: int, world_size: int, messages: Messages | None, fake: FakeTensorMode
-) -> Rehearsal:
-    with _place(plan_for, rank, world_size) as (plan, ctx):
+def _dry_run_one(
+    plan_for: PlanFor,
+    rank: int,
+    world_size: int,
+    messages: Messages | None,
+    fake: FakeTensorMode,
+    precision: PrecisionName | None,
+) -> DryRun:
+    with _place(plan_for, rank, world_size, precision) as (plan, ctx):
         stages = _stages(plan, ctx, fake)
         pipeline = Pipeline(
             stages, ctx=ctx, schedule=plan.model.schedule, shared_names=plan.model.shared_names, messages=messages
         )
         with fake:
             optimizer = plan.optimizer(pipeline.model)
-        events, gradients = Events(seed=plan.config.seed), list[int]()
-        events.on(BackwardDone, lambda done: gradients.append(gradient_bytes(done.model)))
-        step = TrainStep(
+        engine = Engine(
             pipeline,
             optimizer,
+            ctx=ctx,
             task=plan.task,
-            metrics=plan.task.metrics(),
-            lr_schedule=plan.lr_schedule,
             max_norm=plan.config.gradients.max_norm,
             num_microbatches=plan.num_microbatches,
-            ctx=ctx,
-            events=events,
             guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
+            polls_guard=False,
         )
         batches = [_fake_batch(plan, ctx, fake) for _ in range(plan.num_microbatches)]
         with fake:
             with recorded():  # answers reads of the host
-                step(0, batches)
+                engine.accumulate(batches, plan.task.loss)
+                engine.step()
             with recorded() as forward_backward:
-                step.forward_backward(batches)
-            gradients.append(gradient_bytes(pipeline.model))
+                engine.accumulate(batches, plan.task.loss)
+            gradients = gradient_bytes(pipeline.model)
             with recorded() as update:
-                step.update(1)
-        return Rehearsal(
+                engine.step()
+        return DryRun(
             rank=rank,
             stages=tuple(stages),
             parameter_bytes=parameter_bytes(pipeline.model),
-            gradient_bytes=gradients[-1],
+            gradient_bytes=gradients,
             optimizer_bytes=optimizer_bytes(optimizer),
             forward_backward=forward_backward,
             update=update,
@@ -184,10 +187,15 @@ def fake_ranks(rank: int, world_size: int) -> Generator[None]:
 
 
 @contextmanager
-def _place(plan_for: PlanFor, rank: int, world_size: int) -> Generator[tuple[JobPlan, DistributedContext]]:
+def _place(
+    plan_for: PlanFor, rank: int, world_size: int, precision: PrecisionName | None
+) -> Generator[tuple[JobPlan, DistributedContext]]:
     launch = Launch(rank=rank, world_size=world_size, device="cpu")
     plan = plan_for(launch)
-    with fake_ranks(rank, world_size), plan.model.mesh.build(launch=launch) as ctx:
+    with (
+        fake_ranks(rank, world_size),
+        plan.model.mesh.build(launch=launch, precision=precision or plan.config.precision) as ctx,
+    ):
         yield plan, ctx
 
 
@@ -205,7 +213,9 @@ def _fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) ->
     return pytree.tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), batch)
 
 
-def _messages(plan_for: PlanFor, world_size: int, fake: FakeTensorMode) -> Messages | None:
+def _messages(
+    plan_for: PlanFor, world_size: int, fake: FakeTensorMode, precision: PrecisionName | None
+) -> Messages | None:
     """Run the forward of each stage on its rank, and describe its output; `None` without a pipeline."""
     program = plan_for(Launch(world_size=world_size, device="cpu")).model.program
     if len(program.ranks) == 1:
@@ -213,7 +223,7 @@ def _messages(plan_for: PlanFor, world_size: int, fake: FakeTensorMode) -> Messa
     outputs, payload = {}, None
     for index, pipeline_rank in enumerate(program.stage_ranks[:-1]):
         rank = pipeline_rank * (world_size // len(program.ranks))
-        with _place(plan_for, rank, world_size) as (plan, ctx):
+        with _place(plan_for, rank, world_size, precision) as (plan, ctx):
             inputs = to_inputs(plan.task.inputs(_fake_batch(plan, ctx, fake)))
             stage = _stages(plan, ctx, fake)[index]
             with fake, recorded():

@@ -1,0 +1,37 @@
+"""FSDP parameters that stay gathered between the microbatches of a step.
+
+A pipeline stage runs forward and backward of many microbatches in turn. If FSDP freed the gathered parameters after
+each, it would gather them again for each.
+"""
+
+from collections.abc import Iterator
+from weakref import WeakSet
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+_KEPT = WeakSet[FSDPModule]()
+
+
+def mark_as_kept_gathered(module: FSDPModule) -> None:
+    """Record that FSDP of this module was asked not to free its parameters after forward."""
+    _KEPT.add(module)
+
+
+def free_gathered_after_backward(module: nn.Module, enabled: bool) -> None:
+    """Set whether the next backward frees the parameters of submodules with `reshard_after_forward=False`.
+
+    Disable it for all microbatches of a step but the last.
+    """
+    for child in _kept(module):
+        child.set_reshard_after_backward(enabled, recurse=False)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free the gathered parameters of submodules with `reshard_after_forward=False`, after a forward alone."""
+    for child in _kept(module):
+        child.reshard()
+
+
+def _kept(module: nn.Module) -> Iterator[FSDPModule]:
+    return (child for child in module.modules() if isinstance(child, FSDPModule) and child in _KEPT)

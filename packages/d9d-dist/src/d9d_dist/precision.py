@@ -1,0 +1,35 @@
+"""Dtypes of computation and of gradient reduction."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+PrecisionName: TypeAlias = Literal["auto", "parameters", "bfloat16"]
+"""Dtype in which a job computes: that of the parameters, bfloat16, or (auto) bfloat16 on accelerators only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """dtypes of data parallelism; `None` keeps the parameter's own dtype.
+
+    Attributes:
+        compute: dtype of parameters in forward and backward.
+        reduce: dtype in which gradients are reduced over ranks.
+        cast_inputs: True to cast floating-point inputs of forward to the compute dtype. Use False for inner blocks with
+            float32 tables as inputs, such as rotary embeddings.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    cast_inputs: bool = True
+
+
+def precision_of_job(name: PrecisionName, device: torch.device) -> Precision | None:
+    """Return the precision that a name means on a device; `None` for the dtype of the parameters.
+
+    In bfloat16, parameters, optimizer and sums of gradients over ranks stay in float32.
+    """
+    if name == "parameters" or (name == "auto" and device.type == "cpu"):
+        return None
+    return Precision(compute=torch.bfloat16, reduce=torch.float32)

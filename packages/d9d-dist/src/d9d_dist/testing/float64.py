@@ -1,0 +1,23 @@
+"""Float64 runs of a reference implementation that computes some parts in float32."""
+
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@final
+class KeepFloat64(TorchDispatchMode):
+    """Context in which a conversion from float64 to float32 keeps float64, in forward and backward.
+
+    Many models convert to float32 in norms, routers and softmax. In float64 the conversion would lose precision, so
+    a comparison could not be tighter than 1e-7. Conversions from integers, as of positions, are not changed.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, with the output dtype of a conversion changed to float64 if the input is float64."""
+        kwargs = kwargs or {}
+        is_conversion = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.float32
+        if is_conversion and args[0].dtype == torch.float64:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)

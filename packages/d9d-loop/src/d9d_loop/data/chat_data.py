@@ -1,0 +1,85 @@
+"""Data providers of conversations and preference pairs in `.jsonl` files, for scripts and presets."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, final
+
+from d9d_loop.data.chat_stream import ChatStream, TooLong
+from d9d_loop.data.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
+from d9d_loop.data.data_provider import DataProvider
+from d9d_loop.data.indexed_stream import IndexedStream
+from d9d_loop.data.json_lines import JsonLines
+from d9d_loop.data.packed_stream import PackedStream
+from d9d_loop.data.pair_stream import PairStream
+from d9d_loop.data.sample_stream import SampleStream
+from d9d_loop.data.samples import Samples
+
+Files = Path | str | Sequence[Path | str]
+"""One or several paths."""
+
+
+@final
+class ChatData(DataProvider):
+    """Packed conversations, or preference pairs, of `.jsonl` files or of other map-style datasets.
+
+        ChatData("chats.jsonl", tokenizer="Qwen3-0.6B", row_length=2048)
+
+    Args:
+        train: Files of the training data, or a map-style dataset of samples, such as a Hugging Face dataset.
+        tokenizer: Folder of a model with its tokenizer and chat template, or a `ChatTokenizer`.
+        row_length: Length of the packed rows, and so of the longest conversation, in positions.
+        held_out: Files of the evaluation data, or a map-style dataset; None for no evaluation.
+        kind: `chats`, `pairs`, or `scored_pairs` for reward models; see `ChatStream` and `PairStream`.
+        too_long: What happens to longer conversations; see `ChatStream`.
+        window: Number of conversations packed together. More leave less padding, and take longer at the start.
+
+    Raises:
+        UserError: If a file is missing, the folder has no chat template, or the row length is too small.
+    """
+
+    draws = False  # only the order is random
+
+    def __init__(
+        self,
+        train: Files | Samples,
+        *,
+        tokenizer: str | Path | ChatTokenizer,
+        row_length: int,
+        held_out: Files | Samples | None = None,
+        kind: Literal["chats", "pairs", "scored_pairs"] = "chats",
+        too_long: TooLong = "refuse",
+        window: int = 1024,
+    ) -> None:
+        self._train = _samples(train)
+        self._held_out = None if held_out is None else _samples(held_out)
+        self._tokenizer = tokenizer if isinstance(tokenizer, ChatTokenizer) else read_chat_tokenizer(tokenizer)
+        self._kind, self._row_length, self._window = kind, row_length, window
+        self._too_long: TooLong = too_long
+
+    def training(self, *, seed: int) -> SampleStream:
+        """Return packed rows, endless and shuffled."""
+        return self._packed(IndexedStream(self._train, seed=seed), seed=seed)
+
+    def evaluation(self) -> SampleStream | None:
+        """Return packed rows of one epoch of the held-out data, or `None`."""
+        if self._held_out is None:
+            return None
+        return self._packed(IndexedStream(self._held_out, seed=0, shuffle=False, epochs=1), seed=0)
+
+    def _packed(self, samples: SampleStream, *, seed: int) -> PackedStream:
+        length, tokenizer, too_long = self._row_length, self._tokenizer, self._too_long
+        chats: SampleStream
+        if self._kind == "chats":
+            chats = ChatStream(samples, tokenizer, max_length=length, too_long=too_long)
+        else:
+            scored = self._kind == "scored_pairs"
+            chats = PairStream(samples, tokenizer, max_length=length, too_long=too_long, with_last_token=scored)
+        return PackedStream(chats, row_length=length, window=self._window, seed=seed)
+
+
+def _samples(source: Files | Samples) -> Samples:
+    if isinstance(source, Path | str):
+        return JsonLines(source)
+    if isinstance(source, Sequence) and all(isinstance(each, Path | str) for each in source):
+        return JsonLines([Path(each) for each in source])
+    return source

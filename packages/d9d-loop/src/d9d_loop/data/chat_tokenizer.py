@@ -1,0 +1,239 @@
+"""Tokens of conversations with a verified loss mask: only the assistant's turns are trained."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+from pydantic import JsonValue
+
+from d9d_dist import UserError
+from d9d_loop.data.chat_template import ChatTemplate, read_chat_template, read_json
+from d9d_loop.data.conversation import Conversation
+from d9d_loop.data.masked_text import Span, mark_spans
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ChatTokens:
+    """Tokens of a conversation.
+
+    Attributes:
+        mask: True for each token that is trained as a label. The last token is trained.
+        text: The rendered conversation.
+        spans: Characters of `text` that are trained, [start, stop) each.
+    """
+
+    tokens: list[int]
+    mask: list[bool]
+    text: str
+    spans: list[Span]
+
+
+@final
+class ChatTokenizer:
+    """Renders conversations with a chat template, tokenizes them, and derives their loss mask.
+
+    An assistant turn starts where the text of the previous messages with the generation prompt ends, and ends with its
+    stop token. These positions are verified for each conversation:
+
+    - The template is prefix-preserving: the text of the first messages is a prefix of the whole text. Templates that
+      drop the thinking of earlier turns are accepted; dropped thinking is not part of the text, and is not trained.
+    - No token contains both the end of a prompt and the start of an answer.
+    - A special token ends each turn, and is trained. Text after it, such as a newline, is not.
+    - Some tokens are trained, and some are not.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer`.
+        template: Template of the conversations.
+        stop_tokens: Texts of further tokens that may end a turn, if the tokenizer does not list them as special.
+        thinking: First and last text of a thinking block.
+
+    Raises:
+        UserError: If a stop token is not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        template: ChatTemplate,
+        *,
+        stop_tokens: Iterable[str] = (),
+        thinking: tuple[str, str] = ("<think>", "</think>"),
+        tool_template: ChatTemplate | None = None,
+    ) -> None:
+        self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template or template
+        self._stops = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        for token in (*stop_tokens, *filter(None, [template.special_tokens.get("eos_token")])):
+            if (number := tokenizer.token_to_id(token)) is None:
+                raise UserError(f"the stop token {token!r} is not in the vocabulary; expected one of its tokens.")
+            self._stops.add(number)
+        first, last = map(re.escape, thinking)
+        self._block = re.compile(rf"{first}.*?{last}\s*", re.DOTALL)
+        self._open_block = re.compile(rf"{first}\s*(?:{last}\s*)?\Z")
+        self._empty_block = re.compile(rf"{first}\s*{last}\s*")
+        stops = "|".join(re.escape(tokenizer.id_to_token(number) or "") for number in sorted(self._stops))
+        self._only_stops = re.compile(rf"(?:{stops or '(?!)'}|\s)*\Z")
+        self._first_stop = re.compile(stops or "(?!)")
+        self._options = [sorted(self._stops), list(thinking)]
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id plus one."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def identity(self) -> JsonValue:
+        """Return a digest of everything that determines the tokens."""
+        parts = (self._tokenizer.to_str(), self._template.source, self._tool_template.source, str(self._options))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def render(self, conversation: Conversation) -> str:
+        """Render a conversation to text. Raise `UserError` if the template refuses it."""
+        return self._render(conversation, len(conversation.messages))
+
+    def __call__(self, conversation: Conversation) -> ChatTokens:
+        """Tokenize a conversation, up to its last trained token.
+
+        Raises:
+            UserError: If the mask cannot be verified. The message shows the text with the mask.
+        """
+        text = self.render(conversation)
+        encoding: Any = self._tokenizer.encode(text, add_special_tokens=False)
+        trained, is_turn_trained = [False] * len(encoding.ids), False
+        spans: list[Span] = []
+        for number, message in enumerate(conversation.messages):
+            if message["role"] != "assistant":
+                continue
+            span = self._turn(conversation, number, text, spans)
+            first, last = self._tokens_of(span, encoding, text, [*spans, span])
+            if number >= conversation.first_trained and message.get("weight", 1):
+                is_turn_trained = True
+                trained[first : last + 1] = [True] * (last + 1 - first)
+                spans.append((span[0], encoding.offsets[last][1]))
+        if not is_turn_trained:
+            _refuse("no assistant message is trained; expected at least one, with a weight other than 0", text, [])
+        if all(trained):
+            _refuse("every token is trained; expected a prompt, which is not trained", text, spans)
+        length = len(trained) - trained[::-1].index(True)
+        return ChatTokens(encoding.ids[:length], trained[:length], text, spans)
+
+    def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False) -> str:
+        template = self._template if conversation.tools is None else self._tool_template
+        messages = conversation.messages[:num_messages]
+        return template.render(messages, tools=conversation.tools, add_generation_prompt=answer)
+
+    def _turn(self, conversation: Conversation, number: int, text: str, spans: list[Span]) -> Span:
+        """Return the characters of an assistant message, including the text that the template appends to it."""
+        prompt = self._render(conversation, number, answer=True)
+        without = self._block.sub("", prompt)
+        # If the prompt opens a thinking block, which the template drops from the text, the turn starts before it.
+        starts = [prompt, self._open_block.sub("", prompt), without, self._open_block.sub("", without)]
+        start = next((len(each) for each in starts if text.startswith(each)), None)
+        if start is None:
+            _refuse(
+                f"the chat template is not prefix-preserving: message {number} changes the text of the messages before "
+                f"it, which is {_tail(prompt)!r} at its end without it; expected a template that only appends",
+                text,
+                spans,
+            )
+        turn = self._render(conversation, number + 1)
+        stop = self._end_of_turn(text, turn, start)
+        if stop is None:
+            _refuse(
+                f"the chat template is not prefix-preserving: the messages after message {number} change its text, "
+                f"which ends with {_tail(turn)!r} without them; expected a template that only appends",
+                text,
+                [*spans, (start, start)],
+            )
+        return start, stop
+
+    def _end_of_turn(self, text: str, turn: str, start: int) -> int | None:
+        """Return the end of a turn in the whole text, from `turn`, the text up to the turn; None if it differs."""
+        for same in (turn, self._block.sub("", turn)):
+            if len(same) > start and text.startswith(same):
+                return len(same)
+        if turn[:start] != text[:start]:
+            return None
+        # The template drops the thinking of this turn from the text, or leaves an empty block.
+        empty = self._empty_block.match(text, start)
+        first, bare = empty.end() if empty else start, self._block.sub("", turn[start:])
+        if text.startswith(bare, first):
+            return first + len(bare)
+        # The template ends the last turn of a text with another stop token, or with one more.
+        stop = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, text, strict=False)))
+        cut = [token.start() for token in self._first_stop.finditer(turn) if token.start() < stop < token.end()]
+        stop = cut[0] if cut else stop
+        if stop <= start or not self._only_stops.match(turn, stop):
+            return None
+        ends = [token.end() for token in self._first_stop.finditer(text, start, stop)]
+        if ends and not text[ends[-1] : stop].strip():
+            return stop
+        following = self._first_stop.match(text, stop)
+        return None if following is None else following.end()
+
+    def _tokens_of(self, span: Span, encoding: Any, text: str, spans: list[Span]) -> tuple[int, int]:
+        """Return the first token of a turn, and its stop token."""
+        start, stop = span
+        last_stop, first = None, None
+        for index, (begin, end) in enumerate(encoding.offsets):
+            if begin < start < end:
+                _refuse(
+                    f"the token {text[begin:end]!r} is partly prompt and partly answer; expected a generation prompt "
+                    "that ends where a token ends. Remove trailing space from the template's generation prompt",
+                    text,
+                    spans,
+                )
+            if start <= begin and end <= stop and begin < end:
+                first = index if first is None else first
+                last_stop = index if encoding.ids[index] in self._stops else last_stop
+        if first is None or last_stop is None or text[encoding.offsets[last_stop][1] : stop].strip():
+            _refuse(
+                f"a turn ends with {_tail(text[start:stop])!r}, which is no special token, so the model would not "
+                "learn to stop; expected a template that ends turns with a special token. Correct the template, or "
+                "name the token in stop_tokens",
+                text,
+                spans,
+            )
+        return first, last_stop
+
+
+def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) -> ChatTokenizer:
+    """Read the tokenizer and the chat template of a model folder. Requires the extra `chat`.
+
+    Args:
+        folder: Folder with `tokenizer.json`, and a chat template in `chat_template.jinja` or `tokenizer_config.json`.
+        stop_tokens: See `ChatTokenizer`.
+
+    Raises:
+        UserError: If a file is missing or invalid.
+    """
+    path = Path(folder)
+    template, tool_template = read_chat_template(path), read_chat_template(path, for_tools=True)
+    from tokenizers import Tokenizer  # noqa: PLC0415 - optional
+
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; expected the folder of a model, with its tokenizer.json.")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise UserError(f"{file} is not a tokenizer.json: {error}") from None
+    ends = read_json(path / "generation_config.json").get("eos_token_id", [])
+    named = [tokenizer.id_to_token(number) for number in (ends if isinstance(ends, list) else [ends])]
+    return ChatTokenizer(
+        tokenizer, template, stop_tokens=[*stop_tokens, *filter(None, named)], tool_template=tool_template
+    )
+
+
+def _tail(text: str) -> str:
+    return text[-40:]
+
+
+def _refuse(problem: str, text: str, spans: list[Span]) -> NoReturn:
+    raise UserError(f"{problem}. The text, with ⟦trained parts⟧:\n{mark_spans(text, spans)}")

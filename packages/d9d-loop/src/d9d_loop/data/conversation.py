@@ -1,0 +1,170 @@
+"""Conversations in the forms in which datasets store them, converted to the messages of chat templates."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from d9d_dist import UserError
+
+Message = dict[str, Any]
+"""Message of a chat template: `role` and `content`, and possibly `tool_calls`, `reasoning_content` and others."""
+
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages of a conversation.
+
+    Attributes:
+        tools: JSON schemas of the tools that the assistant may call; None for no tools.
+        first_trained: Index of the first message that may be trained; assistant messages before it are context.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    first_trained: int = field(default=0)
+
+
+def read_conversation(sample: Mapping[str, Any]) -> Conversation:
+    """Convert a sample to a conversation.
+
+    Forms, by key:
+
+    - `messages`: a list of messages with `role` and `content`; the form of OpenAI and Hugging Face. `tool_calls` may
+      have their arguments as JSON text. `weight: 0` excludes an assistant message from training.
+    - `conversations`: the same, or ShareGPT's `from` and `value`. The value of `function_call` is a JSON object with
+      `name` and `arguments`. `system` beside it is the system message.
+    - `prompt` and `completion`: each a text, or a list of messages. Only the completion is trained.
+
+    `tools` beside these keys is a list of JSON schemas, possibly as JSON text.
+
+    Raises:
+        UserError: If the sample has none of these forms, or a message lacks its role or content.
+    """
+    tools = _tools(sample.get("tools"))
+    if sample.get("messages") is not None:
+        return Conversation(_messages(sample["messages"]), tools)
+    if sample.get("conversations") is not None:
+        messages = _messages(sample["conversations"])
+        if sample.get("system"):
+            messages.insert(0, {"role": "system", "content": sample["system"]})
+        return Conversation(messages, tools)
+    if sample.get("prompt") is not None and sample.get("completion") is not None:
+        prompt = _turn(sample["prompt"], role="user")
+        return Conversation([*prompt, *_turn(sample["completion"], role="assistant")], tools, len(prompt))
+    raise _unknown(sample, "messages, conversations, or prompt and completion")
+
+
+def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+    """Convert a preference sample to its chosen and its rejected conversation. Only the answers are trained.
+
+    `chosen` and `rejected` are each a text, or a list of messages, after `prompt`, which is a text or a list of
+    messages. Without `prompt`, both are whole conversations, and their common first messages are the prompt. `tools` as
+    in `read_conversation`.
+
+    Raises:
+        UserError: If `chosen` or `rejected` is missing, both are equal, or a message lacks its role or content.
+    """
+    if sample.get("chosen") is None or sample.get("rejected") is None:
+        raise _unknown(sample, "chosen and rejected, with or without prompt")
+    tools = _tools(sample.get("tools"))
+    prompt = [] if sample.get("prompt") is None else _turn(sample["prompt"], role="user")
+    chosen, rejected = ([*prompt, *_turn(sample[key], role="assistant")] for key in ("chosen", "rejected"))
+    num_common = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        num_common += 1
+    if num_common == min(len(chosen), len(rejected)):
+        raise UserError(
+            "the chosen and the rejected conversation are equal, or one continues the other; expected answers that "
+            "differ. Remove the sample."
+        )
+    first = max(len(prompt), num_common)
+    return Conversation(chosen, tools, first), Conversation(rejected, tools, first)
+
+
+def _messages(values: Any) -> list[Message]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise UserError(f"got messages of type {type(values).__name__}; expected a list of at least one message.")
+    return [_message(number, value) for number, value in enumerate(values)]
+
+
+def _turn(value: Any, *, role: str) -> list[Message]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value)
+
+
+def _message(number: int, value: Any) -> Message:
+    if not isinstance(value, Mapping):
+        raise UserError(f"message {number} is a {type(value).__name__}; expected an object with role and content.")
+    if "role" not in value and "from" in value:
+        value = _from_sharegpt(number, value)
+    # A Hugging Face dataset stores absent keys as None.
+    message = {key: each for key, each in value.items() if each is not None}
+    if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
+        raise UserError(
+            f"message {number} has the keys {', '.join(value)}; expected role, and content or tool_calls (or, in the "
+            "form of ShareGPT, from and value)."
+        )
+    message.setdefault("content", "")
+    if "tool_calls" in message:
+        message["tool_calls"] = [_tool_call(number, call) for call in message["tool_calls"]]
+    return message
+
+
+def _from_sharegpt(number: int, value: Mapping[str, Any]) -> Message:
+    role = _SHAREGPT_ROLES.get(value["from"])
+    if role is None:
+        raise UserError(
+            f"message {number} is from {value['from']!r}; expected one of {', '.join(_SHAREGPT_ROLES)}. Rename it."
+        )
+    content = value.get("value")
+    if value["from"] == "function_call":
+        return {"role": role, "tool_calls": [{"type": "function", "function": _json(number, content)}]}
+    return {"role": role, "content": content, **{key: value[key] for key in ("weight",) if key in value}}
+
+
+def _tool_call(number: int, call: Any) -> Any:
+    """Return a tool call whose arguments are an object, as templates expect."""
+    if not isinstance(call, Mapping):
+        raise UserError(f"message {number} has a tool call of type {type(call).__name__}; expected an object.")
+    function = call.get("function", call)
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+        function = {**function, "arguments": _json(number, function["arguments"])}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _json(number: int, text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise UserError(f"message {number} calls a tool with {text!r}, which is no JSON: {error}.") from None
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError as error:
+            raise UserError(f"tools is no JSON: {error}; expected a list of JSON schemas.") from None
+    if value is not None and not isinstance(value, list):
+        raise UserError(f"tools is a {type(value).__name__}; expected a list of JSON schemas.")
+    return value or None
+
+
+def _unknown(sample: Mapping[str, Any], expected: str) -> UserError:
+    return UserError(f"a sample has the keys {', '.join(map(str, sample))}; expected {expected}. Rename its keys.")

@@ -1,0 +1,1 @@
+"""The engine: training that the caller drives step by step. The Trainer is its first client."""

@@ -1,0 +1,99 @@
+"""Checkpoints of an engine, in its run folder."""
+
+from contextlib import ExitStack
+from typing import final
+
+from pydantic import JsonValue
+from torch import nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext
+from d9d_loop.event_bus import Events
+from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.resilience import StepGuard
+from d9d_state import CheckpointStore
+
+
+@final
+class EngineCheckpoints:
+    """Checkpoints of an engine: model, optimizer, random states, step, and a JSON value of the caller.
+
+    The run folder is locked from the first call until `close`. Nothing is written before.
+
+    Args:
+        store: Checkpoint store of the run.
+        model: This rank's part of the model.
+        optimizer: Optimizer of the model's parameters, as its provider built it.
+        guard: Guard of the engine's steps.
+        config: Resolved configuration, stored in each checkpoint as information only.
+        seed: Seed of the engine.
+        ctx: Distributed context.
+        events: Event bus for `CheckpointSaved`.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        guard: StepGuard,
+        config: JsonValue,
+        seed: int,
+        ctx: DistributedContext,
+        events: Events,
+    ) -> None:
+        self._store, self._ctx, self._open = store, ctx, ExitStack()
+        self._caller = _CallerState()
+        self._is_locked = False
+        self._state = JobState(
+            store,
+            model=model,
+            optimizer=optimizer,
+            metrics={},
+            config=config,
+            parts={"bad_steps": guard, "caller": self._caller},
+            data_identity=None,
+            seed=seed,
+            ctx=ctx,
+            events=events,
+        )
+
+    def save(self, step: int, state: JsonValue, *, background: bool) -> None:
+        """Save a checkpoint of a step. Collective."""
+        self._lock()
+        self._caller.value = state
+        self._state.save(Record(step), background=background)
+
+    def load(self) -> tuple[int, JsonValue] | None:
+        """Load the newest valid checkpoint; return its step and state, `None` without checkpoints. Collective."""
+        self._lock()
+        self._store.wait()
+        record = self._state.restore()
+        return (record.step, self._caller.value) if self._store.complete() else None
+
+    def close(self) -> None:
+        """Finish a pending save, and unlock the folder. Collective."""
+        if self._is_locked:
+            self._state.finish()
+        self._open.close()
+
+    def _lock(self) -> None:
+        if not self._is_locked:
+            self._open.enter_context(self._store.locked(self._ctx))
+            self._open.enter_context(self._store)
+            self._is_locked = True
+
+
+@final
+class _CallerState:
+    """Part of a checkpoint that belongs to the caller."""
+
+    def __init__(self) -> None:
+        self.value: JsonValue = None
+
+    def state_dict(self) -> JsonValue:
+        return self.value
+
+    def load_state_dict(self, state: JsonValue) -> None:
+        self.value = state

@@ -1,0 +1,382 @@
+"""`Engine`: training that the caller drives: forward and backward, optimizer steps, scores, weights, checkpoints.
+
+The Trainer is its first client. Post-training methods with an outer loop of their own, such as reinforcement learning,
+use it directly.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Self, TypeAlias, final
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, ModuleOffloader, StageInfo, UserError
+from d9d_loop.config.engine_config import EngineConfig
+from d9d_loop.engine.checkpoints import EngineCheckpoints
+from d9d_loop.engine.engine_parts import engine_parts
+from d9d_loop.engine.microbatches import MicrobatchAgreement
+from d9d_loop.engine.reference import ReferenceWeights
+from d9d_loop.engine.scorer import ReadTokens, Scorer
+from d9d_loop.engine.token_values import TokenValues
+from d9d_loop.engine.train_step import StepResult, TrainStep
+from d9d_loop.event_bus import Events
+from d9d_loop.events import (
+    BadStepFound,
+    StateOffloaded,
+    StateOnloaded,
+)
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.optimizers import evaluation_weights
+from d9d_loop.optimizers.evaluation_weights import free_gathered_parameters
+from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.resilience import StepGuard, Watch
+from d9d_loop.task import BatchTask, LossFunction
+from d9d_pipeline import Schedule, Timeline
+from d9d_state import StateMapper
+
+
+class BadStepError(RuntimeError):
+    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
+
+
+Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
+"""Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" for the first weights."""
+
+
+@final
+class Engine:
+    """Training of a model that is driven from outside, in any layout. The constructor is collective.
+
+    All ranks call the same methods in the same order. Losses are sums with weights: the gradient of a step is the sum
+    over all microbatches, calls and ranks, divided once by the sum of all weights.
+
+    Attributes:
+        ctx: Distributed context.
+        events: Event bus for StepStarted, BackwardDone, GradientsReady and OptimizerDone of each step.
+        pipeline: This rank's stages of the model.
+        model: This rank's part of the model.
+        optimizer: Optimizer of the model's trainable parameters.
+        guard: Runs the optimizer and skips bad steps; `None` if no step is skipped.
+        offloader: Offloads model and optimizer to host memory.
+        num_steps: Number of completed optimizer steps.
+
+    Args:
+        model: The model, materialized and parallelized, or the pipeline of its stages.
+        optimizer: Optimizer of the model's trainable parameters.
+        ctx: Distributed context.
+        task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
+        max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
+        num_microbatches: Number of microbatches that most steps have on a rank; others are supported too.
+        guard: Calls the optimizer and skips bad steps; `None` never skips a step.
+        polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
+            the guard and acts on its decisions.
+        events: Event bus; by default a new one.
+        state_mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
+        reference: Reference of `reference`: a function of the model that returns a context manager in which the model
+            is the reference, such as `d9d_peft.adapters_off`; or "initial", for a copy in host memory of the weights
+            that the model has now. `None` disables it.
+        checkpoints: Checkpoints for `save` and `load`; `None` disables them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Pipeline,
+        optimizer: Optimizer,
+        *,
+        ctx: DistributedContext,
+        task: BatchTask,
+        max_norm: float | None = None,
+        num_microbatches: int = 1,
+        guard: StepGuard | None = None,
+        polls_guard: bool = True,
+        events: Events | None = None,
+        state_mapper: StateMapper | None = None,
+        reference: Reference | None = None,
+        checkpoints: EngineCheckpoints | None = None,
+    ) -> None:
+        self.pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
+        self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
+        self.events = Events() if events is None else events
+        self.num_steps = 0
+        self._task, self._polls_guard = task, polls_guard
+        self._state_mapper, self._checkpoints = state_mapper, checkpoints
+        self._built_rates = [group["lr"] for group in optimizer.param_groups]
+        self._step = TrainStep(
+            self.pipeline,
+            optimizer,
+            task=task,
+            max_norm=float("inf") if max_norm is None else max_norm,
+            num_microbatches=num_microbatches,
+            ctx=ctx,
+            events=self.events,
+            guard=guard,
+        )
+        self._agree = MicrobatchAgreement(task, ctx)
+        self._token_values = TokenValues(self.pipeline, ctx)
+        self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
+        self.offloader = ModuleOffloader(self._whole, optimizer)
+        self._reference = ReferenceWeights(self._whole) if reference == "initial" else reference
+        self._is_reference = False
+        self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        config: EngineConfig,
+        *,
+        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        task: BatchTask,
+        optimizer: OptimizerProvider | None = None,
+        pipeline_schedule: Schedule | None = None,
+        reference: Reference | None = None,
+    ) -> Generator[Self]:
+        """Start the process group, build an engine with its initial weights, and close both after the body. Collective.
+
+            with Engine.open(config, model=MyProvider(), task=MyTask()) as engine:
+                engine.forward_backward(batches, loss)
+                result = engine.step()
+
+        Args:
+            config: The configuration.
+            model: A model provider, or a function that builds a pipeline stage of the model.
+            task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
+            optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
+            pipeline_schedule: Pipeline schedule; by default the one of the configuration.
+            reference: Reference of `reference`: `d9d_peft.adapters_off`, or "initial" for a copy in host memory of the
+                initial weights.
+
+        Raises:
+            UserError: If the configuration, model or environment is invalid. Most checks run before the process group
+                starts.
+        """
+        with engine_parts(
+            config, model=model, task=task, optimizer=optimizer, pipeline_schedule=pipeline_schedule
+        ) as parts:
+            yield cls(
+                parts.pipeline,
+                parts.optimizer,
+                ctx=parts.ctx,
+                task=task,
+                max_norm=config.gradients.max_norm,
+                num_microbatches=2 * parts.pipeline.num_stages if parts.pipeline.num_stages > 1 else 1,
+                guard=parts.guard,
+                events=parts.events,
+                state_mapper=parts.state_mapper,
+                reference=reference,
+                checkpoints=parts.checkpoints,
+            )
+
+    def forward_backward(self, batches: Sequence[Any], loss: LossFunction) -> list[Mapping[str, Tensor]]:
+        """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.
+
+        Ranks may pass different numbers of batches, of different shapes: those with fewer run stand-ins of weight 0
+        (`BatchTask.stand_in`). Collectives: an all-gather of the numbers, those of the model, sends and receives
+        between stages, the gradient reduction of each call, and those of the returned values.
+
+        Args:
+            batches: This rank's batches, one for each microbatch, as the collate function builds them: on any device,
+                sequences whole. All ranks of a data-parallel coordinate pass the same batches.
+            loss: Function of the model's outputs and the batch that returns the `Loss` of a microbatch, such as
+                `task.loss`. Under context parallelism it gets this rank's part of the batch.
+
+        Returns:
+            `Loss.tokens` of each batch, in the order of `batches`, on every rank of the data-parallel coordinate: whole
+            rows [B, L], detached.
+
+        Raises:
+            UserError: On every rank, if no rank has a batch, or the ranks of a data-parallel coordinate have different
+                numbers of batches.
+        """
+        given = self._agree(batches, self._step.executors.supported)
+        values: dict[int, Mapping[str, Tensor]] = {}
+        self._refuse_reference("forward_backward()")
+        self._step.forward_backward(self.num_steps + 1, given.batches, loss, num_own=given.num_own, values=values)
+        return self._token_values([values[index] for index in sorted(values)])
+
+    def score(self, batches: Sequence[Any], read: ReadTokens | None = None) -> list[Mapping[str, Tensor]]:
+        """Return the log-probability of each label and the entropy of each prediction, without gradients.
+
+        The model runs in evaluation mode; training is not affected. No rank holds the logits of all tokens, nor of the
+        whole vocabulary if it is sharded. Collectives: as for `forward_backward`, without the gradients.
+
+        Args:
+            batches: As for `forward_backward`. `task.inputs` passes the labels to the model.
+            read: Function that reads values per token [B, L] from the model's outputs. By default, the model is called
+                with `scores=True`, as d9d's decoders support, and returns its scores.
+
+        Returns:
+            The values of each batch by name, in the order of `batches`, whole rows [B, L], on every rank of the
+            data-parallel coordinate. By default `log_probs` and `entropy` in nats, 0 for ignored labels.
+
+        Raises:
+            UserError: If the model has no argument `scores` and there is no `read`. As for `forward_backward`.
+        """
+        return self._scorer(batches, read)
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        """Let the model be its frozen reference in the body, to `score`. No collectives.
+
+        Raises:
+            UserError: If the engine has no reference, or the body trains or saves.
+        """
+        if self._reference is None:
+            raise UserError(
+                'this engine has no reference; expected one. Pass reference=d9d_peft.adapters_off, or "initial" for a '
+                "copy of the initial weights."
+            )
+        weights = self._reference
+        with weights.swapped_in() if isinstance(weights, ReferenceWeights) else weights(self.model):
+            self._is_reference = True
+            try:
+                yield
+            finally:
+                self._is_reference = False
+
+    def _refuse_reference(self, call: str) -> None:
+        if self._is_reference:
+            raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
+
+    def accumulate(self, batches: Sequence[Any], loss: LossFunction, *, measured: bool = False) -> Timeline | None:
+        """Run forward and backward of prepared microbatches: `forward_backward` without its preparations and values.
+
+        Collectives: those of the model, sends and receives between stages, and the gradient reduction.
+
+        Args:
+            batches: Microbatches on this rank's device, split for context parallelism, equally many on all ranks: those
+                of a `StreamLoader`.
+            loss: See `forward_backward`.
+            measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
+
+        Returns:
+            Start and end of every pipeline action, if `measured`.
+        """
+        return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=len(batches), measured=measured)
+
+    def step(self, learning_rate: float | None = None) -> StepResult:
+        """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
+
+        Collectives: the gradient reduction and norm; one all-reduce of loss and weight; the guard's all-reduce.
+
+        Args:
+            learning_rate: Learning rate of all parameter groups from this step on; `None` keeps that of each group. For
+                groups of different learning rates, see `set_learning_rates`.
+
+        Raises:
+            UserError: If there was no forward and backward since the last step.
+            BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
+        """
+        self._refuse_reference("step()")
+        if learning_rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+        result = self._step.update(self.num_steps + 1)
+        self.num_steps += 1
+        if self.guard is not None and self._polls_guard:
+            self._apply_decisions(self.guard)
+        return result
+
+    def _apply_decisions(self, guard: StepGuard) -> None:
+        while (bad := guard.poll()) is not None:
+            self.events.emit(BadStepFound(bad.step, bad.kind, bad.decision, bad.why))
+            if bad.decision == "stop":
+                raise BadStepError(bad.why)
+
+    @contextmanager
+    def offloaded(self) -> Generator[None]:
+        """Offload parameters, buffers, gradients and optimizer state to host memory for the body. No collectives.
+
+        Emits `StateOffloaded` after offloading, and `StateOnloaded` after onloading unless the body raises. Raises
+        `UserError` if the state is already offloaded.
+        """
+        self.offloader.offload()
+        try:
+            self._after_offload()
+            yield
+        finally:
+            self.offloader.onload()
+        self.events.emit(StateOnloaded(self.num_steps))
+
+    def offload(self) -> None:
+        """Offload parameters, buffers, gradients and optimizer state to host memory, until `onload`. No collectives."""
+        self.offloader.offload()
+        self._after_offload()
+
+    def _after_offload(self) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.memory.empty_cache()
+        self.events.emit(StateOffloaded(self.num_steps))
+
+    def onload(self) -> None:
+        """Restore the offloaded state on the device: the same tensors with the same bits. No collectives."""
+        self.offloader.onload()
+        self.events.emit(StateOnloaded(self.num_steps))
+
+    @contextmanager
+    def evaluation_weights(self) -> Generator[None]:
+        """Swap in the weights that an averaging optimizer evaluates; other optimizers change nothing.
+
+        Collective: copies shared parameters to all stages.
+        """
+        with evaluation_weights(self.model, self.optimizer):
+            self.pipeline.shared.copy_values()
+            yield
+        self.pipeline.shared.copy_values()
+
+    def save(self, state: JsonValue = None, *, background: bool = False) -> None:
+        """Save a checkpoint of model, optimizer, random states and step. Collective.
+
+        Args:
+            state: JSON value of the caller, equal on all ranks, such as the number of prompts that were used.
+            background: True to return after the copy to host memory, and write the files in the background.
+
+        Raises:
+            UserError: If the engine has no checkpoints, or gradients were not used by a `step` yet.
+            StateError: On every rank, if this save or the previous background save failed on any rank.
+        """
+        self._refuse_reference("save()")
+        checkpoints = self._require_checkpoints()
+        if self._step.is_pending:
+            raise UserError("got save() with accumulated gradients, which checkpoints omit; expected step() before it.")
+        checkpoints.save(self.num_steps, state, background=background)
+
+    def load(self) -> JsonValue:
+        """Load the newest valid checkpoint, and return the state that was passed to `save`. Collective.
+
+        Without checkpoints, nothing changes and the result is `None`. Learning rates are not restored.
+
+        Raises:
+            UserError: If the engine has no checkpoints.
+            StateError: On every rank, if there are checkpoints, but none is valid.
+        """
+        self._refuse_reference("load()")
+        free_gathered_parameters(self._whole)
+        found = self._require_checkpoints().load()
+        if found is None:
+            return None
+        self.num_steps, state = found
+        self.pipeline.shared.copy_values()
+        return state
+
+    def _require_checkpoints(self) -> EngineCheckpoints:
+        if self._checkpoints is None:
+            raise UserError("this engine has no checkpoints; expected one of Engine.open, or Engine(checkpoints=...).")
+        return self._checkpoints
+
+    def set_learning_rates(self, factor: float) -> None:
+        """Set the learning rate of each parameter group to `factor` times that of the optimizer as it was built."""
+        for group, built in zip(self.optimizer.param_groups, self._built_rates, strict=True):
+            group["lr"] = built * factor
+
+    def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:
+        """Repeat forward and backward of prepared microbatches, discard the gradients, and restore all buffers.
+
+        `watch` is called with "the loss" and the loss of each microbatch. Collectives: those of the model and the
+        gradient reduction.
+        """
+        self._step.replay(batches, loss, watch)

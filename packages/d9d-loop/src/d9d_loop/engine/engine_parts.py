@@ -1,0 +1,121 @@
+"""Parts of an engine, planned and built from a configuration."""
+
+import json
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, StageInfo, UserError, agree, read_launch, seed_everything
+from d9d_loop.config.engine_config import EngineConfig
+from d9d_loop.engine.checkpoints import EngineCheckpoints
+from d9d_loop.event_bus import Events
+from d9d_loop.job.job_check import check_writable
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.model.model_build import build_pipeline
+from d9d_loop.model.model_plan import ModelPlan, plan_model
+from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.resilience import StepGuard, check_health
+from d9d_loop.task import BatchTask
+from d9d_metrics import redact_secrets
+from d9d_pipeline import Schedule
+from d9d_state import CheckpointStore, Retention, StateMapper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Parts that `Engine.open` builds. `state_mapper` maps the weights on disk to those of the model."""
+
+    pipeline: Pipeline
+    optimizer: Optimizer
+    ctx: DistributedContext
+    guard: StepGuard
+    events: Events
+    checkpoints: EngineCheckpoints
+    state_mapper: StateMapper | None
+
+
+@contextmanager
+def engine_parts(
+    config: EngineConfig,
+    *,
+    model: ModelProvider | Callable[[StageInfo], nn.Module],
+    task: BatchTask,
+    optimizer: OptimizerProvider | None,
+    pipeline_schedule: Schedule | None,
+) -> Generator[EngineParts]:
+    """Check the configuration, start the process group, and build the parts; see `Engine.open`. Collective."""
+    provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
+    _check_bad_steps(config)
+    check_writable(config.run.dir)
+    plan = _plan(config, provider, task, pipeline_schedule or config.pipeline_schedule.build())
+    if optimizer is None:
+        config.optimizer.check(plan.built.module)
+        # A stage need not match every parameter group: the groups were checked on the whole model.
+        optimizer = partial(config.optimizer.build, whole=False)
+    mapper = provider.state_mapper(plan.built.module)
+    resolved = config.model_dump(mode="json")
+    timeouts = config.timeouts.timeouts
+    with plan.mesh.build(launch=plan.launch, timeouts=timeouts, precision=config.precision) as ctx:
+        agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
+        health = check_health(config.health, ctx=ctx)
+        if health is not None and health.slow and ctx.is_main_process:
+            print(health)
+        pipeline = build_pipeline(plan, ctx, progress=config.progress)
+        seed_everything(config.seed, ctx)
+        built = optimizer(pipeline.model)
+        pipeline.shared.copy_values()
+        guard, events = StepGuard(built, config=config.bad_steps, ctx=ctx), Events(seed=config.seed)
+        checkpoints = EngineCheckpoints(
+            CheckpointStore(config.run.dir / "checkpoints", retention=Retention(last=config.keep_last)),
+            model=pipeline.model,
+            optimizer=built,
+            guard=guard,
+            config=redact_secrets(resolved),
+            seed=config.seed,
+            ctx=ctx,
+            events=events,
+        )
+        try:
+            yield EngineParts(
+                pipeline=pipeline,
+                optimizer=built,
+                ctx=ctx,
+                guard=guard,
+                events=events,
+                checkpoints=checkpoints,
+                state_mapper=mapper,
+            )
+        finally:
+            checkpoints.close()
+
+
+def _plan(config: EngineConfig, provider: ModelProvider, task: BatchTask, schedule: Schedule) -> ModelPlan:
+    launch = read_launch()
+    mesh = config.mesh.resolve(launch.world_size)
+    plan = plan_model(
+        provider,
+        launch=launch,
+        mesh=mesh,
+        schedule=schedule,
+        # Any supported number: the engine builds programs for other numbers when they are first used.
+        num_microbatches=2 * mesh.pipeline_parallel * schedule.stages_per_rank if mesh.pipeline_parallel > 1 else 1,
+        seed=config.seed,
+        task=task,
+        first_batch=None,
+    )
+    weights = config.initial_weights or provider.initial_weights
+    return plan if weights is None else plan.with_weights("initial_weights", weights)
+
+
+def _check_bad_steps(config: EngineConfig) -> None:
+    for key in ("non_finite", "spike"):
+        if getattr(config.bad_steps, key) == "rewind":
+            raise UserError(
+                f'bad_steps.{key} = "rewind", but an engine cannot repeat the steps of its caller; expected another '
+                f'action. Use "stop", catch BadStepError, and call engine.load().'
+            )

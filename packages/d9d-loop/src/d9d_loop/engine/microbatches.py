@@ -1,0 +1,82 @@
+"""Microbatches of a call: placed on the device, and equally many on all ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from d9d_dist import DistributedContext, UserError, all_gather_trees, gather_json
+from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.task import BatchTask
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """This rank's microbatches of a call: its own batches, then stand-ins of no weight.
+
+    Attributes:
+        batches: Placed batches, equally many on all ranks.
+        num_own: Number of batches that are no stand-ins.
+    """
+
+    batches: Sequence[Any]
+    num_own: int
+
+
+@final
+class MicrobatchAgreement:
+    """Agreement of all ranks on a number of microbatches; ranks with fewer batches get stand-ins.
+
+    Args:
+        task: Places batches and builds stand-ins.
+        ctx: Distributed context.
+    """
+
+    def __init__(self, task: BatchTask, ctx: DistributedContext) -> None:
+        self._task, self._ctx = task, ctx
+        self._place = BatchPlacement(task, ctx)
+        self._example: Any = None
+        self._has_example = False
+
+    def __call__(self, batches: Sequence[Any], supported: Callable[[int], int]) -> Microbatches:
+        """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
+
+        Args:
+            batches: This rank's batches, any number; equal on the ranks of one data-parallel coordinate. Tensors may be
+                on the CPU; sequences are not yet split for context parallelism.
+            supported: Returns the smallest number of microbatches that is at least its argument and can be run.
+
+        Raises:
+            UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different
+                numbers of batches.
+        """
+        if batches:
+            self._example, self._has_example = batches[-1], True
+        counts = gather_json([self._ctx.coordinate("batch", "dp"), len(batches), self._has_example])
+        self._check(counts)
+        number = supported(max(count for _, count, _ in counts))
+        if any(count < number and not has_example for _, count, has_example in counts):
+            self._take_example(batches)
+        placed = [self._place(batch) for batch in batches]
+        if len(placed) < number:
+            stand_in = self._place(self._task.stand_in(self._example))
+            placed.extend([stand_in] * (number - len(placed)))
+        return Microbatches(placed, len(batches))
+
+    def _check(self, counts: Sequence[tuple[int, int, bool]]) -> None:
+        if not any(count for _, count, _ in counts):
+            raise UserError("got no batches on any rank; expected at least one. Skip the call if there are no data.")
+        expected: dict[int, int] = {}
+        for rank, (dp_rank, count, _) in enumerate(counts):
+            if expected.setdefault(dp_rank, count) != count:
+                raise UserError(
+                    f"rank {rank} got {count} batches, and an earlier rank with data-parallel coordinate {dp_rank} got "
+                    f"{expected[dp_rank]}; expected the same batches on all pipeline-, context- and tensor-parallel "
+                    "ranks of a coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp')."
+                )
+
+    def _take_example(self, batches: Sequence[Any]) -> None:
+        """Take a batch of another rank as the example if this rank has none. Collective over all ranks."""
+        found = all_gather_trees([batches[-1]] if batches else [], None)
+        if not self._has_example:
+            self._example, self._has_example = next(tree for tree in found if tree)[0], True

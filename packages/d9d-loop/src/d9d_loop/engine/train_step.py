@@ -1,0 +1,197 @@
+"""One optimizer step: forward, backward, gradient reduction, clipping and update."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, UserError, clip_grad_norm_
+from d9d_loop.engine.step_executors import StepExecutors
+from d9d_loop.event_bus import Events
+from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.resilience import StepGuard, Watch
+from d9d_loop.task import BatchTask, LossFunction, to_inputs
+from d9d_pipeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Measured values of an optimizer step. Tensors are on the device and equal on every rank.
+
+    Attributes:
+        loss: Weighted mean of the loss over the global batch, 0-dim float64.
+        weight: Weight of the global batch, 0-dim float64.
+        grad_norm: Global gradient norm before clipping, 0-dim.
+        taken: True if the parameters were updated, False if the step was skipped; 0-dim bool.
+        learning_rate: Learning rate of the first parameter group.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    grad_norm: Tensor
+    taken: Tensor
+    learning_rate: float
+
+
+@final
+class TrainStep:
+    """Forward, backward and update of a model; gradients accumulate between updates. The constructor is collective.
+
+    Attributes:
+        executors: Executors of the pipeline by number of microbatches.
+
+    Args:
+        pipeline: This rank's stages of the model.
+        optimizer: Optimizer of the model's trainable parameters.
+        task: Prepares the model's inputs from a batch.
+        max_norm: Maximum global gradient norm; infinity measures the norm without clipping.
+        num_microbatches: Number of microbatches that most steps have.
+        ctx: Distributed context.
+        events: Event bus for the events of a step.
+        guard: Calls the optimizer and skips bad steps; `None` never skips a step.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: Optimizer,
+        *,
+        task: BatchTask,
+        max_norm: float,
+        num_microbatches: int,
+        ctx: DistributedContext,
+        events: Events,
+        guard: StepGuard | None,
+    ) -> None:
+        self._model, self._shared, self._optimizer, self._task = pipeline.model, pipeline.shared, optimizer, task
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._max_norm, self._ctx, self._events, self._guard = max_norm, ctx, events, guard
+        self.executors = StepExecutors(pipeline, num_microbatches)
+        if ctx.size("regular", "pp") > 1:  # pipeline ranks may have created different numbers of groups
+            ctx.align_groups()
+        self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
+        self._totals: Tensor | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """True if gradients were accumulated since the last update."""
+        return self._totals is not None
+
+    def forward_backward(
+        self,
+        number: int,
+        batches: Sequence[Any],
+        loss: LossFunction,
+        *,
+        num_own: int,
+        values: dict[int, Mapping[str, Tensor]] | None = None,
+        measured: bool = False,
+    ) -> Timeline | None:
+        """Run forward and backward of all microbatches, and add their gradients, losses and weights to the step's.
+
+        Collectives: those of the model; sends and receives between stages; the gradient reduction.
+
+        Args:
+            number: Number of the step, counted from 1.
+            batches: Microbatches on this rank's device, equally many on all ranks.
+            loss: Function of the model's outputs and the batch.
+            num_own: Number of microbatches that count; the loss of the others is multiplied by 0.
+            values: Receives the values per token of the microbatches that count, by index.
+            measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
+
+        Returns:
+            Start and end of every pipeline action, if `measured`.
+        """
+        if self._totals is None:
+            self._events.emit(StepStarted(number))
+            self._totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
+        else:  # the gradients of an earlier call: later ones are added to the reduced sum
+            self.executors.gradient_sync.finish()
+        total, weight = self._totals.unbind()  # views, so that one all-reduce sums both
+
+        def take_loss(outputs: Any, microbatch: int) -> Tensor:
+            taken = loss(outputs, batches[microbatch])
+            if microbatch >= num_own:
+                return taken.total * 0.0
+            total.add_(taken.total.detach())
+            weight.add_(taken.weight)
+            if values is not None:
+                values[microbatch] = taken.tokens
+            return taken.total
+
+        inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
+        executor = self.executors.get(len(batches))
+        if measured:
+            return executor.measured_step(inputs, take_loss)
+        executor.step(inputs, take_loss)
+        return None
+
+    def update(self, number: int) -> StepResult:
+        """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
+
+        Collectives: the gradient reduction and norm; one all-reduce of loss and weight; the guard's all-reduce.
+        """
+        if self._totals is None:
+            raise UserError("got step() without gradients; expected forward_backward() before each step.")
+        totals, self._totals = self._totals, None
+        total, weight = totals.unbind()
+        self._events.emit(BackwardDone(number, self._model))
+        self.executors.gradient_sync.finish()
+        self._shared.add_gradients()
+        if self._losses_group.size() > 1:
+            dist.all_reduce(totals, group=self._losses_group)
+        # With weight 0 the factor is 0, because 0 / 0 would be NaN. A NaN weight gives NaN.
+        per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
+        grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
+        self._events.emit(GradientsReady(number, self._model, grad_norm))
+        loss = total * per_weight
+        if self._guard is None:
+            self._optimizer.step()
+            taken = torch.ones_like(grad_norm, dtype=torch.bool)
+        else:
+            taken = self._guard.step(number, loss=loss, grad_norm=grad_norm)
+        self._shared.copy_values()
+        self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
+        self._model.zero_grad()  # also for parameters without an optimizer, whose gradients would accumulate
+        return StepResult(loss, weight, grad_norm, taken, self._optimizer.param_groups[0]["lr"])
+
+    def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:
+        """Repeat forward and backward of prepared microbatches, discard the gradients, and restore all buffers.
+
+        `watch` is called with "the loss" and the loss of each microbatch. Collectives: those of the model and the
+        gradient reduction.
+        """
+
+        def take_loss(outputs: Any, microbatch: int) -> Tensor:
+            taken = loss(outputs, batches[microbatch])
+            watch("the loss", taken.total)
+            return taken.total
+
+        with _buffers_kept(self._model):
+            inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
+            self.executors.get(len(batches)).step(inputs, take_loss)
+        self.executors.gradient_sync.finish()
+        self._shared.add_gradients()  # clears the gradients of copies, which model.parameters() omits
+        self._model.zero_grad()
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Generator[None]:
+    """Restore all buffers after the body: the same tensor objects and values, even if the body reassigned them."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                setattr(module, name, buffer.copy_(value))

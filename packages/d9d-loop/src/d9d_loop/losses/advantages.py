@@ -1,0 +1,112 @@
+"""Advantages from the rewards of sampled answers, relative to other answers of the same prompt or of the batch.
+
+Shape legend: S answers of this rank, G prompts.
+"""
+
+from typing import Literal, TypeAlias, assert_never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from d9d_dist import UserError
+
+Baseline: TypeAlias = Literal["group_mean", "leave_one_out", "none"]
+"""Value that is subtracted from a reward."""
+
+AdvantageScale: TypeAlias = Literal["group_std", "batch_std", "none"]
+"""Value by which the difference is divided."""
+
+
+def normalize_advantages(
+    rewards_S: Tensor,
+    prompt_ids_S: Tensor,
+    *,
+    num_prompts: int,
+    baseline: Baseline = "group_mean",
+    scale: AdvantageScale = "group_std",
+    epsilon: float = 1e-4,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    r"""Return the advantage of each answer [S], in at least float32, without gradient.
+
+    | method | baseline | scale |
+    | --- | --- | --- |
+    | GRPO (arXiv:2402.03300, section 4.1.2) | `group_mean` | `group_std` |
+    | Dr. GRPO (arXiv:2503.20783, section 3.2) | `group_mean` | `none` |
+    | RLOO (arXiv:2402.14740, equation 7) | `leave_one_out` | `none` |
+    | REINFORCE++ (arXiv:2501.03262, section 3) | `none` | `batch_std` |
+    | REINFORCE++ with baseline (the same) | `group_mean` | `batch_std` |
+
+    `batch_std` subtracts the mean of the batch too. Standard deviations are those of a sample (n - 1), plus `epsilon`.
+
+    The answers of a prompt may be on several ranks: sums of G values are all-reduced, at most four times.
+
+    Args:
+        rewards_S: Reward of each answer of this rank [S].
+        prompt_ids_S: Prompt of each answer [S], int64, from 0 to G - 1, numbered over all ranks of `group`.
+        num_prompts: Number of prompts G of the whole batch.
+        baseline: Value that is subtracted from a reward: the mean over the prompt's answers, or over its other answers.
+        scale: Value by which the difference is divided.
+        epsilon: Added to standard deviations, so that equal rewards give advantage 0.
+        group: Ranks that hold the answers of the batch: the data-parallel ranks. None if this rank holds all of them.
+
+    Raises:
+        UserError: If the shapes differ, or a prompt id on the CPU is out of range.
+    """
+    if rewards_S.shape != prompt_ids_S.shape or rewards_S.dim() != 1:
+        raise UserError(
+            f"rewards have shape {tuple(rewards_S.shape)} and prompt ids {tuple(prompt_ids_S.shape)}; expected one of "
+            "each per answer, [S]."
+        )
+    if prompt_ids_S.device.type == "cpu" and ((prompt_ids_S < 0) | (prompt_ids_S >= num_prompts)).any():
+        raise UserError(f"a prompt id is out of range; expected 0 to num_prompts - 1 = {num_prompts - 1}.")
+    values_S = rewards_S.detach().to(torch.promote_types(rewards_S.dtype, torch.float32))
+    sums = _Sums(prompt_ids_S, num_prompts, group)
+    counts_S = sums.of_prompts(torch.ones_like(values_S))
+    match baseline:
+        case "group_mean":
+            values_S = values_S - sums.of_prompts(values_S) / counts_S
+        case "leave_one_out":
+            # The only answer of a prompt has no others to compare with: its advantage is 0.
+            others_S = (sums.of_prompts(values_S) - values_S) / (counts_S - 1.0).clamp(min=1.0)
+            values_S = torch.where(counts_S > 1, values_S - others_S, 0.0)
+        case "none":
+            pass
+        case _:
+            assert_never(baseline)
+    match scale:
+        case "group_std":
+            mean_S = sums.of_prompts(values_S) / counts_S
+            variance_S = sums.of_prompts((values_S - mean_S).square()) / (counts_S - 1.0).clamp(min=1.0)
+            return values_S / (variance_S.sqrt() + epsilon)
+        case "batch_std":
+            count = sums.of_batch(torch.ones_like(values_S))
+            values_S = values_S - sums.of_batch(values_S) / count
+            variance = sums.of_batch(values_S.square()) / (count - 1.0).clamp(min=1.0)
+            return values_S / (variance.sqrt() + epsilon)
+        case "none":
+            return values_S
+        case _:
+            assert_never(scale)
+
+
+class _Sums:
+    """Sums over the answers of a prompt or of the batch, on all ranks."""
+
+    def __init__(self, prompt_ids_S: Tensor, num_prompts: int, group: dist.ProcessGroup | None) -> None:
+        self._ids_S, self._num_prompts, self._group = prompt_ids_S, num_prompts, group
+
+    def of_prompts(self, values_S: Tensor) -> Tensor:
+        """Return the sum over the answers of the same prompt, for each answer [S]."""
+        sums_G = values_S.new_zeros(self._num_prompts).scatter_add(0, self._ids_S, values_S)
+        return self._over_ranks(sums_G)[self._ids_S]
+
+    def of_batch(self, values_S: Tensor) -> Tensor:
+        """Return the sum over all answers, a 0-dim tensor."""
+        return self._over_ranks(values_S.sum())
+
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        return sums

@@ -1,0 +1,70 @@
+"""Distillation of a teacher's most probable tokens into a student.
+
+Shape legend: B rows, L positions of this rank, K candidates of a position.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.task import Loss
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationLoss:
+    r"""KL divergence from a teacher $p$ to the student $q$, over the teacher's K most probable tokens of each position.
+
+    $\sum_k p_k (\log p_k - \log q_k)$ ("Distilling the Knowledge in a Neural Network", arXiv:1503.02531), and, with
+    `with_rest`, the same term for all other tokens together: $p_r = 1 - \sum_k p_k$ and $q_r = 1 - \sum_k q_k$. Then
+    the loss is a KL divergence of K + 1 outcomes: it is not negative, and 0 only if the student has the teacher's
+    probabilities. Without the rest, probability outside the candidates is not penalized by itself.
+
+    Attributes:
+        normalized: If True, scale the teacher's candidates to sum to 1 first; excludes `with_rest`.
+
+    Raises:
+        UserError: If both options are set.
+    """
+
+    with_rest: bool = True
+    normalized: bool = False
+
+    def __post_init__(self) -> None:
+        if self.with_rest and self.normalized:
+            raise UserError(
+                "with_rest and normalized are both set, but normalized candidates leave no rest; set with_rest = False."
+            )
+
+    def __call__(self, log_probs_BLK: Tensor, *, teacher_log_probs_BLK: Tensor, mask_BL: Tensor) -> Loss:
+        """Compute the sum over the positions of the mask; its weight is their number. No collectives.
+
+        Args:
+            log_probs_BLK: The student's log-probabilities of the candidates [B, L, K].
+            teacher_log_probs_BLK: The teacher's log-probabilities of the same tokens, -inf for fewer than K candidates.
+            mask_BL: Trained positions [B, L], bool.
+        """
+        teacher_BLK = teacher_log_probs_BLK.to(log_probs_BLK.dtype)
+        if self.normalized:
+            teacher_BLK = teacher_BLK.log_softmax(dim=-1)
+        losses_BL = _term(teacher_BLK, log_probs_BLK).sum(dim=-1)
+        if self.with_rest:
+            losses_BL = losses_BL + _term(_log_rest(teacher_BLK), _log_rest(log_probs_BLK))
+        return Loss(torch.where(mask_BL, losses_BL, 0.0).sum(), weight=mask_BL.sum())
+
+
+def _term(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return p (log p - log q), and 0 where p is 0."""
+    is_possible = teacher > -torch.inf
+    finite = torch.where(is_possible, teacher, 0.0)
+    return torch.where(is_possible, finite.exp() * (finite - student), 0.0)
+
+
+def _log_rest(log_probs_BLK: Tensor) -> Tensor:
+    """Return the logarithm of the probability of all other tokens [B, L], at least that of one rounding error."""
+    covered_BL = log_probs_BLK.logsumexp(dim=-1)
+    smallest = torch.finfo(log_probs_BLK.dtype).eps
+    return torch.log1p(-covered_BL.exp().clamp(max=1.0 - smallest))

@@ -1,0 +1,145 @@
+"""Losses of preference pairs: DPO and its relatives as options of one formula.
+
+Shape legend: B rows, L positions of this rank, N documents of a row, P = N // 2 pairs of a row.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, assert_never, final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from d9d_dist import UserError
+from d9d_loop.losses.document_sums import num_replicas, sum_per_document, take_pairs
+from d9d_loop.task import Loss
+
+PreferenceKind: TypeAlias = Literal["sigmoid", "squared", "hinge"]
+"""Function of the margin: of DPO, IPO and SLiC."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    r"""Loss of pairs of a chosen and a rejected answer.
+
+    The score of an answer is $s(y) = \sum_t \log \pi(y_t) - \log \pi_\text{ref}(y_t)$, divided by its number of tokens
+    if `length_normalized`. With the margin $h = s(y_w) - s(y_l)$, the loss of a pair is:
+
+    - `sigmoid`: $-(1 - \varepsilon) \log \sigma(\beta h - \gamma) - \varepsilon \log \sigma(\gamma - \beta h)$. DPO
+      (arXiv:2305.18290, equation 7); with $\varepsilon > 0$ conservative DPO, for labels that are wrong with
+      probability $\varepsilon$. Length-normalized, without a reference and with $\gamma > 0$ it is SimPO
+      (arXiv:2405.14734, equation 6).
+    - `squared`: $(h - \frac{1}{2 \beta})^2$. IPO (arXiv:2310.12036, equation 17), which its authors length-normalize.
+    - `hinge`: $\max(0, 1 - \beta h)$. SLiC (arXiv:2305.10425, section 2.3) on the scores of DPO, as in RSO
+      (arXiv:2309.06657).
+
+    `answer_weight` $\alpha$ adds the mean negative log-likelihood of the chosen answer, $-\frac{\alpha}{|y_w|} \sum_t
+    \log \pi(y_{w,t})$ ("Iterative Reasoning Preference Optimization", arXiv:2404.19733, equation 2).
+
+    Attributes:
+        beta: Strength $\beta$ of the preference; smaller values let the policy move further from the reference.
+        label_smoothing: Probability $\varepsilon$ that a label is wrong, from 0 to below 0.5; only for `sigmoid`.
+        target_margin: Margin $\gamma$ to reach; only for `sigmoid`.
+
+    Raises:
+        UserError: If a value is out of range, or is set but not used by `kind`.
+    """
+
+    beta: float = 0.1
+    kind: PreferenceKind = "sigmoid"
+    length_normalized: bool = False
+    label_smoothing: float = 0.0
+    target_margin: float = 0.0
+    answer_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0.0:
+            raise UserError(f"beta = {self.beta}; expected a number above 0, such as 0.1.")
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise UserError(
+                f"label_smoothing = {self.label_smoothing}; expected the probability that a label is wrong, from 0 to "
+                "below 0.5."
+            )
+        if self.answer_weight < 0.0:
+            raise UserError(f"answer_weight = {self.answer_weight}; expected 0 or more.")
+        for name in ("label_smoothing", "target_margin"):
+            if self.kind != "sigmoid" and getattr(self, name):
+                raise UserError(f"{name} is set, but the kind {self.kind!r} does not use it; remove it.")
+
+    def __call__(
+        self,
+        log_probs_BL: Tensor,
+        *,
+        reference_log_probs_BL: Tensor | None,
+        mask_BL: Tensor,
+        document_ids_BL: Tensor,
+        cp: DeviceMesh | None = None,
+    ) -> Loss:
+        """Compute the sum over the pairs of packed rows; its weight is the number of pairs.
+
+        Documents 2p and 2p + 1 of a row are the chosen and the rejected answer of pair p, as in `PairStream`. A pair is
+        counted if both have trained tokens. Issues the collectives of four calls of `sum_per_document` at most.
+
+        Args:
+            log_probs_BL: Log-probability of each label under the policy [B, L].
+            reference_log_probs_BL: The same under the reference model, without gradient; None for no reference.
+            mask_BL: Trained positions [B, L], bool: those of the answers.
+            document_ids_BL: Document id of each position [B, L].
+            cp: See `sum_per_document`.
+        """
+        margins_BP, is_pair_BP = self.margins(
+            log_probs_BL,
+            reference_log_probs_BL=reference_log_probs_BL,
+            mask_BL=mask_BL,
+            document_ids_BL=document_ids_BL,
+            cp=cp,
+        )
+        losses_BP = self._losses(margins_BP)
+        if self.answer_weight:
+            chosen_BP, _ = take_pairs(sum_per_document(log_probs_BL * mask_BL, document_ids_BL, cp=cp))
+            length_BP, _ = take_pairs(_lengths(log_probs_BL, mask_BL, document_ids_BL, cp))
+            losses_BP = losses_BP - self.answer_weight * chosen_BP / length_BP.clamp(min=1.0)
+        num_ranks = num_replicas(cp)
+        return Loss((losses_BP * is_pair_BP).sum() / num_ranks, weight=is_pair_BP.sum() / num_ranks)
+
+    def margins(
+        self,
+        log_probs_BL: Tensor,
+        *,
+        reference_log_probs_BL: Tensor | None,
+        mask_BL: Tensor,
+        document_ids_BL: Tensor,
+        cp: DeviceMesh | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the margin h of each pair [B, P], and a mask [B, P] of the pairs. Arguments as in `__call__`.
+
+        The reward margin that DPO reports is `beta * h`; its accuracy is the share of pairs with h above 0.
+        """
+        ratios_BL = log_probs_BL if reference_log_probs_BL is None else log_probs_BL - reference_log_probs_BL
+        # where, not a product: a log-probability outside the mask may be infinite.
+        scores_BN = sum_per_document(torch.where(mask_BL, ratios_BL, 0.0), document_ids_BL, cp=cp)
+        lengths_BN = _lengths(log_probs_BL, mask_BL, document_ids_BL, cp)
+        if self.length_normalized:
+            scores_BN = scores_BN / lengths_BN.clamp(min=1.0)
+        chosen_BP, rejected_BP = take_pairs(scores_BN)
+        num_chosen_BP, num_rejected_BP = take_pairs(lengths_BN)
+        return chosen_BP - rejected_BP, (num_chosen_BP > 0) & (num_rejected_BP > 0)
+
+    def _losses(self, margins_BP: Tensor) -> Tensor:
+        match self.kind:
+            case "sigmoid":
+                logits_BP, smoothing = self.beta * margins_BP - self.target_margin, self.label_smoothing
+                return -(1.0 - smoothing) * F.logsigmoid(logits_BP) - smoothing * F.logsigmoid(-logits_BP)
+            case "squared":
+                return (margins_BP - 1.0 / (2.0 * self.beta)).square()
+            case "hinge":
+                return F.relu(1.0 - self.beta * margins_BP)
+            case _:
+                assert_never(self.kind)
+
+
+def _lengths(like_BL: Tensor, mask_BL: Tensor, document_ids_BL: Tensor, cp: DeviceMesh | None) -> Tensor:
+    """Return the number of trained tokens of each document [B, N]."""
+    return sum_per_document(mask_BL.to(like_BL.dtype), document_ids_BL, cp=cp)

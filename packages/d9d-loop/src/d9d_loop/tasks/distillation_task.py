@@ -1,0 +1,44 @@
+"""Task of distillation from a teacher's most probable tokens."""
+
+from typing import final
+
+from torch import Tensor
+
+from d9d_dist import ContextSplit
+from d9d_loop.losses.distillation import DistillationLoss
+from d9d_loop.task import Loss, Task
+from d9d_loop.tasks.packed_inputs import PackedBatch, packed_inputs, split_packed, trained
+from d9d_pipeline import Inputs
+
+KL_DIVERGENCE = DistillationLoss()
+"""KL divergence with the rest of the vocabulary as one outcome."""
+
+
+@final
+class DistillationTask(Task):
+    """Distillation loss of packed rows, for a decoder that returns the losses of several labels of each token.
+
+    A batch has packed rows, `teacher_ids` [B, L, K], int64, the teacher's most probable next tokens, and
+    `teacher_log_probs` [B, L, K]. Positions whose label is -100 are not trained. The model gets `teacher_ids` as its
+    labels, and returns their negative log-likelihoods [B, L, K].
+
+    Args:
+        loss: Loss of a position.
+    """
+
+    weight_unit = "tokens"
+
+    def __init__(self, loss: DistillationLoss = KL_DIVERGENCE) -> None:
+        self._loss = loss
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders, with the teacher's tokens as labels."""
+        return packed_inputs(batch, labels=batch["teacher_ids"])
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+        """Return the sum of the losses of the trained positions."""
+        return self._loss(-outputs, teacher_log_probs_BLK=batch["teacher_log_probs"], mask_BL=trained(batch))
+
+    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
+        """Return this context-parallel rank's part of the rows."""
+        return split_packed(batch, split)

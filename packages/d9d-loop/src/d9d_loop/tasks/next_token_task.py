@@ -1,0 +1,44 @@
+"""Task of pretraining and of supervised fine-tuning on chats."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import Tensor
+
+from d9d_dist import ContextSplit
+from d9d_loop.losses.next_token import next_token_loss
+from d9d_loop.task import Loss, Task
+from d9d_loop.tasks.packed_inputs import PackedBatch, packed_inputs, split_packed
+from d9d_metrics import Metric, Perplexity
+from d9d_pipeline import Inputs
+
+
+@final
+class NextTokenTask(Task):
+    """Cross entropy of the labels of packed rows, for a decoder that returns the loss of each token.
+
+    Rows of a `ChatStream` have labels only in answers. The metric `perplexity` is that of the labels. Router losses of
+    the model are part of its outputs, and so of loss and metric.
+    """
+
+    weight_unit = "tokens"
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders."""
+        return packed_inputs(batch)
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+        """Return the sum of the losses of the labels."""
+        return next_token_loss(outputs, batch["labels"])
+
+    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
+        """Return this context-parallel rank's part of the rows."""
+        return split_packed(batch, split)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the perplexity of the labels."""
+        return {"perplexity": Perplexity()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        """Add the losses of a microbatch."""
+        metrics["perplexity"].update(loss.total.detach(), loss.weight)

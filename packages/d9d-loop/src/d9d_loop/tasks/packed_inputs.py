@@ -1,0 +1,41 @@
+"""Inputs of a decoder from packed rows, and their split for context parallelism."""
+
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from d9d_dist import ContextSplit
+from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_pipeline import Inputs
+
+PackedBatch: TypeAlias = dict[str, Any]
+"""Collated rows of a `PackedStream`: tensors [B, L]. Under context parallelism, `cp` is the mesh of the split."""
+
+
+def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None) -> Inputs:
+    """Return the arguments of d9d's decoders: token ids, labels, position ids and document ids.
+
+    `labels` replaces those of the batch.
+    """
+    return Inputs(
+        batch["input_ids"],
+        labels=batch["labels"] if labels is None else labels,
+        position_ids=batch["position_ids"],
+        document_ids_BL=batch["documents"],
+    )
+
+
+def split_packed(batch: PackedBatch, split: ContextSplit) -> PackedBatch:
+    """Return this rank's part of a batch, with the mesh of the split as `cp`."""
+    return {**split.split(batch), "cp": split.mesh}
+
+
+def mesh_of(batch: PackedBatch) -> DeviceMesh | None:
+    """Return the mesh over which the rows of a batch are split; None for whole rows."""
+    return batch.get("cp")
+
+
+def trained(batch: PackedBatch) -> Tensor:
+    """Return a mask [B, L] of the positions whose label is trained."""
+    return batch["labels"] != IGNORED_LABEL

@@ -1,0 +1,72 @@
+"""Task of preference pairs: DPO and its relatives."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import ContextSplit
+from d9d_loop.losses.preference import PreferenceLoss
+from d9d_loop.task import Loss, Task
+from d9d_loop.tasks.packed_inputs import PackedBatch, mesh_of, packed_inputs, split_packed, trained
+from d9d_metrics import Metric, WeightedMean
+from d9d_pipeline import Inputs
+
+DPO = PreferenceLoss()
+"""DPO with its usual strength."""
+
+
+@final
+class PreferenceTask(Task):
+    """Preference loss of packed pairs, for a decoder that returns the loss of each token.
+
+    A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which `Engine.score` returns in
+    `Engine.reference`. Without this key, the loss has no reference (SimPO).
+
+    The metrics are `reward_margin`, the mean of `beta * h`, and `reward_accuracy`, the share of pairs with a positive
+    margin. The outputs of the model must be negative log-likelihoods: balance experts by a bias, not by router losses.
+
+    Args:
+        loss: Loss of a pair.
+    """
+
+    weight_unit = "pairs"
+
+    def __init__(self, loss: PreferenceLoss = DPO) -> None:
+        self._loss = loss
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders."""
+        return packed_inputs(batch)
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+        """Return the sum of the losses of the pairs."""
+        return self._loss(-outputs, **_arguments(batch))
+
+    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
+        """Return this context-parallel rank's part of the rows."""
+        return split_packed(batch, split)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the reward margin and accuracy."""
+        return {"reward_margin": WeightedMean(), "reward_accuracy": WeightedMean()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        """Add the margins of a microbatch. Issues the collectives of the margins."""
+        with torch.no_grad():
+            margins_BP, is_pair_BP = self._loss.margins(-outputs, **_arguments(batch))
+        mesh = mesh_of(batch)
+        count = is_pair_BP.sum() / (1 if mesh is None else mesh.size())
+        share = count / is_pair_BP.sum().clamp(min=1)  # every context-parallel rank has all pairs
+        metrics["reward_margin"].update((self._loss.beta * margins_BP * is_pair_BP).sum() * share, count)
+        metrics["reward_accuracy"].update(((margins_BP > 0) & is_pair_BP).sum() * share, count)
+
+
+def _arguments(batch: PackedBatch) -> dict[str, Any]:
+    return {
+        "reference_log_probs_BL": batch.get("reference_log_probs"),
+        "mask_BL": trained(batch),
+        "document_ids_BL": batch["documents"],
+        "cp": mesh_of(batch),
+    }

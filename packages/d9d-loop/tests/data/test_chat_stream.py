@@ -1,0 +1,127 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from example_streams import assert_resumes_anywhere
+
+pytest.importorskip("jinja2", reason="needs the extra chat")
+pytest.importorskip("tokenizers", reason="needs the extra chat")
+
+from chat_examples import byte_tokenizer, chat, chat_tokenizer, chats
+
+from d9d_dist import UserError
+from d9d_loop.data import (
+    ChatStream,
+    DocumentStream,
+    IndexedStream,
+    MixtureStream,
+    PackedSamples,
+    PackedStream,
+    TokenFile,
+    TokenWindows,
+    TooLong,
+    read_conversation,
+    tokenize_chats,
+)
+
+SAMPLES = chats(23)
+LONGEST = 400
+
+
+def _stream(**options: Any) -> ChatStream:
+    given: dict[str, Any] = {"max_length": LONGEST, "window": 5} | options
+    samples = IndexedStream(SAMPLES, seed=0, epochs=given.pop("epochs", None))
+    return ChatStream(samples, chat_tokenizer(), **given)
+
+
+def _trained(row: dict[str, torch.Tensor]) -> str:
+    labels = row["labels"]
+    return byte_tokenizer("<|im_start|>", "<|im_end|>").decode(labels[labels >= 0].tolist(), skip_special_tokens=False)
+
+
+def test_resumes_anywhere() -> None:
+    assert_resumes_anywhere(_stream(), 30)
+    assert_resumes_anywhere(PackedStream(_stream(), row_length=LONGEST, window=7, seed=1), 15)
+
+
+def test_an_epoch_has_each_answer_once_as_labels() -> None:
+    packed = PackedStream(_stream(epochs=1), row_length=LONGEST, window=8, seed=1)
+    rows = [packed.read(entry) for entry in packed.cursor().take(1000)]
+    found = "".join(map(_trained, rows)).split("<|im_end|>")
+    assert sorted(found[:-1]) == sorted(each["messages"][1]["content"] for each in SAMPLES)
+    assert not packed.is_endless
+
+
+def test_mixed_with_text_only_the_chats_are_masked(tmp_path: Path) -> None:
+    from d9d_loop.data import TokenizedStream  # noqa: PLC0415
+
+    text = TokenizedStream(IndexedStream(["plain text"], seed=0), lambda text: list(text.encode()), max_length=LONGEST)
+    mixture = MixtureStream({"chat": _stream(), "text": text}, weights={"chat": 1, "text": 1}, seed=0)
+    packed = PackedStream(mixture, row_length=LONGEST, window=8, seed=1)
+    row = packed.read(packed.cursor().take(1)[0])
+    for source, is_masked in ((0, True), (1, False)):
+        assert (row["labels"][row["sources"] == source] == -100).any() == is_masked
+
+
+def test_a_token_file_gives_the_same_rows(tmp_path: Path) -> None:
+    file = tokenize_chats(SAMPLES, tmp_path / "chats", tokenizer=chat_tokenizer())
+    assert file.has_masks
+    file.verify()
+    stored = DocumentStream(file, max_length=LONGEST, seed=0)
+    for one, other in zip(_stream().cursor().take(30), stored.cursor().take(30), strict=True):
+        first, second = _stream().read(one), stored.read(other)
+        assert torch.equal(first["tokens"], second["tokens"])
+        assert torch.equal(first["mask"], second["mask"])
+    row = PackedSamples(file, row_length=LONGEST)[0]
+    assert (row["labels"] == -100).sum() > 50
+    with pytest.raises(UserError, match="the token file has loss masks, which windows ignore"):
+        TokenWindows(file, length=8)
+    assert TokenFile(tmp_path / "chats").manifest.about["dropped"] == 0
+
+
+@pytest.mark.parametrize(("too_long", "count"), [("drop", 1), ("truncate", 2)])
+def test_long_conversations(too_long: TooLong, count: int) -> None:
+    samples = IndexedStream([chat("a", "b" * 300), chat("a", "b"), chat("a" * 300, "b")], seed=0, epochs=1)
+    stream = ChatStream(samples, chat_tokenizer(), max_length=100, too_long=too_long)
+    entries = stream.cursor().take(10)
+    assert len(entries) == count  # a conversation without trained tokens after truncation is dropped
+    assert max(map(stream.length, entries)) == (100 if count == 2 else min(map(stream.length, entries)))
+
+
+def test_long_conversations_are_refused_by_default() -> None:
+    with pytest.raises(UserError, match=r"a conversation has \d+ positions; expected at most max_length = 20"):
+        _stream(max_length=20).cursor().take(1)
+
+
+def test_its_identity_is_that_of_tokenizer_and_options() -> None:
+    assert _stream().identity() == _stream().identity()
+    assert len({str(_stream(**options).identity()) for options in ({}, {"window": 6}, {"too_long": "drop"})}) == 3
+
+
+def test_masks_belong_to_the_identity_of_a_token_file(tmp_path: Path) -> None:
+    def identity(name: str, **changes: Any) -> Any:
+        file = tokenize_chats([{**chat("a", "b", "c", "d"), **changes}], tmp_path / name, tokenizer=chat_tokenizer())
+        return DocumentStream(file, max_length=LONGEST, seed=0).identity()
+
+    other = chat("a", "b", "c", "d")
+    other["messages"][1]["weight"] = 0
+    assert identity("one") == identity("same") != identity("other", **other)
+
+
+def test_the_index_of_a_wrong_conversation_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="conversation 1: a sample has the keys text"):
+        tokenize_chats([SAMPLES[0], {"text": "a"}], tmp_path / "chats", tokenizer=chat_tokenizer())
+
+
+def test_the_rows_of_a_conversation_are_those_of_its_tokens() -> None:
+    tokens = chat_tokenizer()(read_conversation(SAMPLES[0]))
+    packed = PackedStream(
+        ChatStream(IndexedStream(SAMPLES[:1], seed=0), chat_tokenizer(), max_length=LONGEST),
+        row_length=LONGEST, window=1, seed=0,
+    )  # fmt: skip
+    row = packed.read(packed.cursor().take(1)[0])
+    length = len(tokens.tokens) - 1
+    assert row["input_ids"][:length].tolist() == tokens.tokens[:-1]
+    expected = [t if m else -100 for t, m in zip(tokens.tokens, tokens.mask, strict=True)][1:]
+    assert row["labels"][:length].tolist() == expected

@@ -1,0 +1,222 @@
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2", reason="needs the extra chat")
+pytest.importorskip("tokenizers", reason="needs the extra chat")
+
+from chat_examples import CHATML, byte_tokenizer, chat, chat_tokenizer
+
+from d9d_dist import UserError
+from d9d_loop.data import ChatTemplate, ChatTokenizer, ChatTokens, mark_spans, read_chat_tokenizer, read_conversation
+
+
+def _marked(tokens: ChatTokens) -> str:
+    return mark_spans(tokens.text, tokens.spans)
+
+
+def _trained(tokenizer: Any, tokens: ChatTokens) -> str:
+    ids = [token for token, is_trained in zip(tokens.tokens, tokens.mask, strict=True) if is_trained]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_only_answers_with_their_stop_token_are_trained() -> None:
+    tokens = chat_tokenizer()(read_conversation(chat("Hi", "Hello! é大", "Bye", "Bye.")))
+    assert _marked(tokens) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello! é大<|im_end|>⟧\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n⟦Bye.<|im_end|>⟧\n"
+    )
+    assert _trained(byte_tokenizer("<|im_start|>", "<|im_end|>"), tokens) == "Hello! é大<|im_end|>Bye.<|im_end|>"
+    assert tokens.mask[-1]  # the last newline is dropped
+
+
+def test_messages_without_weight_and_before_the_completion_are_context() -> None:
+    sample = chat("Hi", "Hello", "Bye", "Bye.")
+    sample["messages"][1]["weight"] = 0
+    assert "⟦Hello" not in _marked(chat_tokenizer()(read_conversation(sample)))
+    split = {"prompt": sample["messages"][:3], "completion": "See you."}
+    marked = _marked(chat_tokenizer()(read_conversation(split)))
+    assert marked.count("⟦") == 1
+    assert marked.endswith("⟦See you.<|im_end|>⟧\n")
+
+
+DROPS_THINKING = CHATML.replace(
+    "{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1].lstrip() }}"
+)
+
+
+def test_dropped_thinking_is_not_trained() -> None:
+    thinking = "<think>\nwell\n</think>\n\n"
+    tokens = chat_tokenizer(DROPS_THINKING)(read_conversation(chat("a", f"{thinking}b", "c", f"{thinking}d")))
+    assert _marked(tokens).count("well") == 1
+    assert "assistant\n⟦b<|im_end|>⟧" in _marked(tokens)
+    assert f"assistant\n⟦{thinking}d<|im_end|>⟧" in _marked(tokens)
+
+
+def test_a_generation_prompt_may_open_a_thinking_block() -> None:
+    opens = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    tokens = chat_tokenizer(opens)(read_conversation(chat("a", "<think>\nwell\n</think>b")))
+    assert "assistant\n<think>\n⟦well\n</think>b<|im_end|>⟧" in _marked(tokens)
+    tokens = chat_tokenizer(opens)(read_conversation(chat("a", "b")))
+    assert "assistant\n⟦b<|im_end|>⟧" in _marked(tokens)
+
+
+COUNTS = CHATML.replace("{%- for", "{{ messages | length }}{% for", 1)
+CHANGES = CHATML.replace(
+    "{{ message.content }}", "{{ message.content }}{{ '' if loop.last or message.role == 'user' else '?' }}"
+)
+NO_STOP = CHATML.replace("<|im_end|>\n", "\n")
+SPLITS = "{% for message in messages %}{{ message.role }}:{{ message.content }}<|im_end|>{% endfor %}" + (
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "sample", "message"),
+    [
+        (COUNTS, chat("a", "b", "c", "d"), r"not prefix-preserving: message 1 changes the text of the messages before"),
+        (CHANGES, chat("a", "b", "c", "d"), r"not prefix-preserving: the messages after message 1 change its text"),
+        (NO_STOP, chat("a", "b"), r"a turn ends with 'b\\n', which is no special token"),
+        (CHATML, chat("a"), r"no assistant message is trained"),
+        (
+            "{{ messages[-1].content }}<|im_end|>{% if add_generation_prompt %}",
+            chat("a", "b"),
+            r"a syntax error in line",
+        ),
+        ("{{ raise_exception('no system') }}", chat("a", "b"), r"refuses messages with the roles user.*: no system"),
+        (
+            "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}<|im_end|>"
+            "{% endif %}{% endfor %}",
+            chat("a", "b"),
+            r"every token is trained",
+        ),
+    ],
+)
+def test_a_mask_that_cannot_be_verified_is_refused(template: str, sample: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chat_tokenizer(template)(read_conversation(sample))
+
+
+def test_an_error_shows_the_text_with_its_mask() -> None:
+    with pytest.raises(UserError, match=re.escape("⟦trained parts⟧:\n<|im_start|>user\na<|im_end|>\n")):
+        chat_tokenizer()(read_conversation(chat("a")))
+
+
+def test_a_token_of_prompt_and_answer_is_refused() -> None:
+    from tokenizers import Tokenizer, models  # noqa: PLC0415 - optional
+
+    vocab = {"assistant": 0, "user": 1, ":": 2, "b": 3, ":b": 4, "a": 5, "<|im_end|>": 6, "[UNK]": 7}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))  # noqa: S106 - a token of text
+    from tokenizers import Regex, pre_tokenizers  # noqa: PLC0415 - optional
+
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("assistant|user|:b|:|a"), behavior="isolated")
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    with pytest.raises(UserError, match=r"the token ':b' is partly prompt and partly answer"):
+        ChatTokenizer(tokenizer, ChatTemplate(SPLITS))(read_conversation(chat("a", "b")))
+
+
+def test_a_stop_token_may_be_named() -> None:
+    no_special = ChatTemplate(CHATML.replace("<|im_end|>", "!"))
+    with pytest.raises(UserError, match="which is no special token"):
+        ChatTokenizer(byte_tokenizer(), no_special)(read_conversation(chat("a", "b")))
+    tokens = ChatTokenizer(byte_tokenizer(), no_special, stop_tokens=["!"])(read_conversation(chat("a", "b")))
+    assert "⟦b!⟧" in _marked(tokens)
+    with pytest.raises(UserError, match="the stop token '<end>' is not in the vocabulary"):
+        ChatTokenizer(byte_tokenizer(), no_special, stop_tokens=["<end>"])
+
+
+def test_its_identity_is_that_of_tokenizer_and_template() -> None:
+    assert chat_tokenizer().identity() == chat_tokenizer().identity()
+    assert chat_tokenizer().identity() != chat_tokenizer(DROPS_THINKING).identity()
+    assert chat_tokenizer().identity() != chat_tokenizer(stop_tokens=["a"]).identity()
+
+
+def test_it_is_read_from_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no chat template"):
+        read_chat_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    with pytest.raises(UserError, match=r"tokenizer.json does not exist"):
+        read_chat_tokenizer(tmp_path)
+    byte_tokenizer("<|im_start|>", "<|im_end|>").save(str(tmp_path / "tokenizer.json"))
+    assert read_chat_tokenizer(tmp_path).identity() == chat_tokenizer().identity()
+
+
+TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
+CONVERSATIONS = (
+    chat("What is 2 + 2?", "It is 4.", "Thanks", "You are welcome."),
+    chat(
+        "What is 2 + 2?", "<think>\nAdd them.\n</think>\n\nIt is 4.", "And 3?", "<think>\nWell.\n</think>\n\nIt is 3."
+    ),
+)
+_SPECIAL = re.compile(r"<\|[\w▁/]+\|>|<(?:start|end)_of_turn>|<\|[A-Z_]+_TOKEN\|>|<think>|</think>")
+
+
+def _templates() -> Iterator[Any]:
+    """Yield templates of published models, each with a form that marks answers for transformers."""
+    trl = pytest.importorskip("trl", reason="its templates are examples")
+    folder = Path(trl.__file__).parent / "chat_templates"
+    for name in ("cohere", "gemma", "gemma3", "lfm2", "llama3", "qwen3_instruct_2507", "qwen3_vl", "nemotron_3_nano"):
+        files = [folder / f"{name}{form}.jinja" for form in ("", "_training")]
+        if all(file.is_file() for file in files):
+            yield name, *(file.read_text(encoding="utf-8") for file in files)
+
+
+def test_masks_of_published_templates_equal_those_of_transformers() -> None:
+    """The text is the same, and so is the mask, except that transformers also trains newlines after a stop token."""
+    transformers = pytest.importorskip("transformers")
+    count = 0
+    for name, source, marking in _templates():
+        special = sorted({"<bos>", "<eos>", *_SPECIAL.findall(source)})
+        tokenizer = byte_tokenizer(*special)
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **TOKENS)
+        ours = ChatTokenizer(tokenizer, ChatTemplate(source, special_tokens=TOKENS))
+        for sample in CONVERSATIONS[: 1 if name == "nemotron_3_nano" else 2]:
+            conversation = read_conversation(sample)
+            found = ours(conversation)
+            assert found.text == theirs.apply_chat_template(
+                conversation.messages, chat_template=source, tokenize=False
+            ), name
+            expected = theirs.apply_chat_template(
+                conversation.messages, chat_template=marking, return_dict=True, return_assistant_tokens_mask=True
+            )
+            length = len(found.tokens)
+            assert found.tokens == expected["input_ids"][:length], name
+            newline = tokenizer.token_to_id("Ċ")
+            ends = {tokenizer.token_to_id(token) for token in special}
+            mask = [
+                bool(is_trained) and not (token == newline and before in ends)
+                for is_trained, token, before in zip(
+                    expected["assistant_masks"], expected["input_ids"], [0, *expected["input_ids"]], strict=False
+                )
+            ]
+            assert found.mask == mask[:length], name
+            count += 1
+    assert count > 8
+
+
+PHI = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<eos>{% endif %}"
+)
+GPT_OSS = (
+    "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
+    "{{ '<|return|>' if loop.last and message.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "last"),
+    [(PHI, "⟦b<|end|>⟧\n<|user|>", "⟦d<|end|>\n<eos>⟧"), (GPT_OSS, "⟦b<|end|>⟧<|start|>user", "⟦d<|return|>⟧")],
+    ids=("one_more", "another"),
+)
+def test_the_last_turn_may_end_otherwise(template: str, first: str, last: str) -> None:
+    special = sorted(set(re.findall(r"<\|\w+\|>", template)) | {"<|user|>", "<|assistant|>", "<eos>"})
+    tokens = ChatTokenizer(byte_tokenizer(*special), ChatTemplate(template))(
+        read_conversation(chat("a", "b", "c", "d"))
+    )
+    assert first in _marked(tokens)
+    assert _marked(tokens).endswith(last)

@@ -1,0 +1,67 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+from d9d_dist import UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop.losses import AdvantageScale, Baseline, normalize_advantages
+
+REWARDS = torch.tensor([1.0, 0.0, 3.0, 0.5, 2.0, 2.0, 2.0, 7.0], dtype=torch.float64)
+PROMPTS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
+BASELINES: tuple[Baseline, ...] = ("group_mean", "leave_one_out", "none")
+SCALES: tuple[AdvantageScale, ...] = ("group_std", "batch_std", "none")
+FORMS = [(baseline, scale) for baseline in BASELINES for scale in SCALES]
+
+
+def _expected(baseline: str, scale: str) -> Tensor:
+    """Compute each advantage from its definition."""
+    values = REWARDS.clone()
+    for index, prompt in enumerate(PROMPTS):
+        group = REWARDS[prompt == PROMPTS]
+        others = torch.cat(
+            [REWARDS[[i]] for i in range(8) if PROMPTS[i] == prompt and i != index] or [REWARDS[[index]]]
+        )
+        values[index] -= {"group_mean": group.mean(), "leave_one_out": others.mean(), "none": 0.0}[baseline]
+    if scale == "batch_std":
+        return (values - values.mean()) / (values.std() + 1e-4)
+    stds = torch.stack([torch.nan_to_num(values[prompt == PROMPTS].std(), 0.0) for prompt in PROMPTS])
+    return values / (stds + 1e-4) if scale == "group_std" else values
+
+
+@pytest.mark.parametrize(("baseline", "scale"), FORMS)
+@pytest.mark.filterwarnings("ignore:std")
+def test_advantages_equal_their_definition(baseline: Baseline, scale: AdvantageScale) -> None:
+    found = normalize_advantages(REWARDS, PROMPTS, num_prompts=4, baseline=baseline, scale=scale)
+    assert_close(found, _expected(baseline, scale))
+
+
+def _advantages_of_a_rank() -> list[Tensor]:
+    group = init_device_mesh("cpu", (2,)).get_group()
+    own = slice(None, 3) if group.rank() else slice(3, None)  # the ranks have parts of the same prompts, of other sizes
+    order = torch.tensor([0, 3, 5, 1, 2, 4, 6, 7])[own]
+    return [
+        torch.stack(
+            [
+                order.double(),
+                normalize_advantages(REWARDS[order], PROMPTS[order], num_prompts=4, baseline=b, scale=s, group=group),
+            ]
+        )
+        for b, s in FORMS
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_batch_on_several_ranks_has_the_same_advantages() -> None:
+    parts = run_ranks(_advantages_of_a_rank, world_size=2)
+    for (baseline, scale), *of_ranks in zip(FORMS, *parts, strict=True):
+        order, values = torch.cat(of_ranks, dim=1)
+        assert_close(values, _expected(baseline, scale)[order.long()], msg=f"{baseline}, {scale}")
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(UserError, match=r"a prompt id is out of range; expected 0 to num_prompts - 1 = 2"):
+        normalize_advantages(REWARDS, PROMPTS, num_prompts=3)
+    with pytest.raises(UserError, match=r"rewards have shape \(8,\) and prompt ids \(2,\)"):
+        normalize_advantages(REWARDS, PROMPTS[:2], num_prompts=3)

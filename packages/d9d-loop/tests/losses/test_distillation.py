@@ -1,0 +1,48 @@
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from d9d_dist import UserError
+from d9d_loop.losses import DistillationLoss
+
+
+def _log_probs(k: int = 9) -> torch.Tensor:
+    return torch.randn(2, 5, k, dtype=torch.float64).log_softmax(-1)
+
+
+def test_all_tokens_as_candidates_give_the_kl_divergence() -> None:
+    student, teacher = _log_probs(), _log_probs()
+    mask = torch.rand(2, 5) < 0.7
+    expected = F.kl_div(student[mask], teacher[mask], reduction="sum", log_target=True)
+    for loss in (DistillationLoss(with_rest=False), DistillationLoss(with_rest=False, normalized=True)):
+        found = loss(student, teacher_log_probs_BLK=teacher, mask_BL=mask)
+        assert_close(found.total, expected)
+        assert found.weight == mask.sum()
+
+
+def test_the_rest_is_one_more_outcome() -> None:
+    student, teacher = _log_probs(), _log_probs()
+    ours, theirs = (torch.cat((p[..., :4], p[..., 4:].logsumexp(-1, keepdim=True)), -1) for p in (student, teacher))
+    expected = F.kl_div(ours, theirs, reduction="sum", log_target=True)
+    every = torch.ones(2, 5, dtype=torch.bool)
+    found = DistillationLoss()(student[..., :4], teacher_log_probs_BLK=teacher[..., :4], mask_BL=every)
+    assert_close(found.total, expected)
+    same = DistillationLoss()(teacher[..., :4], teacher_log_probs_BLK=teacher[..., :4], mask_BL=every)
+    assert_close(same.total, torch.tensor(0.0, dtype=torch.float64))
+
+
+def test_missing_candidates_count_nothing() -> None:
+    student, teacher = _log_probs(4).requires_grad_(), _log_probs(4)
+    teacher[..., 3] = -torch.inf
+    every = torch.ones(2, 5, dtype=torch.bool)
+    found = DistillationLoss(with_rest=False)(student, teacher_log_probs_BLK=teacher, mask_BL=every)
+    three = DistillationLoss(with_rest=False)(student[..., :3], teacher_log_probs_BLK=teacher[..., :3], mask_BL=every)
+    assert_close(found.total, three.total)
+    (gradient,) = torch.autograd.grad(found.total, student)
+    assert gradient.isfinite().all()
+
+
+def test_a_rest_and_normalized_candidates_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="with_rest and normalized are both set"):
+        DistillationLoss(normalized=True)

@@ -1,0 +1,135 @@
+from collections import defaultdict
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from packed_rows import Rows, packed_rows
+from torch import Tensor
+from torch.testing import assert_close
+
+from d9d_dist import UserError
+from d9d_loop.losses import PolicyLoss
+
+
+class Sampled:
+    """Packed answers with everything that a policy loss takes."""
+
+    def __init__(self) -> None:
+        self.rows: Rows = packed_rows()
+        self.policy = self.rows.values().requires_grad_()
+        self.old = self.policy.detach() + 0.3 * torch.randn(self.policy.shape, dtype=torch.float64)
+        self.reference, self.importance = self.rows.values(), torch.rand(self.policy.shape, dtype=torch.float64)
+        self.advantages = torch.randn(12, dtype=torch.float64)
+        per_document = torch.cat((self.advantages.view(3, 4), torch.zeros(3, 1)), 1)
+        self.advantages_BL = per_document.gather(1, self.rows.document_ids)
+
+    def ours(self, loss: PolicyLoss, **given: Any) -> Tensor:
+        found = loss(
+            self.policy,
+            advantages_BL=self.advantages_BL,
+            mask_BL=self.rows.mask,
+            document_ids_BL=self.rows.document_ids,
+            **given,
+        )
+        return found.total / found.weight
+
+    def trl(self, **options: Any) -> Tensor:
+        """Compute the loss of trl's GRPOTrainer for the same answers, padded."""
+        grpo = pytest.importorskip("trl.trainer.grpo_trainer")
+        policy, old, reference, importance = map(
+            self.rows.padded, (self.policy, self.old, self.reference, self.importance)
+        )
+        mask = self.rows.padded(torch.ones_like(self.policy)).long()
+        args = MagicMock(delta=options.pop("delta", None), use_bias_correction_kl=False)
+        settings: dict[str, Any] = {
+            "beta": 0.0, "loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "args": args, "use_vllm": False,
+            "importance_sampling_level": "token", "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
+            "current_gradient_accumulation_steps": 1, "max_completion_length": 50, "aux_loss_enabled": False,
+            "vllm_importance_sampling_correction": True,
+            "entropy_coef": 0.0, "use_adaptive_entropy": False, "_metrics": defaultdict(lambda: defaultdict(list)),
+        } | options  # fmt: skip
+        trainer = MagicMock(**settings)
+        trainer.model.training = False
+        trainer.accelerator.gather = lambda value: value
+        trainer.accelerator.reduce = lambda value, **_: value
+        trainer.accelerator.num_processes = 1
+        trainer._get_per_token_logps_and_entropies.return_value = (policy, policy.detach(), None)
+        inputs = {
+            "prompt_ids": torch.zeros(12, 1).long(), "prompt_mask": torch.ones(12, 1).long(), "completion_mask": mask,
+            "completion_ids": torch.zeros_like(mask), "advantages": self.advantages, "old_per_token_logps": old,
+            "ref_per_token_logps": reference, "importance_sampling_ratio": importance,
+            "num_items_in_batch": mask.sum(),
+        }  # fmt: skip
+        return grpo.GRPOTrainer._compute_loss(trainer, None, inputs)
+
+    def compare(self, found: Tensor, expected: Tensor) -> None:
+        assert_close(found, expected)
+        assert_close(*(torch.autograd.grad(loss, self.policy)[0] for loss in (found, expected)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (PolicyLoss(average="sequences"), {}),
+        (PolicyLoss(average="tokens", clip_high=0.3), {"loss_type": "dapo", "epsilon_high": 0.3}),
+        (PolicyLoss(average="tokens"), {"loss_type": "bnpo"}),
+        (PolicyLoss(average="constant", max_length=50), {"loss_type": "dr_grpo"}),
+        (PolicyLoss(average="sequences", max_ratio=1.3), {"delta": 1.3}),
+        (
+            PolicyLoss(average="sequences", ratio_level="sequence", clip_low=0.02, clip_high=0.03),
+            {"importance_sampling_level": "sequence", "epsilon_low": 0.02, "epsilon_high": 0.03},
+        ),
+        # trl's limit of CISPO is the ratio itself.
+        (PolicyLoss(clipping="stop_gradient", clip_high=0.4), {"loss_type": "cispo", "epsilon_high": 1.4}),
+    ],
+    ids=("grpo", "dapo", "bnpo", "dr_grpo", "dual_clip", "gspo", "cispo"),
+)
+def test_losses_and_gradients_equal_those_of_trl(ours: PolicyLoss, theirs: dict[str, Any]) -> None:
+    sampled = Sampled()
+    sampled.compare(sampled.ours(ours, old_log_probs_BL=sampled.old), sampled.trl(**theirs))
+
+
+def test_the_kl_penalty_and_importance_equal_those_of_trl() -> None:
+    sampled = Sampled()
+    found = sampled.ours(
+        PolicyLoss(average="sequences", kl_weight=0.3),
+        old_log_probs_BL=sampled.old,
+        reference_log_probs_BL=sampled.reference,
+        importance_BL=sampled.importance,
+    )
+    sampled.compare(found, sampled.trl(beta=0.3, use_vllm=True))
+
+
+def test_the_first_update_has_the_gradient_of_reinforce() -> None:
+    sampled = Sampled()
+    answers = sampled.rows.take(sampled.policy)
+    expected = -sum(a * each.sum() for a, each in zip(sampled.advantages, answers, strict=True)) / 12
+    for clipping in ("clip", "none", "stop_gradient"):
+        loss = PolicyLoss(clipping=clipping, average="constant", max_length=1)  # RLOO
+        (found,) = torch.autograd.grad(sampled.ours(loss), sampled.policy)
+        (gradient,) = torch.autograd.grad(expected, sampled.policy, retain_graph=True)
+        assert_close(found, gradient)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_low": 0.0}, "clip_low = 0.0 and clip_high = None; expected numbers above 0"),
+        ({"max_ratio": 1.1}, r"max_ratio = 1.1 with clipping = 'clip'; expected a number above 1 \+ clip_high = 1.2"),
+        ({"average": "constant"}, "max_length = None with average = 'constant'"),
+        ({"max_length": 5}, "max_length = 5 with average = 'tokens'"),
+        ({"kl_weight": -0.1}, "kl_weight = -0.1; expected 0 or more"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PolicyLoss(**options)
+
+
+def test_a_penalty_needs_a_reference_and_a_reference_a_penalty() -> None:
+    sampled = Sampled()
+    with pytest.raises(UserError, match=r"kl_weight = 0.1, and reference log-probabilities are missing"):
+        sampled.ours(PolicyLoss(kl_weight=0.1))
+    with pytest.raises(UserError, match=r"kl_weight = 0.0, and reference log-probabilities are given"):
+        sampled.ours(PolicyLoss(), reference_log_probs_BL=sampled.reference)

@@ -1,0 +1,120 @@
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from packed_rows import Rows, packed_rows
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from d9d_dist import UserError
+from d9d_loop.losses import PreferenceLoss
+
+
+def _mean(loss: PreferenceLoss, rows: Rows, policy: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    found = loss(policy, reference_log_probs_BL=reference, mask_BL=rows.mask, document_ids_BL=rows.document_ids)
+    assert found.weight == 6  # two pairs in each of three rows
+    return found.total / found.weight
+
+
+def _trl(rows: Rows, policy: torch.Tensor, reference: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Compute the loss of trl's DPOTrainer, with models that return the given log-probabilities."""
+    dpo = pytest.importorskip("trl.trainer.dpo_trainer")
+    padded = [torch.cat((each[0::2], each[1::2])) for each in map(rows.padded, (policy, reference))]
+    lengths = torch.tensor([len(each) for each in rows.take(policy)])
+    mask = torch.arange(padded[0].shape[1]) < torch.cat((lengths[0::2], lengths[1::2])).unsqueeze(1)
+    models = [
+        lambda *, each=each, **_: SimpleNamespace(log_probs=each, entropy=each, mean_logits=each, is_top1=each > 0)
+        for each in padded
+    ]
+    first = torch.zeros(len(mask), 1, dtype=torch.bool)
+    inputs = {
+        "input_ids": torch.zeros(len(mask), mask.shape[1] + 1).long(),
+        "completion_mask": torch.cat((first, mask), 1),
+        "attention_mask": torch.ones(1),
+    }
+    settings = {"beta": 0.1, "label_smoothing": 0.0, "loss_types": ["sigmoid"], "loss_weights": [1.0]} | options
+    trainer = MagicMock(
+        **settings,
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        ref_model=models[1],
+        args=MagicMock(gradient_checkpointing_kwargs=None),
+    )
+    trainer.accelerator.device = "cpu"
+    trainer.accelerator.gather_for_metrics = trainer.accelerator.gather = lambda value: value
+    model = MagicMock(side_effect=models[0], training=True)
+    return dpo.DPOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (PreferenceLoss(), {}),
+        (PreferenceLoss(beta=0.3), {"beta": 0.3}),
+        (PreferenceLoss(beta=0.3, kind="hinge"), {"beta": 0.3, "loss_types": ["hinge"]}),
+        (PreferenceLoss(beta=0.3, kind="squared", length_normalized=True), {"beta": 0.3, "loss_types": ["ipo"]}),
+        (PreferenceLoss(beta=2.0, length_normalized=True), {"beta": 2.0, "loss_types": ["sigmoid_norm"]}),
+    ],
+    ids=lambda each: str(each) if isinstance(each, dict) else "",
+)
+def test_losses_and_gradients_equal_those_of_trl(ours: PreferenceLoss, theirs: dict[str, Any]) -> None:
+    rows = packed_rows()
+    policy, reference = rows.values().requires_grad_(), rows.values()
+    found, expected = _mean(ours, rows, policy, reference), _trl(rows, policy, reference, **theirs)
+    assert_close(found, expected)
+    assert_close(*(torch.autograd.grad(loss, policy)[0] for loss in (found, expected)))
+
+
+def test_smoothing_margin_and_answer_weight_equal_their_formulas() -> None:
+    rows = packed_rows()
+    policy, reference = rows.values(), rows.values()
+    scores = torch.stack([(p - r).sum() for p, r in zip(rows.take(policy), rows.take(reference), strict=True)])
+    logits = 0.5 * (scores[0::2] - scores[1::2]) - 0.7
+    p = torch.sigmoid(logits)
+    answers = torch.stack([-each.mean() for each in rows.take(policy)[0::2]])
+    expected = (-0.8 * p.log() - 0.2 * (1 - p).log() + 0.3 * answers).mean()
+    loss = PreferenceLoss(beta=0.5, label_smoothing=0.2, target_margin=0.7, answer_weight=0.3)
+    assert_close(_mean(loss, rows, policy, reference), expected)
+
+
+def test_simpo_needs_no_reference() -> None:
+    rows = packed_rows()
+    policy = rows.values()
+    means = torch.stack([each.mean() for each in rows.take(policy)])
+    expected = -F.logsigmoid(2.0 * (means[0::2] - means[1::2]) - 1.0).mean()
+    assert_close(
+        _mean(PreferenceLoss(beta=2.0, length_normalized=True, target_margin=1.0), rows, policy, None), expected
+    )
+
+
+def test_a_pair_without_trained_tokens_is_not_counted() -> None:
+    rows = packed_rows()
+    policy = rows.values().requires_grad_()
+    rows.mask[0][rows.document_ids[0] == 1] = False
+    policy.data[0][rows.document_ids[0] == 1] = -torch.inf  # not even by a product with 0
+    loss = PreferenceLoss(answer_weight=0.5)
+    found = loss(policy, reference_log_probs_BL=None, mask_BL=rows.mask, document_ids_BL=rows.document_ids)
+    assert found.weight == 5
+    (gradient,) = torch.autograd.grad(found.total, policy)
+    assert gradient.isfinite().all()
+    assert not gradient[0][rows.document_ids[0] <= 1].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 0.0}, "beta = 0.0; expected a number above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing = 0.5; expected the probability"),
+        ({"kind": "squared", "label_smoothing": 0.1}, "label_smoothing is set, but the kind 'squared' does not use it"),
+        ({"kind": "hinge", "target_margin": 0.1}, "target_margin is set, but the kind 'hinge' does not use it"),
+        ({"answer_weight": -1.0}, "answer_weight = -1.0; expected 0 or more"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PreferenceLoss(**options)

@@ -1,0 +1,68 @@
+"""GLM-4.5, 4.6 and 4.7 (arXiv:2508.06471): grouped-query attention with partial RoPE, experts as in DeepSeek-V3."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+from d9d_modules import DECODER_ENTRIES, FIXED_ENTRIES, AttentionForm, Entry, GroupedQueryParams, HuggingFaceFamily
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_moe.models.deepseek_moe import (
+    DEEPSEEK_MOE_IRRELEVANT,
+    DeepseekMoeParams,
+    deepseek_moe_entries,
+    require_shared_experts,
+)
+from d9d_state import JsonValue
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeParams(DeepseekMoeParams, GroupedQueryParams):
+    """Hyperparameters of a GLM-4.5 model; see `DeepseekMoeParams` and `d9d_modules.GroupedQueryParams`.
+
+    `sparse_from_hugging_face` maps its weights; `GLM4_MOE` reads and writes its `config.json`.
+
+    Attributes:
+        rotary_dim: Number of leading features of each head to rotate.
+        has_qkv_bias: True if the query, key and value projections have biases.
+        has_qk_norm: True if each query and key head has an RMS norm.
+    """
+
+    rotary_dim: int
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131072
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `d9d_modules.GroupedQueryParams`."""
+        return AttentionForm(qkv_bias=self.has_qkv_bias, qk_norm=self.has_qk_norm, rotary_dim=self.rotary_dim)
+
+
+def _written(params: Glm4MoeParams) -> Mapping[str, JsonValue]:
+    require_shared_experts(params)
+    params.require_no_windows()
+    return {}
+
+
+GLM4_MOE = HuggingFaceFamily(
+    params=Glm4MoeParams,
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    entries=(
+        *(replace(each, default=1e-5) if each.key == "rms_norm_eps" else each for each in DECODER_ENTRIES),
+        *deepseek_moe_entries(num_groups=1, top_groups=1, routed_scale=1.0, num_dense_layers=1),
+        Entry("num_kv_heads", "num_key_value_heads"),
+        Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
+        Entry("has_qkv_bias", "attention_bias", bool, default=False),
+        Entry("has_qk_norm", "use_qk_norm", bool, default=False),
+        Entry("max_position_embeddings", "max_position_embeddings", default=131072),
+    ),
+    fixed={key: value for key, value in FIXED_ENTRIES.items() if key != "attention_bias"},
+    written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
+    write_own=_written,
+    irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
+    rotary_factor=0.5,
+)
+"""`config.json` of GLM-4.5, 4.6 and 4.7 with experts."""

@@ -1,0 +1,145 @@
+"""GPT-OSS (arXiv:2508.10925): attention sinks, alternating sliding windows, biases, and clamped SwiGLU experts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from d9d_dist.errors import UserError
+from d9d_modules import (
+    DECODER_ENTRIES,
+    FIXED_ENTRIES,
+    AttentionForm,
+    Entry,
+    GroupedQueryParams,
+    HuggingFaceConfig,
+    HuggingFaceFamily,
+    check_positive,
+    config_value,
+    layer_types_of,
+)
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_moe.experts import Experts, GroupedClampedSwiGLU
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
+from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.router import TopKRouter
+from d9d_state import JsonValue, StateMapper, parallel, rename, transpose
+
+_DEFAULT_WINDOW = 128
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GptOssParams(SparseParams, GroupedQueryParams):
+    """Hyperparameters of a GPT-OSS model; see `SparseParams` and `d9d_modules.GroupedQueryParams`.
+
+    `sparse_from_hugging_face` maps its weights; `GPT_OSS` reads and writes its `config.json`. All layers are sparse, so
+    `intermediate_size` is that of the experts.
+
+    Attributes:
+        has_attention_bias: True if all projections of the attention have biases.
+        swiglu_alpha: See `GroupedClampedSwiGLU`.
+        swiglu_limit: See `GroupedClampedSwiGLU`.
+    """
+
+    has_attention_bias: bool = True
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    rope_theta: float = 150_000.0
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131072
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(swiglu_alpha=self.swiglu_alpha, swiglu_limit=self.swiglu_limit)
+        if self.intermediate_size != self.expert_intermediate_size:
+            raise UserError(
+                f"intermediate_size = {self.intermediate_size}, expert_intermediate_size = "
+                f"{self.expert_intermediate_size}; expected equal numbers, since all layers have experts."
+            )
+        if not self.renormalize:
+            raise UserError("renormalize = False; expected True: GPT-OSS applies softmax to the chosen experts.")
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `d9d_modules.GroupedQueryParams`."""
+        return AttentionForm(qkv_bias=self.has_attention_bias, output_bias=self.has_attention_bias, sinks=True)
+
+    def is_dense(self, index: int) -> bool:
+        """See `SparseParams`."""
+        del index
+        return False
+
+    def router(self) -> TopKRouter:
+        """See `SparseParams`."""
+        return TopKRouter(
+            self.hidden_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            bias=True,
+            init_std=self.initializer_range,
+        )
+
+    def experts(self) -> Experts:
+        """See `SparseParams`."""
+        return GroupedClampedSwiGLU(
+            self.num_experts,
+            self.hidden_size,
+            self.expert_intermediate_size,
+            alpha=self.swiglu_alpha,
+            limit=self.swiglu_limit,
+            init_std=self.initializer_range,
+        )
+
+    def moe_from_hugging_face(self, layout: ExpertsLayout) -> StateMapper:
+        """See `SparseParams`; checkpoints have one layout, so `layout` has no effect."""
+        del layout
+        projections = ("experts.gate_up_proj", "experts.down_proj")
+        return parallel(
+            *(rename(f"router.{name}", f"router.{name}") for name in ("weight", "bias")),
+            *(transpose(name, f"{name}.weight", dim0=1, dim1=2) for name in projections),
+            *(rename(f"{name}_bias", f"{name}.bias") for name in projections),
+        )
+
+
+def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = ("sliding_attention", "full_attention")
+    num_layers = values["num_layers"]
+    types = layer_types_of(config, num_layers, known=known) or [known[index % 2] for index in range(num_layers)]
+    sliding = tuple(index for index, each in enumerate(types) if each == known[0])
+    window = {"sliding_window": config_value(config, "sliding_window", int, default=_DEFAULT_WINDOW)} if sliding else {}
+    return {"intermediate_size": values["expert_intermediate_size"], "sliding_layers": sliding, **window}
+
+
+def _written_layers(params: GptOssParams) -> Mapping[str, JsonValue]:
+    types = [params.mixer_kind(index) for index in range(params.num_layers)]
+    # transformers needs a window size even if no layer has a window.
+    return {"sliding_window": params.sliding_window or _DEFAULT_WINDOW, "layer_types": [*types]}
+
+
+GPT_OSS = HuggingFaceFamily(
+    params=GptOssParams,
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    entries=(
+        *(replace(each, default=1e-5) if each.key == "rms_norm_eps" else each for each in DECODER_ENTRIES),
+        Entry("expert_intermediate_size", "intermediate_size"),
+        Entry("num_kv_heads", "num_key_value_heads"),
+        Entry("head_dim", "head_dim", default=64),
+        Entry("num_experts", "num_local_experts", alias="num_experts"),
+        Entry("top_k", "num_experts_per_tok", alias="experts_per_token"),
+        Entry("has_attention_bias", "attention_bias", bool, default=True),
+        Entry("swiglu_alpha", "swiglu_alpha", float, 1.702),
+        Entry("swiglu_limit", "swiglu_limit", float, 7.0),
+        Entry("max_position_embeddings", "max_position_embeddings", default=131072),
+    ),
+    fixed={key: value for key, value in FIXED_ENTRIES.items() if key != "attention_bias"},
+    own=("layer_types", "output_router_logits", "router_aux_loss_coef", "sliding_window"),
+    check=refuse_router_loss,
+    read_own=_read_layers,
+    write_own=_written_layers,
+    irrelevant={
+        **IRRELEVANT,
+        "initial_context_length": "the RoPE scaling has the same number",
+    },
+)
+"""`config.json` of GPT-OSS."""

@@ -1,0 +1,335 @@
+"""Comparison of the sparse families with `transformers`: logits, losses, gradients, weights and `config.json`."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+from d9d_dist import StageInfo, UserError
+from d9d_dist.testing import KeepFloat64
+from d9d_modules import (
+    DecoderForCausalLM,
+    DecoderForClassification,
+    DecoderModel,
+    HuggingFaceFamily,
+    YarnScaling,
+    quantization_from_hugging_face,
+)
+from d9d_moe import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    KIMI_K2,
+    DeepseekV3Params,
+    Glm4MoeParams,
+    GptOssParams,
+    SparseParams,
+    sparse_from_hugging_face,
+)
+from d9d_state import (
+    ModelFolder,
+    Mxfp4,
+    StateMapper,
+    dequantize_inputs,
+    load_model_state,
+    read_model_state,
+    save_model_state,
+)
+
+PUBLISHED = Path(__file__).parent / "published"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Family and its reference; `params` draws hyperparameters, with small numbers from `pick`."""
+
+    files: HuggingFaceFamily[Any]
+    config: type[Any]
+    reference: type[Any]
+    params: Callable[["Pick"], SparseParams]
+
+
+class Pick:
+    """Random choices that depend only on the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *choices: Any) -> Any:
+        return choices[torch.randint(len(choices), (), generator=self._generator)]
+
+
+def _sizes(pick: Pick) -> dict[str, Any]:
+    return {
+        "vocab_size": pick(13, 24),
+        "hidden_size": pick(8, 12),
+        "num_layers": pick(1, 2, 3),
+        "tie_word_embeddings": pick(False, False, True),
+        "rms_norm_eps": pick(1e-6, 1e-4),
+        "rope_theta": 100.0,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.3,
+    }
+
+
+def _heads(pick: Pick) -> dict[str, Any]:
+    num_kv_heads = pick(1, 2)
+    return {"num_heads": num_kv_heads * pick(1, 2, 3), "num_kv_heads": num_kv_heads}
+
+
+def _glm(pick: Pick) -> Glm4MoeParams:
+    sizes, num_groups = _sizes(pick), pick(1, 2)
+    head_dim = pick(4, 8)
+    return Glm4MoeParams(
+        **sizes,
+        **_heads(pick),
+        head_dim=head_dim,
+        rotary_dim=pick(head_dim // 2, head_dim),
+        has_qkv_bias=pick(False, True),
+        has_qk_norm=pick(False, True),
+        intermediate_size=pick(5, 16),
+        num_dense_layers=min(pick(0, 1, 2), sizes["num_layers"]),
+        num_experts=4 * num_groups,
+        num_groups=num_groups,
+        top_groups=pick(1, num_groups),
+        top_k=pick(1, 2, 3),
+        expert_intermediate_size=pick(3, 8),
+        num_shared_experts=pick(1, 2),
+        renormalize=pick(False, True),
+        routed_scale=pick(1.0, 2.5),
+    )
+
+
+def _gpt_oss(pick: Pick) -> GptOssParams:
+    sizes, size = _sizes(pick), pick(5, 8)
+    sliding = tuple(range(0, sizes["num_layers"], 2)) if pick(True, False, True) else ()
+    yarn = YarnScaling(factor=4.0, original_max_positions=8, truncate=False)
+    return GptOssParams(
+        **sizes,
+        **_heads(pick),
+        head_dim=pick(4, 6),
+        intermediate_size=size,
+        expert_intermediate_size=size,
+        num_experts=pick(4, 5),
+        top_k=pick(1, 2, 4),
+        has_attention_bias=pick(True, True, False),
+        swiglu_limit=pick(0.5, 7.0),
+        sliding_window=pick(1, 3) if sliding else None,
+        sliding_layers=sliding,
+        rope_scaling=pick(None, yarn),
+    )
+
+
+FAMILIES = {
+    "glm4_moe": Family(GLM4_MOE, transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM, _glm),
+    "gpt_oss": Family(GPT_OSS, transformers.GptOssConfig, transformers.GptOssForCausalLM, _gpt_oss),
+}
+CASES = [
+    pytest.param(name, seed, marks=[] if seed < 2 else [pytest.mark.full]) for name in FAMILIES for seed in range(12)
+]
+
+
+def _build(name: str, seed: int) -> tuple[Family, SparseParams, Any]:
+    """Return family, hyperparameters, and the reference with random weights in float32."""
+    family = FAMILIES[name]
+    params = family.params(Pick(seed))
+    config = family.config.from_dict(json.loads(json.dumps(family.files.write(params))))
+    config._experts_implementation = "eager"
+    model = family.reference(config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor_name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in tensor_name else 0.0, std=0.3)
+        for tensor_name, buffer in model.named_buffers():
+            if tensor_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
+    return family, params, model
+
+
+def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    mapped: dict[str, Tensor] = {}
+    for group in mapper.groups:
+        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
+    return mapped
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
+    """In float64, with the positions' angles in float32 in both implementations."""
+    _, params, reference = _build(name, seed)
+    reference = reference.double()
+    for module in reference.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.float()
+    mapper = sparse_from_hugging_face(params, layout="fused")
+    ours = DecoderForCausalLM(params).double()
+    ours.load_state_dict(_apply(mapper, dict(reference.state_dict())), strict=not params.tie_word_embeddings)
+    input_ids, labels = torch.randint(0, params.vocab_size, (2, 2, 9))
+    labels[:, 1::3] = -100
+    with KeepFloat64():
+        expected = reference(input_ids).logits
+        wanted = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        wanted.sum().backward()
+    # YaRN multiplies the tables by a factor, which is rounded to float32.
+    tolerance = 1e-10 if params.rope_scaling is None else 1e-6
+    torch.testing.assert_close(ours(input_ids), expected, rtol=tolerance, atol=tolerance)
+    losses = ours(input_ids, labels=labels)
+    torch.testing.assert_close(losses, wanted, rtol=tolerance, atol=tolerance)
+    losses.sum().backward()
+    named = {
+        each: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for each, tensor in reference.state_dict(keep_vars=True).items()
+    }
+    gradients = _apply(mapper, named)
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for each, parameter in ours.named_parameters():
+        assert parameter.grad is not None, each
+        assert (parameter.grad - gradients[each]).abs().max() <= 10 * tolerance * largest, each
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_weights_and_config_are_exchanged_bit_for_bit(name: str, seed: int, tmp_path: Path) -> None:
+    family, params, reference = _build(name, seed)
+    reference.save_pretrained(tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert family.files.read(config) == params
+    ours, mapper = DecoderForCausalLM(params), sparse_from_hugging_face(params)
+    load_model_state(ours, tmp_path / "theirs", mapper)
+    written = family.files.write(params)
+    save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": written})
+    theirs, again = (dict(read_model_state(tmp_path / folder)) for folder in ("theirs", "ours"))
+    assert again.keys() == theirs.keys()
+    assert all(torch.equal(again[each], tensor) for each, tensor in theirs.items())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert isinstance(loaded, family.reference)
+    state = loaded.state_dict()
+    assert all(torch.equal(state[each], tensor) for each, tensor in reference.state_dict().items())
+    assert family.files.read(json.loads(json.dumps(written))) == params
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_and_packed_documents(name: str) -> None:
+    """Two stages of a packed row give the losses of the separate documents."""
+    params = FAMILIES[name].params(Pick(3))
+    params = replace(params, num_layers=2, tie_word_embeddings=False, sliding_layers=(), sliding_window=None)
+    whole = DecoderForCausalLM(params).double()
+    input_ids, labels = torch.randint(0, params.vocab_size, (2, 1, 9))
+    lengths = [4, 5]
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    documents = torch.tensor([[0] * lengths[0] + [7] * lengths[1]])
+    hidden: Any = input_ids
+    names: list[str] = []
+    for index in range(2):
+        stage = DecoderForCausalLM(params, StageInfo(index, 2)).double()
+        stage.load_state_dict({each: whole.state_dict()[each] for each in stage.state_dict()})
+        names += stage.state_dict()
+        hidden = stage(hidden, position_ids=positions, document_ids_BL=documents, labels=labels)
+    expected = [
+        whole(ids, labels=each)
+        for ids, each in zip(input_ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
+    ]
+    torch.testing.assert_close(hidden, torch.cat(expected, dim=1), rtol=1e-9, atol=1e-9)
+    assert sorted(names) == sorted(sparse_from_hugging_face(params).outputs)
+    assert DecoderForClassification(params, num_classes=3).double()(input_ids).shape == (1, 3)
+
+
+def _published() -> list[Any]:
+    return [
+        pytest.param(name, size, id=size["_name_or_path"])
+        for name, sizes in json.loads((PUBLISHED.with_suffix(".json")).read_text()).items()
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize(("name", "config"), _published())
+def test_published_configurations_are_accepted(name: str, config: dict[str, Any]) -> None:
+    """The released `config.json` builds a model on `meta`, with the number of parameters of the release."""
+    family = {each.model_type: each for each in (DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GPT_OSS)}[config["model_type"]]
+    assert name in {family.model_type, "moonlight"}
+    config = dict(config)
+    billions = config.pop("billions of parameters")
+    params = family.read(config)
+    quantization_from_hugging_face(config)
+    with torch.device("meta"):
+        model = DecoderModel(replace(params, num_layers=params.num_layers))
+    head = 0 if params.tie_word_embeddings else params.vocab_size * params.hidden_size
+    total = sum(parameter.numel() for parameter in model.parameters()) + head
+    assert abs(total / 1e9 - billions) <= 0.01 * billions, total
+
+
+def test_gpt_oss_loads_released_mxfp4_weights(tmp_path: Path) -> None:
+    params = replace(_gpt_oss(Pick(0)), hidden_size=32, intermediate_size=64, expert_intermediate_size=64)
+    plain = sparse_from_hugging_face(params)
+    scaled = [name for name in plain.inputs if name.endswith("_proj") and "experts" in name]
+    stored = [f"{name}_{part}" for name in scaled for part in ("blocks", "scales")]
+    model = DecoderForCausalLM(params)
+    save_model_state(model, tmp_path, dequantize_inputs(plain, Mxfp4(), [*plain.inputs, *stored]).inverse())
+    folder = ModelFolder.open(tmp_path)
+    assert folder.tensors["model.layers.0.mlp.experts.gate_up_proj_blocks"].shape == (params.num_experts, 128, 1, 16)
+    again = DecoderForCausalLM(params)
+    load_model_state(again, tmp_path, dequantize_inputs(plain, Mxfp4(), folder.tensors))
+    held = dict(read_model_state(tmp_path))
+    name = "model.layers.0.mlp.experts.down_proj"
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    expected = mxfp4.convert_moe_packed_tensors(held[f"{name}_blocks"], held[f"{name}_scales"], dtype=torch.float32)
+    assert torch.equal(again.get_parameter("backbone.layers.0.feed_forward.experts.down_proj.weight"), expected.mT)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt_oss", {"renormalize": False}, "renormalize = False; expected True"),
+        ("gpt_oss", {"intermediate_size": 99}, "intermediate_size = 99, expert_intermediate_size = .*; expected equal"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, r"swiglu_limit = 0\.0; expected a number above 0"),
+        ("glm4_moe", {"num_dense_layers": 9}, "num_dense_layers = 9; expected 0 to num_layers"),
+        ("glm4_moe", {"rotary_dim": 3}, "rotary_dim = 3; expected an even number"),
+    ],
+)
+def test_invalid_params_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DecoderForCausalLM(replace(FAMILIES[name].params(Pick(0)), **changes))
+
+
+def test_models_that_a_config_cannot_express_are_refused() -> None:
+    params = replace(_glm(Pick(0)), num_shared_experts=0)
+    with pytest.raises(UserError, match=r"num_shared_experts = 0; a config\.json needs 1 or more"):
+        GLM4_MOE.write(params)
+    params = replace(_glm(Pick(0)), sliding_window=3, sliding_layers=(0,))
+    with pytest.raises(UserError, match=r"sliding_window = 3; .* no sliding windows"):
+        GLM4_MOE.write(params)
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name() -> None:
+    config = {**KIMI_K2.write(_kimi()), "num_nextn_predict_layers": 0}
+    assert config["model_type"] == "kimi_k2"
+    assert KIMI_K2.read(config) == _kimi()
+    with pytest.raises(UserError, match="model_type = 'kimi_k2'; only 'deepseek_v3' is supported"):
+        DEEPSEEK_V3.read(config)
+
+
+def _kimi() -> DeepseekV3Params:
+    return DeepseekV3Params(
+        vocab_size=19,
+        hidden_size=12,
+        num_layers=3,
+        num_heads=2,
+        kv_rank=6,
+        q_rank=4,
+        head_dim=4,
+        rotary_dim=4,
+        value_dim=6,
+        intermediate_size=20,
+        num_dense_layers=1,
+        num_experts=6,
+        top_k=2,
+        expert_intermediate_size=10,
+        routed_scale=2.827,
+        rope_theta=50_000.0,
+    )

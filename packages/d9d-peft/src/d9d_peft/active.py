@@ -1,0 +1,123 @@
+"""Selection of the adapters that a model computes with: none, for a reference, or those of one name."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from d9d_dist import UserError, canonical_name, local_tensor
+from d9d_peft._targets import shorten
+from d9d_peft.adapter import adapter_parameters, all_adapters, child_name
+
+
+@contextmanager
+def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None) -> Generator[None]:
+    """Compute without any adapter inside the context: the frozen base model, such as the reference of DPO.
+
+    Nothing is merged or copied, so this costs neither memory nor rounding. No collectives. Each compiled layer is
+    compiled once more. Run the backward pass of a forward pass in the same context as the forward pass.
+
+    Args:
+        model: The model, or this rank's pipeline stages of it, in any layout.
+        originals: Original values of the trained parameters that no adapter owns (`FullTune`), from
+            `original_weights`. The model has these values inside the context, and its own values again after it.
+
+    Raises:
+        UserError: If the model has trained parameters outside of adapters and `originals` does not hold exactly these:
+            without the adapters it would still not be the original model.
+    """
+    tuned = _tuned(model)
+    originals = {} if originals is None else originals
+    if tuned.keys() != originals.keys():
+        raise UserError(
+            f"adapters_off got originals of {shorten(list(originals))}; expected those of the parameters that are "
+            f"trained without an adapter: {shorten(list(tuned))}. Pass originals=original_weights(model), called "
+            "before training."
+        )
+    with _only(model, None), _values(model, originals):
+        yield
+
+
+@contextmanager
+def use_adapter(model: nn.Module, adapter: str) -> Generator[None]:
+    """Compute with the adapters of a name inside the context, instead of those that are active.
+
+    A layer without an adapter of this name computes without adapter. Costs and backward pass as in `adapters_off`.
+
+    Args:
+        model: The model, or this rank's pipeline stages of it, in any layout.
+        adapter: Name that `inject` got.
+
+    Raises:
+        UserError: If the model has adapters, but none of this name.
+    """
+    names = {child for child, _ in all_adapters(model)}
+    if names and child_name(adapter) not in names:
+        raise UserError(
+            f"use_adapter got the name {adapter!r}; the adapters of this model are the child modules "
+            f"{shorten(sorted(names))}. Call inject(method, model, adapter={adapter!r}) where the model is built."
+        )
+    with _only(model, child_name(adapter)):
+        yield
+
+
+def original_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copy this rank's parts of the trained parameters that no adapter owns, for `adapters_off`. No collectives.
+
+    Call it before training, with the original weights loaded. Empty if all trained parameters are in adapters.
+    """
+    return {name: local_tensor(parameter.detach()).clone() for name, parameter in _tuned(model).items()}
+
+
+def _tuned(model: nn.Module) -> dict[str, nn.Parameter]:
+    owned = adapter_parameters(model)
+    return {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in owned
+    }
+
+
+@contextmanager
+def _only(model: nn.Module, child: str | None) -> Generator[None]:
+    """Activate only the adapters in child modules of this name; None for no adapter."""
+    before = [(adapter, adapter.is_active) for _, adapter in all_adapters(model)]
+    for name, adapter in all_adapters(model):
+        adapter.is_active = name == child
+    try:
+        yield
+    finally:
+        for adapter, was_active in before:
+            adapter.is_active = was_active
+
+
+@contextmanager
+def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
+    """Give parameters other values inside the context, in place."""
+    if not values:
+        yield
+        return
+    _free_gathered(model)
+    parameters = _tuned(model)  # the sharded parameters: while FSDP holds gathered ones, it registers those
+    own = {name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()}
+    _copy(parameters, values)
+    try:
+        yield
+    finally:
+        _free_gathered(model)
+        _copy(parameters, own)
+
+
+@torch.no_grad()
+def _copy(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        local_tensor(parameter).copy_(values[name])
+
+
+def _free_gathered(model: nn.Module) -> None:
+    """Free parameters that FSDP still holds gathered, so that the next forward pass gathers the new values."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
