@@ -5,6 +5,7 @@ Heads that pool need whole rows, so they do not support context parallelism.
 Shape legend: B batch, L length, D hidden size, V vocabulary, C classes, E embedding size.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeAlias, final
@@ -58,6 +59,14 @@ class HeadedDecoder(nn.Module):
     def layers(self) -> nn.ModuleDict:
         """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
+
+    def ends(self) -> list[nn.Module]:
+        """Return this stage's embedding and heads that have parameters and share none of them."""
+        owner = self.heads if self._in_dict else self
+        heads = [owner.get_submodule(name) for name in self._head_names if self.backbone.stage.is_last]
+        ends = [end for end in (self.backbone.embedding, *heads) if end is not None]
+        owners = Counter(parameter for end in ends for parameter in set(end.parameters()))
+        return [end for end in ends if {owners[parameter] for parameter in end.parameters()} == {1}]
 
     def forward(
         self,
