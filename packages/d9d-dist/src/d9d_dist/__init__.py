@@ -20,8 +20,10 @@ from d9d_dist.context_parallel import (
     AttentionOfHeads,
     ContextMethod,
     ContextSplit,
+    DeclaresCausality,
     DeclaresStandardSdpa,
     HasAttention,
+    HasContextMesh,
     RequiresFullSequence,
     RingAttention,
     context_parallel_attention,
@@ -54,12 +56,13 @@ from d9d_dist.gradients import (
     scale_gradients_,
     set_gradient_sync,
 )
-from d9d_dist.late_init import ModuleLateInit, canonical_name, materialize
+from d9d_dist.late_init import ModuleLateInit, allocate, canonical_name, materialize
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
 from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.precision import Precision, PrecisionName
+from d9d_dist.process_groups import destroy_process_groups
 from d9d_dist.seeds import seed_everything, stream_key
 from d9d_dist.shards import (
     Region,
@@ -115,12 +118,14 @@ __all__ = [
     "ColumnParallel",
     "ContextMethod",
     "ContextSplit",
+    "DeclaresCausality",
     "DeclaresStandardSdpa",
     "DeferredWeightGrads",
     "DistributedContext",
     "FollowsWeight",
     "GradientSync",
     "HasAttention",
+    "HasContextMesh",
     "HasTokenLoss",
     "HasVocabParallelForm",
     "Launch",
@@ -162,6 +167,7 @@ __all__ = [
     "all_reduce_scalars",
     "all_to_all",
     "all_to_all_reshard",
+    "allocate",
     "built_values",
     "canonical_name",
     "check_token_ids",
@@ -171,6 +177,7 @@ __all__ = [
     "copy_to_axis",
     "defer_gradient_sync",
     "defer_weight_grad",
+    "destroy_process_groups",
     "digest_values",
     "finish_gradient_sync",
     "free_gathered",

@@ -27,11 +27,15 @@ class EngineConfig(JobConfig):
     )
     optimizer: OptimizerConfig = Field(default=AdamWConfig(), description="The optimizer and its hyperparameters.")
     gradients: GradientConfig = GradientConfig()
-    keep_last: PositiveInt | None = Field(default=2, description="Number of newest checkpoints to keep; null: all.")
+    keep_last: PositiveInt | None = Field(
+        default=2, description="Number of newest checkpoints to keep; null keeps all."
+    )
     bad_steps: BadStepConfig = BadStepConfig.model_validate({})
     health: HealthConfig = HealthConfig.model_validate({})
     timeouts: TimeoutConfig = TimeoutConfig.model_validate({})
     initial_weights: Path | None = Field(
         default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
     )
-    progress: bool = Field(default=True, description="Show the progress of reading weights on a terminal.")
+    progress: bool = Field(
+        default=True, description="Show the progress of reading weights if the output is a terminal."
+    )

@@ -10,6 +10,7 @@ from d9d_dist import DistributedContext, GradientSync, set_grad_dtype
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
+    Messages,
     OneForwardOneBackward,
     PipelinedModel,
     Program,
@@ -35,6 +36,7 @@ class Pipeline:
         ctx: Distributed context.
         schedule: Pipeline schedule; 1F1B by default.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
+        messages: Metadata of all messages between stages; by default, ranks send it with the first message.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class Pipeline:
         ctx: DistributedContext,
         schedule: Schedule | None = None,
         shared_names: Mapping[str, tuple[int, ...]] | None = None,
+        messages: Messages | None = None,
     ) -> None:
         self.stages = dict(stages)
         self._schedule = schedule or OneForwardOneBackward()
+        self._messages = messages
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
@@ -117,7 +121,7 @@ class Pipeline:
         return build(schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches)
 
     def _executor(self, program: Program) -> Executor:
-        return Executor(program, self.stages, group=self._group, device=self._device)
+        return Executor(program, self.stages, group=self._group, device=self._device, messages=self._messages)
 
 
 def _forward_only(schedule: Schedule) -> ForwardOnly:

@@ -5,7 +5,7 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from d9d_dist import read_launch
+from d9d_dist import Launch, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.evaluation_pass import check_evaluation_data
@@ -84,14 +84,17 @@ def plan_job(
     optimizer: OptimizerProvider | None = None,
     lr_schedule: LrSchedule | None = None,
     pipeline_schedule: Schedule | None = None,
+    launch: Launch | None = None,
 ) -> JobPlan:
     """Check a training job and plan it; the arguments are those of `Trainer`, as providers. No collectives or writes.
+
+    `launch` is this process's place in the job; by default it is read from the launcher's environment.
 
     Raises:
         UserError: If a check fails. The message names the field, the value, the expected value and the remedy.
     """
     check_metric_names(task)
-    launch = read_launch()
+    launch = launch or read_launch()
     mesh = config.mesh.resolve(launch.world_size)
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
     microbatch_size = microbatch_size_of(config, dp_size)
