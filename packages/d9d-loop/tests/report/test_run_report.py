@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from d9d_dist import UserError
-from d9d_loop.report import read_run, render_report, write_report
+from d9d_loop.report import read_run, write_report
 from d9d_loop.report.__main__ import main
 from d9d_loop.report.svg_chart import line_chart
 

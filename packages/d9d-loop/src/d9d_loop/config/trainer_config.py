@@ -28,7 +28,8 @@ class JobConfig(Section):
     def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
         """Read the configuration from the command line `script.py [FILE] [--section.key VALUE ...]`.
 
-        Values on the command line override those of the file. `--help` prints every key and exits; `--schema` prints
+        Values on the command line override those of the file. `--help` prints an overview of the
+        keys and exits, `--help optimizer` all about one section; `--schema` prints
         the JSON Schema of configuration files, for editors, and exits.
 
         Args:
@@ -137,6 +138,10 @@ class EvaluationConfig(Section):
     every: PositiveInt = Field(default=100, description="Steps between evaluations; the last step is always evaluated.")
     num_samples: PositiveInt | None = Field(
         default=None, description="Number of samples, evenly spaced over the data; null uses all."
+    )
+    only: bool = Field(
+        default=False,
+        description="Evaluate the newest checkpoint, or the initial weights without one, and train nothing.",
     )
 
 
