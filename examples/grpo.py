@@ -96,7 +96,7 @@ class Arithmetic:
             noise = torch.rand(len(questions), self.config.model.vocab_size, generator=self.draws)
             gumbel = self.own(-(-noise.clamp(1e-9, 1 - 1e-7).log()).log())
 
-            def choose(logits: Tensor, gumbel: Tensor = gumbel) -> dict[str, Tensor]:
+            def choose(logits: Tensor, _batch: object, gumbel: Tensor = gumbel) -> dict[str, Tensor]:
                 chosen = (logits[:, -1].float().log_softmax(-1) + gumbel.to(logits.device)).argmax(-1, keepdim=True)
                 return {"next": chosen.expand(logits.shape[:2]).contiguous()}
 

@@ -63,7 +63,7 @@ def test_the_command_writes_and_shows_masks(tmp_path: Path, capsys: pytest.Captu
     summary = json.loads(capsys.readouterr().out)
     assert (summary["documents"], summary["dropped"]) == (5, 1)
     assert TokenFile(tmp_path / "tokens").has_masks
-    with pytest.raises(UserError, match="conversation 5: a conversation has 3.. positions"):
+    with pytest.raises(UserError, match=r"conversation 5: a conversation has 3.. positions"):
         main([*options, "--output", str(tmp_path / "other"), "--max-length", "200"])
 
 
