@@ -126,5 +126,5 @@ class WandbTrackerConfig(ExtraTrackerConfig):
     mode: Literal["online", "offline"] = "online"
 
     def _opener(self, run_dir: Path) -> Callable[[], WandbTracker]:
-        options = {**self.model_dump(exclude={"kind"}), "name": self.name or run_dir.name}
-        return lambda: WandbTracker(run_dir, **options)
+        options = self.model_dump(exclude={"kind", "name"})
+        return lambda: WandbTracker(run_dir, name=self.name or run_dir.name, **options)
