@@ -37,6 +37,7 @@ from d9d_modules import (
     Qwen3Params,
     RMSNorm,
 )
+from d9d_modules.delta_context import DeltaContext
 from d9d_pipeline import SharedParameters
 
 DECODER_MUTANTS: list[Mutant] = []
@@ -215,6 +216,32 @@ def exchanged_heads_have_the_sinks_of_the_first() -> AbstractContextManager[obje
     return mock.patch.object(AllToAllAttention, "_attention_for_local_heads", first)
 
 
+@caught_by("delta,cp_shard=2")
+def chunks_start_with_an_empty_state() -> AbstractContextManager[object]:
+    real = DeltaContext.state_before
+
+    def empty(self: DeltaContext, *args: Any, **options: Any) -> Tensor:
+        return 0 * real(self, *args, **options)
+
+    return mock.patch.object(DeltaContext, "state_before", empty)
+
+
+@caught_by("delta,cp_shard=2")
+def convolutions_start_anew_in_each_chunk() -> AbstractContextManager[object]:
+    real = DeltaContext.extended
+
+    def extended(self: DeltaContext, x_BLF: Tensor) -> Tensor:
+        extended_MCF = real(self, x_BLF)
+        return torch.cat([0 * extended_MCF[:, : self._num_before], extended_MCF[:, self._num_before :]], dim=1)
+
+    return mock.patch.object(DeltaContext, "extended", extended)
+
+
+@caught_by("delta,cp_shard=2,rows=packed")
+def states_pass_from_document_to_document_between_chunks() -> AbstractContextManager[object]:
+    return mock.patch.object(DeltaContext, "_continues", return_value=None)
+
+
 @caught_by("delta,tp=2")
 @contextmanager
 def every_rank_has_the_decay_of_the_first_heads() -> Generator[None]:
@@ -264,8 +291,8 @@ def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContex
 def of_a_tied_weight_only_the_head_has_a_gradient() -> AbstractContextManager[object]:
     real = d9d_dist.tensor_styles.embed_vocab_shard
 
-    def detached(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
-        return real(ids, weight_VD.detach(), mesh).requires_grad_()
+    def detached(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+        return real(ids, num_rows, mesh, lookup).detach().requires_grad_()
 
     return mock.patch.object(d9d_dist.tensor_styles, "embed_vocab_shard", detached)
 

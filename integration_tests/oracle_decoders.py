@@ -258,7 +258,7 @@ def _is_served(values: Values) -> bool:
     """Return True if the model supports the values; `test_oracle.py` checks the errors of the other combinations."""
     model = values.get("model", FAMILIES[0])
     has_context = values.get("cp_shard", "1") != "1" or values.get("cp_replicate", "1") != "1"
-    if has_context and model in (*POOLED, "delta"):
+    if has_context and model in POOLED:
         return False
     if has_context and model == "encoder" and values.get("method", "all_to_all") != "all_to_all":
         return False

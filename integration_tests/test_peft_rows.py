@@ -30,6 +30,9 @@ DENSE = r"attention\.(q|k|v|o)_proj|feed_forward\.\w+_proj"
 METHODS: dict[str, PeftMethod] = {
     "lora": LoRA(DENSE, rank=3, alpha=12),
     "dora": DoRA(DENSE, rank=3, alpha=12, rank_stabilized=True),
+    "vocabulary": LoRA(r"embedding$|lm_head$|attention", rank=3, alpha=12),
+    "tied vocabulary": LoRA(r"embedding$|lm_head$|attention", rank=3, alpha=12),
+    "dora experts": Stack(DoRA(r"experts", rank=3, alpha=12), LoRA("attention", rank=2)),
     "experts": Stack(LoRA(r"experts", rank=3, alpha=12), LoRA("attention", rank=2), FullTune("norm")),
     "ends": Stack(LoRA(r"layers\.0\.attention", rank=3), FullTune("lm_head")),
     "new tokens": Stack(LoRA("layers", rank=2), FullTune(r"weight_new$")),
@@ -83,7 +86,9 @@ def provider(method: str) -> ModelProvider:
     match method:
         case "new tokens":
             return SplitProvider()
-        case "experts":
+        case "tied vocabulary":
+            return decoder("tied", method="all_gather", checkpointing="full", num_layers=4)
+        case "experts" | "dora experts":
             return decoder("moe", method="all_gather", checkpointing="none", num_layers=4)
         case _:
             return decoder("dense", method="all_gather", checkpointing="full", num_layers=4)
@@ -101,6 +106,10 @@ ROWS = (
     ("experts", "ep=2,dp_shard=2"),
     ("experts", "pp=2,ep=2,tp=2,microbatch=2"),
     ("new tokens", "dp_shard=2,tp=2"),
+    ("tied vocabulary", "dp_shard=2,tp=2"),
+    ("vocabulary", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2"),
+    ("dora experts", "tp=2,dp_shard=2"),
+    ("dora experts", "pp=2,ep=2,tp=2,microbatch=2"),
 )
 FAMILY_ROWS = (
     ("gemma3", "dp_shard=2,tp=2"),

@@ -13,6 +13,7 @@ from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, CpuFla
 from d9d_dist.context_parallel.parallelize import (
     ContextMethod,
     HasAttention,
+    HasContextMesh,
     RequiresFullSequence,
     context_parallel_attention,
     parallelize_context,
@@ -34,6 +35,7 @@ __all__ = [
     "DeclaresStandardSdpa",
     "FlashKernel",
     "HasAttention",
+    "HasContextMesh",
     "MathKernel",
     "RequiresFullSequence",
     "RingAttention",

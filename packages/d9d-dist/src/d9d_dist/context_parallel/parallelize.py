@@ -23,6 +23,16 @@ class HasAttention(Protocol):
 
 
 @runtime_checkable
+class HasContextMesh(Protocol):
+    """Module that exchanges data with the ranks that hold the other parts of a row, such as a recurrent layer.
+
+    `parallelize_context` sets `context_mesh`, the mesh of one axis over which rows are split; None for whole rows.
+    """
+
+    context_mesh: DeviceMesh | None
+
+
+@runtime_checkable
 class RequiresFullSequence(Protocol):
     """Module that needs all positions of a row, and so does not support context parallelism.
 
@@ -85,22 +95,24 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
 def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextMethod = "all_gather") -> None:
     """Split the positions of every row over the ranks of a mesh axis, in place; see `context_parallel_attention`.
 
-    Replaces the attention function of every `HasAttention` submodule; all other modules act on single positions and are
-    not changed. Split batches by `ContextSplit.split`; for batches without position ids use `ContextSplit.positions`.
-    Ranks compute different tokens with equal parameters, so gradients must be summed over this axis too: use
-    `dp_cp_shard` and `cp_replicate` of the dense mesh for data parallelism. Call this function before compiling. The
-    mesh has one axis, e.g. `ctx.mesh_for("batch")["cp"]`; if it has one rank, nothing is changed.
+    Replaces the attention function of every `HasAttention` submodule, and sets the mesh of every `HasContextMesh`
+    submodule. All other modules act on single positions and are not changed. Split batches by `ContextSplit.split`; for
+    batches without position ids use `ContextSplit.positions`. Ranks compute different tokens with equal parameters, so
+    gradients must be summed over this axis too: use `dp_cp_shard` and `cp_replicate` of the dense mesh for data
+    parallelism. Call this function before compiling. The mesh has one axis, e.g. `ctx.mesh_for("batch")["cp"]`; if it
+    has one rank, nothing is changed.
 
     Raises:
-        UserError: If no submodule is a `HasAttention`, or one is already context parallel or has a module as its
-            function. If the mesh has several ranks and a submodule is a `RequiresFullSequence` with a reason. If
-            `context_parallel_attention` rejects the mesh or method. Nothing is replaced then.
+        UserError: If no submodule is a `HasAttention` or `HasContextMesh`, or one is already context parallel or has a
+            module as its function. If the mesh has several ranks and a submodule is a `RequiresFullSequence` with a
+            reason. If `context_parallel_attention` rejects the mesh or method. Nothing is replaced then.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
         _check_supports_sequence_sharding(module, mesh.size())
     found = {name: each for name, each in module.named_modules() if isinstance(each, HasAttention)}
-    if not found and not any(isinstance(each, RequiresFullSequence) for each in module.modules()):
+    stateful = [each for each in module.modules() if isinstance(each, HasContextMesh)]
+    if not found and not stateful and not any(isinstance(each, RequiresFullSequence) for each in module.modules()):
         raise UserError(
             f"no submodule of {type(module).__name__} is a HasAttention; expected at least one, with the "
             "attribute attention_function. Add it to your attention module, for example sdpa_attention."
@@ -115,6 +127,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     forms = [context_parallel_attention(each.attention_function, mesh, method=method) for each in found.values()]
     for each, form in zip(found.values(), forms, strict=True):
         each.attention_function = form
+    for each in stateful:
+        each.context_mesh = mesh if mesh.size() > 1 else None
 
 
 def _check_supports_sequence_sharding(module: nn.Module, num_ranks: int) -> None:

@@ -115,9 +115,11 @@ class HuggingFaceFamily(Generic[P]):
         architecture: Model class of `transformers`.
         model_type: Name of the family in `transformers`.
         entries: Entries that set one hyperparameter each.
+        nested_type: `model_type` of multimodal configurations that contain the family as `text_config`; None for none.
         fixed: Entries with only one supported value: read if present, always written.
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
+        prepare: Function that returns the family's entries of a configuration that contains other models as well.
         check: Function that refuses configurations that the family does not support.
         read_own: Function that reads the other hyperparameters, given those of `entries`.
         write_own: Function that returns the entries of the other hyperparameters.
@@ -139,6 +141,8 @@ class HuggingFaceFamily(Generic[P]):
     fixed: Mapping[str, JsonValue]
     written: Mapping[str, JsonValue] = field(default_factory=dict)
     own: tuple[str, ...] = ()
+    nested_type: str | None = None
+    prepare: Callable[[HuggingFaceConfig], HuggingFaceConfig] = lambda config: config
     check: Callable[[HuggingFaceConfig], None] = lambda config: None
     read_own: Callable[[HuggingFaceConfig, Mapping[str, Any]], Mapping[str, Any]] = lambda config, values: {}
     write_own: Callable[[P], Mapping[str, JsonValue]] = lambda params: {}
@@ -164,6 +168,7 @@ class HuggingFaceFamily(Generic[P]):
         Raises:
             UserError: If `config` is of another family, lacks an entry, or has an unknown or unsupported entry.
         """
+        config = self.prepare(config)
         require_value(config, "model_type", self.model_type, required=True)
         require_known_keys(config, used=self.used, irrelevant=self.irrelevant)
         for key, supported in {**self.fixed, **_UNSUPPORTED}.items():

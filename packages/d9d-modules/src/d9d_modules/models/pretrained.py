@@ -27,6 +27,7 @@ from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL
 from d9d_modules.models.qwen2 import QWEN2
 from d9d_modules.models.qwen3 import QWEN3
+from d9d_modules.models.qwen3_5 import QWEN3_5
 from d9d_modules.pooling import Pooling
 from d9d_state import (
     JsonValue,
@@ -41,7 +42,7 @@ from d9d_state import (
     sequential,
 )
 
-FAMILIES: tuple[HuggingFaceFamily[Any], ...] = (GEMMA3, GLM4, LLAMA3, MISTRAL, QWEN2, QWEN3)
+FAMILIES: tuple[HuggingFaceFamily[Any], ...] = (GEMMA3, GLM4, LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_5)
 """Families of this package."""
 
 FAMILY_ENTRY_POINTS = "d9d.model_families"
@@ -50,13 +51,16 @@ FAMILY_ENTRY_POINTS = "d9d.model_families"
 PretrainedHead: TypeAlias = Literal["language_model", "classification", "embedding"]
 """Head on the backbone of a folder."""
 
+_NESTED_PREFIX = "model.language_model."
+
 _logger = logging.getLogger(__name__)
 
 
 def known_families() -> Mapping[str, HuggingFaceFamily[Any]]:
     """Return the families of all installed packages, by their `model_type`."""
     registered = [family for each in entry_points(group=FAMILY_ENTRY_POINTS) for family in each.load()]
-    return {family.model_type: family for family in (*FAMILIES, *registered)}
+    families = (*FAMILIES, *registered)
+    return {name: family for family in families for name in (family.model_type, family.nested_type) if name is not None}
 
 
 def from_pretrained_config(
@@ -193,6 +197,9 @@ class PretrainedDecoder:
     def _mapper(self, stored: Mapping[str, object]) -> StateMapper:
         """Return the mapper of the weights in a folder that contains the tensors `stored`."""
         whole = self.family.mapper(self.params)
+        if f"{_NESTED_PREFIX}embed_tokens.weight" in stored:  # the language model of a multimodal checkpoint
+            names = {name: name.replace("model.", _NESTED_PREFIX, 1) for name in whole.inputs}
+            whole = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), whole)
         if self.head == "language_model":
             return whole
         backbone = whole.restrict(outputs=[name for name in whole.outputs if name.startswith("backbone.")])
