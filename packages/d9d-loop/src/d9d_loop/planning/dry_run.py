@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine import Engine
+from d9d_loop.engine.engine import Engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.model_build import parallelize_stages
