@@ -1,4 +1,4 @@
-"""Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and layouts that are faster or fit."""
+"""Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and better layouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -235,7 +235,7 @@ def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> 
 
 
 def describe(layout: PlanLayout) -> str:
-    """Return a layout in one line, such as "dp=64, tp=8, pp=4, 2 stages a rank, 16 microbatches of 1, recompute full"."""
+    """Return a layout in one line, such as "dp=64 tp=8, 16 microbatches of 1, recompute full"."""
     degrees = [
         f"{name}={getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp", "ep") if getattr(layout, name) > 1
     ]

@@ -1,4 +1,4 @@
-"""Search for the layouts of a decoder on a cluster: all legal degrees, microbatches, recomputation and offload, ranked."""
+"""Search for the layouts of a decoder on a cluster: legal degrees, microbatches, recomputation and offload, ranked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

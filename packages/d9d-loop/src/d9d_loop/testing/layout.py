@@ -64,5 +64,5 @@ def parse_layout(text: str) -> Layout:
             )
         values[name] = int(number)
     microbatch_size = values.pop("microbatch", None)
-    mesh = MeshConfig.model_validate({_DEGREES[name]: degree for name, degree in values.items()})
+    mesh = MeshConfig.model_validate({name: values.get(axis, 1) for axis, name in _DEGREES.items()})
     return Layout(mesh, microbatch_size, schedule)
