@@ -148,9 +148,7 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     )
 
 
-def _product(
-    hardware: Hardware, layout: PlanLayout, m: float, n: float, k: float, *, batch: float = 1
-) -> float:
+def _product(hardware: Hardware, layout: PlanLayout, m: float, n: float, k: float, *, batch: float = 1) -> float:
     return matmul_seconds(hardware, m, n, k, batch=batch, dtype=layout.dtype)
 
 
