@@ -6,12 +6,12 @@ from typing import Any, final
 
 from d9d_dist import Launch, MeshConfig, UserError
 from d9d_loop.job.plan import JobPlan
-from d9d_loop.planning.costs.goodput import Goodput, goodput
-from d9d_loop.planning.costs.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import DryRun, dry_run, representatives
+from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, search_layouts
+from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
 from d9d_loop.planning.step_model import StepTime, step_time

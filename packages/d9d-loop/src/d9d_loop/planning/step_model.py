@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import final
 
-from d9d_loop.planning.costs.collective_time import Span, collective_seconds
-from d9d_loop.planning.costs.launch_bound import launch_bound_seconds
-from d9d_loop.planning.costs.layer_time import LayerTime, PassTime, embedding_time, head_time, layer_time
-from d9d_loop.planning.costs.optimizer_time import optimizer_seconds
-from d9d_loop.planning.costs.overlap import exposed_seconds
-from d9d_loop.planning.costs.pipeline_time import pipeline_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.launch_bound import launch_bound_seconds
+from d9d_loop.planning.layer_time import LayerTime, PassTime, embedding_time, head_time, layer_time
+from d9d_loop.planning.optimizer_time import optimizer_seconds
+from d9d_loop.planning.overlap import exposed_seconds
+from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_loop.planning.plan_layout import PlanLayout
 
 PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")

@@ -12,10 +12,10 @@ Bytes of pointwise kernels: counted per kernel below, in elements of 2 bytes, re
 from dataclasses import dataclass
 from math import ceil
 
-from d9d_loop.planning.costs.collective_time import Span, collective_seconds
-from d9d_loop.planning.costs.kernel_time import attention_seconds, matmul_seconds, pointwise_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.kernel_time import attention_seconds, matmul_seconds, pointwise_seconds
 from d9d_loop.planning.plan_layout import PlanLayout
 
 # Operators that the host launches: a layer's forward, and its backward (autograd's own overhead is in host_seconds).

@@ -3,7 +3,7 @@
 import pytest
 
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
-from d9d_loop.planning.costs.memory_size import activation_bytes_per_token
+from d9d_loop.planning.memory_size import activation_bytes_per_token
 
 
 def test_a_gpt_layer_needs_34_h_per_token() -> None:

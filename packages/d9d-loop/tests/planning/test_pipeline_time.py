@@ -2,7 +2,7 @@
 
 import pytest
 
-from d9d_loop.planning.costs.pipeline_time import pipeline_seconds
+from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_pipeline import Backward, Compute, Forward, Interleaved, OneForwardOneBackward, build, simulate
 
 

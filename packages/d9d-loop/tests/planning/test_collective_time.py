@@ -3,7 +3,7 @@
 import pytest
 
 from d9d_loop.planning import Hardware
-from d9d_loop.planning.costs.collective_time import Span, collective_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds
 
 
 @pytest.fixture
