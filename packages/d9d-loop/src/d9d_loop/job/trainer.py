@@ -2,11 +2,12 @@
 
 import json
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, UserError, agree
+from d9d_dist import DistributedContext, Launch, MeshConfig, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -19,6 +20,7 @@ from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware, plan_cluster
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.task import Task
 from d9d_loop.user_frames import explained
@@ -67,9 +69,9 @@ class Trainer:
     ) -> None:
         _check_types(config, task)
         self.events = Events(seed=config.seed)
+        self._config = config
         self._plan = partial(
             plan_job,
-            config,
             model=model_provider(model),
             data=_data_provider(config, data, evaluation_data, collate),
             task=task,
@@ -77,6 +79,53 @@ class Trainer:
             lr_schedule=lr_schedule,
             pipeline_schedule=pipeline_schedule,
         )
+
+    def plan(
+        self,
+        *,
+        world_size: int,
+        hardware: str | Hardware,
+        search: bool = False,
+        shape: DecoderShape | None = None,
+        length: int | None = None,
+    ) -> ClusterPlan:
+        """Plan the job on a cluster: memory, step time, goodput, and other layouts. Needs no device.
+
+        Args:
+            world_size: Number of devices.
+            hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or an object.
+            search: True to rank other layouts, too; they are also ranked if the job does not fit.
+            shape: Sizes of the decoder; read from the model by default.
+            length: Tokens of a sample; read from the data by default.
+
+        Raises:
+            UserError: If a check of the job fails for this number of devices, or the model is not a decoder.
+        """
+        cluster = Hardware.load(hardware) if isinstance(hardware, str) else hardware
+        return plan_cluster(
+            self._plan_with, world_size=world_size, hardware=cluster, search=search, shape=shape, length=length
+        )
+
+    def _plan_with(
+        self, launch: Launch, mesh: MeshConfig | None, microbatch_size: int | None, global_size: int | None
+    ) -> JobPlan:
+        """Plan the job with another mesh and batch, if given."""
+        config, batch = self._config, self._config.batch
+        sizes = {"microbatch_size": microbatch_size, "global_size": global_size}
+        changes: dict[str, Any] = {
+            "batch": batch.model_copy(update={name: size for name, size in sizes.items() if size is not None})
+        }
+        if mesh is not None:
+            changes["mesh"] = mesh
+        return self._plan(config.model_copy(update=changes), launch=launch)
+
+    def plan_for(self, launch: Launch) -> JobPlan:
+        """Check and plan the job for a process's place in it, without starting it. No collectives or writes.
+
+        Raises:
+            UserError: If a check fails, as in `train`.
+        """
+        return self._plan(self._config, launch=launch)
 
     def train(self) -> TrainResult:
         """Run the job to its last step, resuming from the newest checkpoint; return the result, equal on every rank.
@@ -89,7 +138,7 @@ class Trainer:
             Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
         """
         with explained("the job cannot be built"):
-            plan = self._plan()
+            plan = self._plan(self._config)
         if plan.config.rehearsal:
             rehearse(plan)
         timeouts = plan.config.resilience.timeouts.timeouts
@@ -165,8 +214,18 @@ def _data_provider(
     collate: Collate | None,
 ) -> DataProvider:
     if not isinstance(data, DataProvider):
-        shuffle = config.data.shuffle
-        return DatasetProvider(data, shuffle=shuffle, evaluation=evaluation_data, collate=collate or default_collate)
+        return DatasetProvider(
+            data,
+            shuffle=config.data.shuffle,
+            evaluation=evaluation_data,
+            collate=collate or default_collate,
+            epochs=config.epochs,
+        )
+    if config.epochs is not None:
+        raise UserError(
+            f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream has its own number; "
+            "expected a dataset. Leave out epochs, and pass them to the stream."
+        )
     if evaluation_data is not None or collate is not None:
         what = "evaluation_data" if evaluation_data is not None else "collate"
         raise UserError(
