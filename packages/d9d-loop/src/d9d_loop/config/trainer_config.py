@@ -94,6 +94,11 @@ class GradientConfig(Section):
         description="dtype in which gradients accumulate over microbatches and ranks; by default that of each "
         "parameter. Needs torch 2.15.",
     )
+    reduce_each_microbatch: bool = Field(
+        False,
+        description="Reduce the gradients of sharded parameters after each microbatch: memory of a shard instead of a "
+        "whole gradient, for one reduction per microbatch instead of one per step.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -113,6 +113,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     config, task = plan.config, plan.task
     pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
     pipeline.set_grad_dtype(config.gradients.dtype)
+    pipeline.reduces_each_microbatch = config.gradients.reduce_each_microbatch
     model = pipeline.model
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(model)
