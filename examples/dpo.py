@@ -20,7 +20,6 @@ from d9d_loop.losses import PreferenceLoss
 from d9d_loop.tasks import PreferenceTask
 from d9d_peft import adapters_off
 
-
 MAX_CONTEXT = 256  # of the model; a row has several conversations
 
 

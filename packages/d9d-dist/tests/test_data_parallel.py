@@ -1,3 +1,4 @@
+import warnings
 from math import prod
 from typing import Any
 
@@ -433,3 +434,37 @@ def test_a_forward_that_changes_sharded_parameters_is_refused(how: str, names: s
     for message in run_ranks(_forward_that, how):
         assert message.startswith(f"forward replaces or writes to {names}, for example by" if names else "")
         assert bool(message) == bool(names)
+
+
+class _View(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"flat": self.inner(x).view(-1)}
+
+
+def _gradient_of_a_view(degrees: dict[str, int]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    with MeshConfig(**degrees).build() as ctx, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = _View()
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+        flat = model(torch.arange(8.0, dtype=torch.float64).view(2, 4) / ctx.world_size)["flat"]
+        flat += 1  # an in-place operation, which would lose FSDP's hook on a view
+        flat.square().sum().backward()
+        return full_gradients(model), [str(each.message) for each in caught]
+
+
+def test_outputs_that_are_views_may_be_changed_in_place_and_do_not_warn() -> None:
+    [(alone, _)] = run_ranks(_gradient_of_a_view, {}, world_size=1)
+    model = _View()
+    for gradients, messages in run_ranks(_gradient_of_a_view, {"data_parallel_shard": 2}):
+        model.zero_grad()
+        ((model(torch.arange(8.0, dtype=torch.float64).view(2, 4) / 2)["flat"] + 1).square().sum() * 2).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=0)
+            assert alone[name].shape == parameter.shape
+        assert not [message for message in messages if "view" in message]

@@ -30,7 +30,7 @@ def test_every_domain_holds_every_rank(degrees: tuple[int, int, int, int, int, i
 
 
 def test_axes_have_their_documented_names() -> None:
-    domains = MeshConfig().domains()
+    domains = MeshConfig().resolve(1).domains()
     assert list(domains["regular"]) == ["pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp"]
     assert list(domains["dense"]) == ["pp", "dp_replicate", "dp_cp_shard", "cp_replicate", "tp"]
     assert list(domains["expert"]) == ["pp", "ep_replicate", "ep_shard"]
@@ -47,12 +47,12 @@ REFUSED = {
         "remaining ranks: 1.",
     ),
     "a product that no rest can mend": (
-        {"tensor_parallel": 3},
+        {"data_parallel_shard": 1, "tensor_parallel": 3},
         "mesh: tensor_parallel 3 make 3 ranks, but the job has 2. Start 3 ranks (on one machine: torchrun "
         "--nproc-per-node 3), or choose degrees whose product is 2.",
     ),
-    "no degrees at all": (
-        {},
+    "one rank on several": (
+        {"data_parallel_shard": 1},
         "mesh: all degrees 1 make 1 rank, but the job has 2. Start 1 rank (on one machine: torchrun --nproc-per-node "
         "1), or set mesh.data_parallel_shard = -1, which then takes the remaining ranks: 2.",
     ),
@@ -99,6 +99,13 @@ def test_long_lists_of_divisors_are_shortened() -> None:
     with pytest.raises(UserError, match=r"Use one of 1, 2, 3, 4, 5, \.\.\., 30, 40, 60, 120, or -1") as caught:
         MeshConfig(data_parallel_shard=-1, expert_parallel=7).resolve(120)
     assert ", 6," not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shard"), [({}, 8), ({"tensor_parallel": 2}, 4), ({"data_parallel_replicate": -1}, 1)]
+)
+def test_by_default_the_parameters_are_sharded_over_the_remaining_ranks(degrees: dict[str, int], shard: int) -> None:
+    assert MeshConfig(**degrees).resolve(8).data_parallel_shard == shard
 
 
 def test_experts_may_take_all_ranks_of_a_stage() -> None:

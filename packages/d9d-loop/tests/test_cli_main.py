@@ -20,7 +20,7 @@ def test_success_is_not_intercepted(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "code", "text"),
     [
         (UserError("steps = 0; expected 1 or more."), 2, "d9d: steps = 0; expected 1 or more.\n"),
-        (KeyboardInterrupt(), 130, "d9d: interrupted. The same command resumes from the last checkpoint.\n"),
+        (KeyboardInterrupt(), 130, "d9d: interrupted.\n"),
     ],
 )
 def test_one_message_and_an_exit_code(

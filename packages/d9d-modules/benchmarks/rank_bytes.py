@@ -88,13 +88,13 @@ def rank_bytes(params: DecoderParams, mesh: MeshConfig, *, dtype: torch.dtype = 
 
     Args:
         params: Sizes of the model.
-        mesh: Degrees of parallelism, none of them -1; pipeline_parallel must be 1.
+        mesh: Degrees of parallelism; -1 counts as 1. pipeline_parallel must be 1.
         dtype: Dtype of parameters, gradients and moments.
 
     Raises:
         UserError: If the degrees do not fit the model.
     """
-    num_ranks = prod(mesh.domains()["regular"].values())
+    num_ranks = prod(degree for axis, degree in mesh if axis != "expert_parallel" and degree != -1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         with mesh.build(launch=Launch(world_size=num_ranks, device="cpu")) as ctx:

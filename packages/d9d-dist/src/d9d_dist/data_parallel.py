@@ -9,7 +9,7 @@ loss is a mean over equally many elements. Here the sum over ranks is divided on
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -86,6 +86,7 @@ def parallelize_hsdp(
     )
     # Registered before FSDP's hooks, one of which frees the parameters that this hook compares.
     refuse_writes_in_first_forward(module)
+    module.register_forward_hook(_detach_from_base)
     fully_shard(
         module,
         mesh=_replicate_and_shard(mesh, shard_axis),
@@ -170,6 +171,35 @@ def _unsupported_by_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) 
         or not parameter.numel()
         or (parameter.requires_grad and parameter.dtype != most[0][0])
     ]
+
+
+@final
+class _WithoutBase(torch.autograd.Function):
+    """Identity whose output shares the input's memory but is no view for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _detach_from_base(module: nn.Module, args: Any, outputs: Any) -> Any:
+    """Return outputs that are no views (forward hook). Copies no memory.
+
+    FSDP2 registers its pre-backward hook on the outputs. An in-place operation on a view replaces the view's node in
+    the autograd graph, and the hook would be lost; on other tensors the hook stays.
+    """
+    leaves = pytree.tree_leaves(outputs)
+    if torch.compiler.is_compiling() or not any(map(_is_view, leaves)):
+        return None
+    return pytree.tree_map(lambda leaf: _WithoutBase.apply(leaf) if _is_view(leaf) else leaf, outputs)
+
+
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
 
 
 def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> None:

@@ -44,6 +44,11 @@ def canonical_name(name: str) -> str:
     return _WRAPPER_NAMES.sub("", name)
 
 
+def allocate(model: nn.Module, *, device: torch.device) -> None:
+    """Replace every parameter and buffer by an uninitialized one on a device, in place. Tied parameters stay tied."""
+    replace_tensors(model, partial(empty_on, device))
+
+
 def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
     """Allocate a model that was built on `meta` and initialize its values, in place.
 
@@ -70,7 +75,7 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
             If a sharded parameter is replaced by one of another shape, or written through a reference that is not a
             module attribute.
     """
-    replace_tensors(model, partial(empty_on, device))
+    allocate(model, device=device)
     initializer = _Initializer(model, seed)
     accelerators = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(accelerators, device_type=device.type), _keep_host_generators(), torch.no_grad():

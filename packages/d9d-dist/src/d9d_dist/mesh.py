@@ -23,7 +23,10 @@ from d9d_dist.precision import PrecisionName
 
 
 class MeshConfig(BaseModel):
-    """Degrees of parallelism, whose product is the number of ranks. One degree may be -1: all ranks that remain."""
+    """Degrees of parallelism, whose product is the number of ranks. One degree may be -1: all ranks that remain.
+
+    By default these are `data_parallel_shard`: without any key, a job shards its parameters over all of its ranks.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +35,8 @@ class MeshConfig(BaseModel):
         default=1, description="Number of replicas of the parameters, each with its own samples."
     )
     data_parallel_shard: int = Field(
-        default=1, description="Number of ranks that shard the parameters, each with its own samples."
+        default=-1,
+        description="Number of ranks that shard the parameters, each with its own samples; -1: all remaining ranks.",
     )
     context_parallel_shard: int = Field(
         default=1, description="Number of ranks that shard each sequence, and the parameters."
@@ -59,6 +63,8 @@ class MeshConfig(BaseModel):
             UserError: If the product cannot be `world_size`, or the expert degree does not divide the ranks of a stage.
         """
         degrees = {name: getattr(self, name) for name in type(self).model_fields if name != "expert_parallel"}
+        if "data_parallel_shard" not in self.model_fields_set and list(degrees.values()).count(-1) > 1:
+            degrees["data_parallel_shard"] = 1  # the -1 that was set takes the remaining ranks
         rest = [name for name, degree in degrees.items() if degree == -1]
         known = prod(degree for degree in degrees.values() if degree != -1)
         if len(rest) > 1:

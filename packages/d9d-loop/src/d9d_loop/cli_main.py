@@ -5,8 +5,12 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
 from d9d_dist import UserError
-from d9d_loop.resilience import Stopped
+from d9d_loop.resilience import ExitCode, Stopped
+from d9d_loop.user_frames import describe_frame, user_frames
 from d9d_state import StateError
 
 
@@ -18,8 +22,11 @@ def cli_main() -> Generator[None]:
 
     - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
     - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
-    - `KeyboardInterrupt`: exit code 130. Checkpoints are kept; the same command resumes from the newest one.
-    - `Stopped`, after a signal asked the job to stop: exit code 75 (`ExitCode.STOPPED`).
+    - pydantic's `ValidationError`, such as of `TrainerConfig(...)`: exit code 2, with a line for each invalid key.
+    - `KeyboardInterrupt`: exit code 130. Its notes say what is saved.
+    - `Stopped`, after a signal asked the job to stop: exit code 75 (`ExitCode.STOPPED`), or 130 for Ctrl-C.
+
+    An exception in the user's own model, task or data prints the user's lines before the whole traceback.
     """
     try:
         yield
@@ -33,9 +40,23 @@ def cli_main() -> Generator[None]:
     except Stopped as stopped:
         _say(str(stopped))
         raise
-    except KeyboardInterrupt:
-        _say("interrupted. The same command resumes from the last checkpoint.")
-        raise SystemExit(130) from None
+    except KeyboardInterrupt as interrupt:
+        _say(" ".join(["interrupted.", *getattr(interrupt, "__notes__", ())]))
+        raise SystemExit(ExitCode.INTERRUPTED) from None
+    except ValidationError as error:
+        _say("\n     ".join([f"{error.title} is invalid:", *map(_describe_invalid, error.errors())]))
+        raise SystemExit(ExitCode.USER_ERROR) from None
+    except Exception as error:
+        if frames := user_frames(error):
+            lines = [f"{type(error).__name__}: {error}", *(f"  {describe_frame(each)}" for each in reversed(frames))]
+            _say("\n".join([*lines, "The whole traceback:"]), everywhere=True)
+        raise
+
+
+def _describe_invalid(details: ErrorDetails) -> str:
+    name = ".".join(map(str, details["loc"]))
+    message = details["msg"].replace("Input should be", "expected", 1)
+    return f"{name} is missing" if details["type"] == "missing" else f"{name} = {details['input']!r:.60}; {message}"
 
 
 def _say(message: str, *, everywhere: bool = False) -> None:

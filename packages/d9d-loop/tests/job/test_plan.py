@@ -88,7 +88,7 @@ def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]
         batch={"global_size": 24, "microbatch_size": 2},
         mesh={"data_parallel_replicate": 2, "data_parallel_shard": -1},
     )
-    plan = plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+    plan = plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA * 3))
     assert (plan.microbatch_size, plan.num_microbatches) == (2, 3)
     assert (plan.model.mesh.data_parallel_replicate, plan.model.mesh.data_parallel_shard) == (2, 2)
     assert plan.model.launch == Launch(0, 4, 0, 4, 0, has_launcher=True)
@@ -350,7 +350,8 @@ def _half_frozen(_stage: StageInfo) -> nn.Module:
 
 def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_path: Path) -> None:
     save_model_state(nn.Linear(3, 2), tmp_path / "weights")
-    state: JsonValue = {"data_identity": IDENTITY, "frozen_digest": "0123456789abcdef"}
+    settings = _config(tmp_path).model_dump(mode="json")
+    state: JsonValue = {"config": settings, "data_identity": IDENTITY, "frozen_digest": "0123456789abcdef"}
     tensors = model_tensors(_half_frozen(StageInfo()), trainable_only=True)
     CheckpointStore(tmp_path / "runs" / "run" / "checkpoints").save(2, tensors, state=state)
     config = _config(tmp_path, initial_weights=tmp_path / "weights", checkpoint={"trainable_only": True})

@@ -57,6 +57,7 @@ class _Run:
             config,
             {"steps": 10},
             record=self.record,
+            num_steps=config.steps or 0,
             metrics={"total": self.total},
             weight_unit="tokens",
             ctx=ctx,

@@ -1,71 +1,234 @@
-"""Text generation: sample tokens from a language model."""
+"""Text generation: sample tokens from a language model.
 
-from collections.abc import Callable
+Shape legend: B batch, P prompt length, N new tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
+from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
 
 
-@torch.no_grad()
+@final
+class Rollout(NamedTuple):
+    """Generated tokens with their log-probabilities.
+
+    Attributes:
+        token_ids: Prompts with their continuations [B, P + N], int64. `pad_token` after a stop token. N is smaller than
+            `max_new_tokens` if all rows ended earlier.
+        mask: True at tokens of the prompts and at generated tokens, stop tokens included; [B, P + N], bool.
+        log_probs: Log-probability of each generated token, [B, N], float32; 0 where the mask is False. It is that of
+            the model's own distribution, before temperature, `top_k` and `top_p`.
+    """
+
+    token_ids: Tensor
+    mask: Tensor
+    log_probs: Tensor
+
+
 def generate(
-    model: Callable[[Tensor], Tensor],
+    model: Callable[..., Any],
     input_ids: Tensor,
     *,
     max_new_tokens: int,
     max_context: int,
+    prompt_mask: Tensor | None = None,
+    stop_tokens: Sequence[int] = (),
+    pad_token: int = 0,
     pad_to_multiple_of: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     generator: torch.Generator | None = None,
+    use_cache: bool | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Sample a continuation of each prompt, one token at a time.
+    """Sample a continuation of each prompt; return the `token_ids` of `rollout`, with the same arguments."""
+    return rollout(
+        model,
+        input_ids,
+        max_new_tokens=max_new_tokens,
+        max_context=max_context,
+        prompt_mask=prompt_mask,
+        stop_tokens=stop_tokens,
+        pad_token=pad_token,
+        pad_to_multiple_of=pad_to_multiple_of,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        generator=generator,
+        use_cache=use_cache,
+        group=group,
+    ).token_ids
 
-    There is no key/value cache: each new token recomputes the whole context. The only collectives are those of the
-    model's forward pass. For a sharded model, all ranks need equal arguments and equally seeded generators.
+
+@torch.no_grad()
+def rollout(
+    model: Callable[..., Any],
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    max_context: int,
+    prompt_mask: Tensor | None = None,
+    stop_tokens: Sequence[int] = (),
+    pad_token: int = 0,
+    pad_to_multiple_of: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    use_cache: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+    on_tokens: Callable[[Tensor], None] | None = None,
+) -> Rollout:
+    """Sample a continuation of each prompt, one token at a time, with the log-probabilities of the tokens.
+
+    A `DecoderForCausalLM` keeps keys, values and states of the positions so far, and computes only the new token. The
+    results are equal, except for rounding, to those without the cache. Modules are in evaluation mode meanwhile, and
+    `torch.compile` is bypassed.
+
+    Collectives are those of the model's forward pass. Tensor-parallel ranks need equal arguments and equally seeded
+    generators. Ranks that share parameters (FSDP) may have different rows; see `group`.
 
     Args:
-        model: Maps token ids [B, L] to logits [B, L, V]. Call `eval()` first if the model has a training mode.
-        input_ids: Prompts [B, L], int64, L >= 1, all of the same length.
+        model: `DecoderForCausalLM`, or a function of token ids [B, L] that returns logits [B, L, V].
+        input_ids: Prompts [B, P], int64, P >= 1. Shorter prompts are padded on the left.
         max_new_tokens: Number of tokens to add to each row.
-        max_context: Maximum context length. Longer rows are truncated on the left, and positions restart at 0.
-        pad_to_multiple_of: Pad rows on the right to a multiple of this length, as context and tensor parallelism need.
-            With causal attention the padding does not change the results.
+        max_context: Maximum context length. Longer rows are truncated on the left, and positions restart at 0; from
+            there on each token recomputes its context.
+        prompt_mask: False at left padding [B, P], bool or 0 and 1; None if all prompts have P tokens. A function as
+            `model` then also gets `position_ids` and `document_ids_BL`, as in `DecoderModel.forward`.
+        stop_tokens: A row ends after the first of these tokens.
+        pad_token: Token id after the end of a row.
+        pad_to_multiple_of: Pad each forward pass on the right to a multiple of this length, as context and sequence
+            parallelism need. With causal attention the padding does not change the results.
         temperature: Divisor of the logits; 0 selects greedy decoding.
         top_k: Sample only from this many most likely tokens; None samples from all.
+        top_p: Sample only from the most likely tokens whose probabilities sum to at least this number ("nucleus
+            sampling", arXiv:1904.09751); None samples from all.
         generator: Random generator on the device of the logits; None for torch's default.
-
-    Returns:
-        Prompts with their continuations [B, L + max_new_tokens].
+        use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
+            model supports it.
+        group: Ranks that stop together. Required with `stop_tokens` if ranks that run one model together have different
+            rows: without it a rank whose rows have ended would leave the others waiting. One all-reduce per token.
+        on_tokens: Called with the tokens [B] of each step, to stream text. None calls nothing.
 
     Raises:
-        UserError: If `input_ids` is not [B, L] with L >= 1, or an option is out of range.
+        UserError: If an argument is out of range, the mask is not a left padding, or `use_cache` is True and the model
+            does not support it: context parallelism, pipeline stages, RoPE scaling by the length of a row, or a token
+            mixer without a cache.
     """
-    _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k)
+    _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
     if pad_to_multiple_of < 1:
         raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
-    for _ in range(max_new_tokens):
-        context_BL = input_ids[:, -max_context:]
-        length = context_BL.shape[1]
-        logits_BV = model(F.pad(context_BL, (0, -length % pad_to_multiple_of)))[:, length - 1]
-        next_B1 = _choose(logits_BV, temperature=temperature, top_k=top_k, generator=generator)
-        input_ids = torch.cat((input_ids, next_B1), dim=1)
-    return input_ids
+    mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
+    (batch, prompt_length), device = input_ids.shape, input_ids.device
+    stops = torch.tensor(list(stop_tokens), dtype=input_ids.dtype, device=device)
+    is_done_B = torch.zeros(batch, dtype=torch.bool, device=device)
+    is_kept, log_probs = [torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask], []
+    token_ids, context_mask = input_ids, mask
+    with evaluating(model):
+        compute = _next_logits(
+            model,
+            use_cache=use_cache,
+            capacity=prompt_length + max_new_tokens,
+            multiple=pad_to_multiple_of,
+            max_context=max_context,
+        )
+        try:
+            for step in range(max_new_tokens):
+                if step > 0 and stop_tokens and _all_done(is_done_B, group):
+                    break
+                logits_BV = compute(token_ids, context_mask)
+                next_B1 = _choose(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+                log_prob_B1 = _log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B.unsqueeze(1), 0.0)
+                next_B1 = next_B1.masked_fill(is_done_B.unsqueeze(1), pad_token)
+                token_ids = torch.cat((token_ids, next_B1), dim=1)
+                context_mask = None if context_mask is None else F.pad(context_mask, (0, 1), value=True)
+                is_kept.append(~is_done_B.unsqueeze(1))
+                log_probs.append(log_prob_B1)
+                is_done_B = is_done_B | torch.isin(next_B1.squeeze(1), stops)
+                if on_tokens is not None:
+                    on_tokens(next_B1.squeeze(1))
+        finally:
+            if isinstance(compute, CachedContext):
+                compute.close()
+    no_tokens = torch.empty(batch, 0, dtype=torch.float32, device=device)
+    return Rollout(token_ids, torch.cat(is_kept, dim=1), torch.cat([no_tokens, *log_probs], dim=1))
 
 
-def _choose(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _next_logits(
+    model: Callable[..., Any], *, use_cache: bool | None, capacity: int, multiple: int, max_context: int
+) -> NextLogits:
+    reason = why_no_cache(model)
+    if use_cache is True and reason is not None:
+        raise UserError(
+            f"use_cache = True, but {reason}; expected a DecoderForCausalLM that supports a cache. Set use_cache = "
+            "False to recompute the context for each token."
+        )
+    if reason is not None or use_cache is False:
+        return WholeContext(model, multiple=multiple, max_context=max_context)
+    assert isinstance(model, nn.Module)
+    return CachedContext(model, capacity=capacity, multiple=multiple, max_context=max_context)
+
+
+def _all_done(is_done_B: Tensor, group: dist.ProcessGroup | None) -> bool:
+    is_done = is_done_B.all().to(torch.int32)
+    if group is not None:
+        dist.all_reduce(is_done, op=dist.ReduceOp.MIN, group=group)
+    return bool(is_done.item())
+
+
+def _log_softmax(logits_BV: Tensor) -> Tensor:
+    return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(dim=-1).float()
+
+
+def _choose(
+    logits_BV: Tensor,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
+) -> Tensor:
     """Sample one token per row [B, 1]."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         threshold_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, float("-inf"))
-    return torch.multinomial((logits_BV.float() / temperature).softmax(dim=-1), num_samples=1, generator=generator)
+    probabilities_BV = (logits_BV.float() / temperature).softmax(dim=-1)
+    if top_p is not None:
+        descending_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True)
+        before_BV = descending_BV.cumsum(dim=-1) - descending_BV
+        descending_BV = descending_BV.masked_fill(before_BV >= top_p, 0.0)
+        probabilities_BV = torch.zeros_like(probabilities_BV).scatter(-1, order_BV, descending_BV)
+    return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
 
 
-def _check_options(input_ids: Tensor, *, max_context: int, temperature: float, top_k: int | None) -> None:
+def _checked_mask(prompt_mask: Tensor, input_ids: Tensor) -> Tensor:
+    if prompt_mask.shape != input_ids.shape:
+        raise UserError(
+            f"prompt_mask has shape {tuple(prompt_mask.shape)}; expected that of input_ids, {tuple(input_ids.shape)}."
+        )
+    mask = prompt_mask.bool()
+    if not bool((mask[:, -1:].all() & (mask[:, 1:] >= mask[:, :-1]).all()).item()):
+        raise UserError(
+            "prompt_mask has padding after a token, or a row without tokens; expected padding on the left: each row "
+            "ends with a token of its prompt. Pad the prompts on the left."
+        )
+    return mask
+
+
+def _check_options(
+    input_ids: Tensor, *, max_context: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise UserError(f"input_ids have shape {tuple(input_ids.shape)}; expected [batch, length] with length >= 1.")
     if max_context < 1:
@@ -74,3 +237,5 @@ def _check_options(input_ids: Tensor, *, max_context: int, temperature: float, t
         raise UserError(f"temperature = {temperature}; expected 0 (greedy decoding) or more.")
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k = {top_k}; expected at least 1, or None for all tokens.")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise UserError(f"top_p = {top_p}; expected 0 < top_p <= 1, or None for all tokens.")

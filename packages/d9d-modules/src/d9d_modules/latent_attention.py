@@ -17,6 +17,7 @@ from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, Tenso
 from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.linear import Linear
+from d9d_modules.mixer_cache import PositionCache, why_no_attention_cache, window_of
 from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tables
 
@@ -82,18 +83,35 @@ class MultiHeadLatentAttention(nn.Module):
         if options.scale is None and value_dim > head_dim + rotary_dim:
             options = replace(options, scale=(head_dim + rotary_dim) ** -0.5)  # the default would use the padded dim
         self.attention_function: Attention = chosen_attention(options, backends=backends)
+        self._cache: PositionCache | None = None
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
         """See `GroupedQueryAttention.forward`; the rotary tables have R / 2 pairs."""
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
         check_documents(document_ids_BL, x_BLD.shape[:2])
-        q_BLHK, (k_BLHK, v_BLHV) = self._queries(x_BLD, rotary), self._keys_and_values(x_BLD, rotary)
+        q_BLHK, (latent_BLC, k_BLR) = self._queries(x_BLD, rotary), self._latents(x_BLD, rotary)
+        if self._cache is not None:
+            document_ids_BL, (latent_BLC, k_BLR) = self._cache.extend(document_ids_BL, latent_BLC, k_BLR)
+        k_BLHK, v_BLHV = self._keys_and_values(latent_BLC, k_BLR)
         # Attention functions take one head dim. Zero-padding changes neither scores nor the first V output features.
         missing = v_BLHV.shape[-1] - q_BLHK.shape[-1]
         v_BLHK = F.pad(v_BLHV, (0, max(-missing, 0)))
         q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
         attended_BLHK = self.attention_function(q_BLHK, k_BLHK, v_BLHK, documents_BS=document_ids_BL)
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
+
+    def why_no_cache(self) -> str | None:
+        """See `SupportsCache`."""
+        return why_no_attention_cache(self.attention_function)
+
+    def start_cache(self, capacity: int) -> PositionCache:
+        """See `SupportsCache`. Holds the latent vectors; each pass expands those of all positions."""
+        self._cache = PositionCache(capacity, window=window_of(self.attention_function))
+        return self._cache
+
+    def drop_cache(self) -> None:
+        """See `SupportsCache`."""
+        self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
@@ -124,10 +142,14 @@ class MultiHeadLatentAttention(nn.Module):
         q_BLHN, q_BLHR = q_BLHNR.split([self.head_dim, self.rotary_dim], dim=-1)
         return torch.cat((q_BLHN, apply_rotary(q_BLHR, rotary, layout=self.rotary_layout)), dim=-1)
 
-    def _keys_and_values(self, x_BLD: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor]:
+    def _latents(self, x_BLD: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor]:
+        """Compute what all heads share: the normalized latent vectors, and the rotated features of the keys."""
         latent_BLC, k_BLR = self.kv_down_proj(x_BLD).split([self.kv_rank, self.rotary_dim], dim=-1)
-        kv_BLHNV = self.kv_up_proj(self.kv_norm(latent_BLC)).unflatten(-1, (-1, self.head_dim + self.value_dim))
-        k_BLHN, v_BLHV = kv_BLHNV.split([self.head_dim, self.value_dim], dim=-1)
         k_BL1R = apply_rotary(k_BLR.unsqueeze(-2), rotary, layout=self.rotary_layout)
-        k_BLHR = k_BL1R.expand(*k_BLHN.shape[:-1], -1)
+        return self.kv_norm(latent_BLC), k_BL1R.squeeze(-2)
+
+    def _keys_and_values(self, latent_BLC: Tensor, k_BLR: Tensor) -> tuple[Tensor, Tensor]:
+        kv_BLHNV = self.kv_up_proj(latent_BLC).unflatten(-1, (-1, self.head_dim + self.value_dim))
+        k_BLHN, v_BLHV = kv_BLHNV.split([self.head_dim, self.value_dim], dim=-1)
+        k_BLHR = k_BLR.unsqueeze(-2).expand(*k_BLHN.shape[:-1], -1)
         return torch.cat((k_BLHN, k_BLHR), dim=-1), v_BLHV

@@ -19,7 +19,7 @@ from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_
 from d9d_modules._vocabulary_splits import VocabularySplits
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
-from d9d_modules.token_scores import token_scores
+from d9d_modules.vocabulary_scores import token_scores
 
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 """Implementation of the cross entropy: `linear_cross_entropy` of this package, or the package `cut-cross-entropy`."""
@@ -43,6 +43,7 @@ class LanguageModelHead(VocabularySplits):
     Attributes:
         token_loss: Per-token loss. While the vocabulary is sharded, `d9d_dist.VocabParallelHead` replaces the loss by
             its vocabulary-parallel version.
+        logit_positions: Positions whose logits are computed; all by default. `generate` sets it to the last position.
 
     Raises:
         UserError: If `softcap` is not above 0, there is no split, a split has no tokens, or its name is not a Python
@@ -69,6 +70,7 @@ class LanguageModelHead(VocabularySplits):
         self.softcap = softcap
         self.token_loss: TokenLoss = token_loss
         self.loss_backend: LossBackend | None = loss_backend
+        self.logit_positions = slice(None)
 
     def forward(
         self, hidden_BLD: Tensor, *, labels: Tensor | None = None, scores: bool = False
@@ -88,7 +90,7 @@ class LanguageModelHead(VocabularySplits):
 
     def _loss(self, hidden_BLD: Tensor, labels: Tensor | None, token_loss: TokenLoss) -> Tensor:
         return language_model_head(
-            hidden_BLD,
+            hidden_BLD[:, self.logit_positions] if labels is None else hidden_BLD,
             self._weights(),
             labels=labels,
             vocab_size=self.vocab_size,

@@ -18,7 +18,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from d9d_moe.balanced_counts import balanced_rows
 from d9d_moe.dispatch import CombineHandle, Dispatched, dispatch_local, sort_by_expert
 from d9d_moe.permute import inverse_permutation, sum_rows, take_rows
 from d9d_moe.router import Routing
@@ -46,7 +48,7 @@ class AllToAllDispatcher:
         choices_R = torch.zeros_like(sent_R).scatter_add_(0, ranks_TA.flatten(), torch.ones_like(order_N))
         one_each = [1] * self.group.size()
         received_R2 = _start_all_to_all(torch.stack((sent_R, choices_R), dim=1), one_each, one_each, self.group)()
-        send_sizes, receive_sizes, choices = torch.stack((sent_R, *received_R2.unbind(1))).tolist()
+        send_sizes, receive_sizes, choices = _sizes(sent_R, received_R2, routing, num_experts)
 
         order_L = order_N[: sum(send_sizes)]
         experts_LA = routing.indices.to(torch.int32).index_select(0, order_L // top_k)
@@ -68,6 +70,19 @@ class AllToAllDispatcher:
             return CombineHandle(lambda: sum_rows(wait_returned(), order_L, inverse_N, copies=top_k))
 
         return Dispatched(arrived.rows, arrived.counts, combine)
+
+
+def _sizes(
+    sent_R: Tensor, received_R2: Tensor, routing: Routing, num_experts: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Read the numbers of rows to send and to receive, and of choices of the received rows, by rank."""
+    if not isinstance(sent_R, FakeTensor):
+        send_sizes, receive_sizes, choices = torch.stack((sent_R, *received_R2.unbind(1))).tolist()
+        return send_sizes, receive_sizes, choices
+    num_tokens, top_k = routing.indices.shape
+    num_ranks = len(sent_R)
+    rows = balanced_rows(num_tokens, num_experts=num_experts, top_k=top_k, num_ranks=num_ranks)
+    return [rows] * num_ranks, [rows] * num_ranks, [num_tokens * top_k // num_ranks] * num_ranks
 
 
 def _mask_repeated_ranks(ranks_TA: Tensor, num_ranks: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from d9d_dist import WeightGradHandle, defer_weight_grad
 from d9d_dist.errors import UserError
 from d9d_moe.autocast import autocast_inputs
+from d9d_moe.balanced_counts import counts_on_host
 
 GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
 
@@ -171,7 +172,7 @@ def _eager(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
     y_NO = x_NI.new_empty(len(x_NI), weight_GIO.shape[2])
     if x_NI.is_meta:
         return y_NO  # the counts have no values on meta
-    counts = counts_G.tolist()
+    counts = counts_on_host(counts_G, num_rows=len(x_NI))
     for y, x, weight_IO in zip(y_NO.split(counts), x_NI.split(counts), weight_GIO.unbind(), strict=True):
         torch.mm(x, weight_IO, out=y)
     return y_NO
@@ -181,7 +182,7 @@ def _eager_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
     weight_GOI = x_NI.new_empty(len(counts_G), y_NO.shape[1], x_NI.shape[1])
     if x_NI.is_meta:
         return weight_GOI
-    counts = counts_G.tolist()
+    counts = counts_on_host(counts_G, num_rows=len(x_NI))
     for weight_OI, y, x in zip(weight_GOI.unbind(), y_NO.split(counts), x_NI.split(counts), strict=True):
         torch.mm(y.T, x, out=weight_OI)
     return weight_GOI

@@ -23,6 +23,7 @@ from d9d_modules import (
     SwiGLU,
     YarnScaling,
     decoder_lm_head,
+    rollout,
 )
 from d9d_moe import (
     DeepseekV3ForCausalLM,
@@ -290,6 +291,19 @@ def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, len
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
         assert (parameter.grad - expected_gradients[name]).abs().max() <= 1e-5 * largest, name
+
+
+def test_greedy_text_with_latent_cache_equals_that_without() -> None:
+    torch.manual_seed(1)
+    model = DeepseekV3ForCausalLM(PARAMS).double()
+    prompts = torch.randint(1, 19, (2, 6))
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    cached, whole = (
+        rollout(model, prompts, prompt_mask=mask, max_new_tokens=10, max_context=30, temperature=0, use_cache=use_cache)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached.token_ids, whole.token_ids)
+    torch.testing.assert_close(cached.log_probs, whole.log_probs, rtol=1e-6, atol=1e-6)
 
 
 def test_each_stage_loads_its_tensors_from_the_checkpoint() -> None:

@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, assert_trees_close
+from d9d_modules import generate
 from d9d_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
@@ -154,6 +155,22 @@ def test_logits_losses_and_gradients_match(*, params: Qwen3MoeParams, batch: int
     for kind in exact:
         assert_trees_close(double[kind], exact[kind], rtol=1e-10, atol=1e-10)
         assert_rounds_like(single[kind], exact[kind], peer=peer[kind])
+
+
+def test_greedy_text_equals_that_of_the_reference() -> None:
+    torch.manual_seed(1)
+    params = replace(_params(), sliding_window=4, sliding_layers=(0, 1, 2))
+    reference = _reference(params).double().eval()
+    reference.apply(_keep_float64)
+    model = Qwen3MoeForCausalLM(params).double()
+    model.load_state_dict(_apply(qwen3_moe_from_hugging_face(params), _on_disk(reference.state_dict())))
+    prompts = torch.randint(1, 21, (2, 6))
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    expected = reference.generate(
+        prompts, attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=99
+    )
+    got = generate(model, prompts, prompt_mask=mask, max_new_tokens=10, max_context=30, temperature=0, use_cache=True)
+    assert torch.equal(got, expected)
 
 
 def _results(model: nn.Module, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Pipeline schedules as programs that are verified, simulated, plotted and executed."""
 
+from d9d_pipeline._channel import Messages, stage_output
 from d9d_pipeline._message import check_can_be_sent
 from d9d_pipeline.actions import (
     Action,
@@ -48,6 +49,7 @@ __all__ = [
     "Inputs",
     "Interleaved",
     "LoopedBreadthFirst",
+    "Messages",
     "OneForwardOneBackward",
     "OutputHandler",
     "Outputs",
@@ -77,5 +79,6 @@ __all__ = [
     "ranks_of_stages",
     "shared_names",
     "simulate",
+    "stage_output",
     "verify",
 ]

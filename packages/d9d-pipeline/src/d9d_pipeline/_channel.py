@@ -5,7 +5,7 @@ any tree, and shapes may change from batch to batch, without a shape inference p
 """
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias, final
@@ -13,12 +13,40 @@ from typing import Any, TypeAlias, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from d9d_dist import UserError
 from d9d_pipeline._message import Description
 
 Kind: TypeAlias = tuple[Hashable, ...]
 """Key of messages with equal metadata: the stage that sends them, and the shapes of the step's inputs."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Metadata of the messages between stages, known before the first step.
+
+    Attributes:
+        outputs: A stage's output by global stage index, as `stage_output` describes it.
+    """
+
+    outputs: Mapping[int, Description]
+
+    def of(self, kind: Kind) -> Description:
+        """Return the metadata of a kind of message: a stage's output, or the gradient of a stage's input."""
+        what, stage = kind[:2]
+        assert isinstance(stage, int)
+        if what == "output":
+            return self.outputs[stage]
+        leaves = self.outputs[stage - 1].leaves
+        gradients = (leaf._replace(needs_gradient=False) for leaf in leaves if leaf and leaf.needs_gradient)
+        return Description(None, tuple(gradients))
+
+
+def stage_output(output: Any) -> Description:
+    """Describe the output of a stage, a tree of tensors; raise `UserError` if it cannot be sent."""
+    return Description.of(*pytree.tree_flatten(output))
 
 
 @final
@@ -41,8 +69,8 @@ class Arriving:
 class Channel:
     """Point-to-point channel between this rank and the other ranks of its pipeline."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, messages: Messages | None = None) -> None:
+        self._group, self._device, self._messages = group, device, messages
         self._sent: dict[Kind, Description] = {}
         self._received: dict[Kind, Description] = {}
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
@@ -51,7 +79,8 @@ class Channel:
         """Start to send a message; raise `UserError` if an earlier message of this kind had different metadata."""
         known = self._sent.setdefault(kind, description)
         if known is description:
-            self._send_description(description, peer)
+            if self._messages is None:
+                self._send_description(description, peer)
         elif known != description:
             raise UserError(
                 f"got a message of {description}, but {known} earlier for inputs of the same shapes; expected a "
@@ -91,7 +120,8 @@ class Channel:
     def receive(self, *, kind: Kind, peer: int) -> Arriving:
         """Start to receive a message; blocks for its metadata if it is the first of its kind."""
         if kind not in self._received:
-            self._received[kind] = self._receive_description(peer)
+            known = self._messages
+            self._received[kind] = self._receive_description(peer) if known is None else known.of(kind)
         description = self._received[kind]
         leaves: list[Tensor | None] = []
         works = []

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from d9d_dist import DeferredWeightGrads, UserError
-from d9d_pipeline._channel import Arriving, Channel, Kind
+from d9d_pipeline._channel import Arriving, Channel, Kind, Messages
 from d9d_pipeline._message import Description
 from d9d_pipeline._stage import ForwardState, Stage
 from d9d_pipeline._stopwatch import Mark, Stopwatch
@@ -103,6 +103,7 @@ class Executor:
         group: Process group of the pipeline, with as many ranks as the program; None for a program of one rank.
         device: Device that the stages compute on; by default that of the first parameter, or the CPU without
             parameters.
+        messages: Metadata of all messages between stages; by default, ranks send it with the first message.
 
     Raises:
         UserError: If the sizes of the group and the program differ, or the program assigns other stages to this rank.
@@ -115,6 +116,7 @@ class Executor:
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        messages: Messages | None = None,
     ) -> None:
         num_ranks = 1 if group is None else group.size()
         if len(program.ranks) != num_ranks:
@@ -133,7 +135,7 @@ class Executor:
         self._stages = {index: _stage(program, self._rank, index, module) for index, module in stages.items()}
         devices = (parameter.device for module in stages.values() for parameter in module.parameters())
         self._device = device or next(devices, torch.device("cpu"))
-        self._channel = None if group is None else Channel(group, self._device)
+        self._channel = None if group is None else Channel(group, self._device, messages)
 
     def step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> None:
         """Execute the program once. Collective over the pipeline: all sends and receives of the program.

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+
+from d9d_dist.process_groups import destroy_process_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +89,9 @@ def _run(call: Call) -> Outcome:
             dist.barrier()  # no rank leaves while a peer may still need it
     except BaseException:  # report every exception, including SystemExit
         return Outcome(error=traceback.format_exc())
-    _clear_process_groups()
+    destroy_process_groups()
     torch.set_default_dtype(torch.float32)
     return Outcome(result=result)
-
-
-def _clear_process_groups() -> None:
-    """Destroy the process group and clear DTensor's caches, which refer to its meshes."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # torch.distributed.tensor.debug has a function for this, but importing it needs NumPy.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    # The set of caches depends on the version of torch.
-    for owner in (_redistribute, _collective_utils, _collective_utils.MeshTopoInfo):
-        for name, member in list(vars(owner).items()):
-            if name.endswith("planner_cache") and isinstance(member, dict):
-                member.clear()
-            elif isinstance(getattr(owner, name), _lru_cache_wrapper):
-                getattr(owner, name).cache_clear()
 
 
 def _load_function(call: Call) -> Callable[..., Any]:

@@ -37,8 +37,9 @@ def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None =
     for name, variants in _entries(model).items():
         if name not in known:
             what = " ".join([*_descriptions(variants), _only_for(variants).strip()]).strip()
-            cells = [f"`{name}`", f"`{_types(variants)}`", _defaults(variants).removeprefix("default "), what]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            types = " or ".join(f"`{each}`" for each in _types(variants).split(" | "))
+            cells = [f"`{name}`", types, _defaults(variants).removeprefix("default "), what]
+            lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
     return "\n".join(lines)
 
 

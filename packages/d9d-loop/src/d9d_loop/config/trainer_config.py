@@ -5,7 +5,7 @@ A subclass adds the settings of a particular job: `class PretrainConfig(TrainerC
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -83,10 +83,15 @@ class DataConfig(WorkerConfig):
 
 
 class GradientConfig(Section):
-    """Gradient clipping before the optimizer step."""
+    """Clipping of gradients before the optimizer step, and the dtype in which they accumulate."""
 
     max_norm: PositiveFloat | None = Field(
         default=None, description="Clip gradients to this global norm. Null computes the norm without clipping."
+    )
+    dtype: Literal["float32"] | None = Field(
+        None,
+        description="dtype in which gradients accumulate over microbatches and ranks; by default that of each "
+        "parameter. Needs torch 2.15.",
     )
 
 
@@ -173,7 +178,14 @@ class HostConfig(Section):
 class TrainerConfig(JobConfig):
     """Configuration of a training job."""
 
-    steps: PositiveInt = Field(description="Total number of optimizer steps, including those before a resume.")
+    steps: PositiveInt | None = Field(
+        None,
+        description="Total number of optimizer steps, including those before a resume; by default one pass over finite "
+        "training data.",
+    )
+    epochs: PositiveInt | None = Field(
+        None, description="Number of passes over the training data, if they are a dataset; null repeats them."
+    )
     batch: BatchConfig
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
     run: RunConfig = RunConfig()
@@ -199,5 +211,9 @@ class TrainerConfig(JobConfig):
     )
     initial_weights: Path | None = Field(
         default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
+    )
+    rehearsal: bool = Field(
+        default=True,
+        description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
     )
     export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")

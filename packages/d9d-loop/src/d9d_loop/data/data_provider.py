@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
+from d9d_loop.data.dataset_kinds import as_samples
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -45,7 +46,12 @@ class DatasetProvider(DataProvider):
     `draws` is False if the dataset is a list, tuple or tensor and `collate` is the default one, else True.
 
     Args:
+        samples: A dataset with a length. A Hugging Face dataset without a format returns tensors.
         shuffle: If True, shuffle each epoch, in a different order each time.
+        epochs: Number of epochs; `None` repeats them without end.
+
+    Raises:
+        UserError: If `samples` or `evaluation` has no length or no samples by index.
     """
 
     def __init__(
@@ -55,16 +61,24 @@ class DatasetProvider(DataProvider):
         shuffle: bool = True,
         evaluation: Samples | SampleStream | None = None,
         collate: Collate = default_collate,
+        epochs: int | None = None,
     ) -> None:
-        self._samples, self._shuffle = samples, shuffle
-        self._evaluation, self._collate = evaluation, collate
+        self._samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
+        self._epochs = epochs
+        is_plain = evaluation is not None and not isinstance(evaluation, SampleStream)
+        self._evaluation = as_samples(evaluation, "evaluation_data") if is_plain else evaluation
         self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
+
+    @property
+    def num_samples(self) -> int:
+        """Number of training samples."""
+        return len(self._samples)
 
     def training(self, *, seed: int) -> SampleStream:
         """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
         if len(self._samples) == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
-        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)
+        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle, epochs=self._epochs)
 
     def evaluation(self) -> Samples | SampleStream | None:
         """Return the held-out data, or `None`."""

@@ -66,6 +66,7 @@ def engine_parts(
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
         pipeline = build_pipeline(plan, ctx, progress=config.progress)
+        pipeline.set_grad_dtype(config.gradients.dtype)
         seed_everything(config.seed, ctx)
         built = optimizer(pipeline.model)
         pipeline.shared.copy_values()

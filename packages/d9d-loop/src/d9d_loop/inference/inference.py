@@ -14,10 +14,11 @@ from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import ContextSplit, DistributedContext, StageInfo, UserError, agree, gather_json, read_launch
+from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_json, read_launch
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
+from d9d_loop.data.dataset_kinds import as_samples
 from d9d_loop.data.evaluation_pass import EvenlySpacedStream
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
@@ -32,7 +33,7 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.progress import Progress
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_plan import ModelPlan, plan_model
-from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.resilience import HangWatchdog
 from d9d_loop.task import InferenceTask
 from d9d_pipeline import OneForwardOneBackward
@@ -58,7 +59,7 @@ class Inference:
 
     Args:
         config: Configuration of the job.
-        model: Model provider, or a function that builds a pipeline stage of the model.
+        model: Model provider, a module, or a function that builds a pipeline stage of the model.
         data: Samples to compute results for.
         task: Provides model inputs and results.
         collate: Builds a batch from a list of samples.
@@ -68,16 +69,16 @@ class Inference:
         self,
         config: InferenceConfig,
         *,
-        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        model: ModelProvider | nn.Module | BuildFunction,
         data: Samples,
         task: InferenceTask,
         collate: Collate = default_collate,
     ) -> None:
         self.events = Events(seed=config.seed)
         self._config = config
-        self._provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
+        self._provider = model_provider(model)
         self._weights = config.weights or self._provider.initial_weights
-        self._data, self._task, self._collate = data, task, collate
+        self._data, self._task, self._collate = as_samples(data, "data"), task, collate
         self._results = ResultsFolder(
             config.run.dir / "results",
             num_samples=len(data),

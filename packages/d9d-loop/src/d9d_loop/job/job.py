@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d9d_dist import DistributedContext, seed_everything
+from d9d_dist import DistributedContext, UserError, seed_everything
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import BadStepError, Engine
@@ -111,6 +111,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     """
     config, task = plan.config, plan.task
     pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
+    pipeline.set_grad_dtype(config.gradients.dtype)
     model = pipeline.model
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(model)
@@ -159,8 +160,16 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         evaluate=_build_evaluator(plan, engine),
         state=state,
         record=record,
-        reports=Reports(config, plan.resolved, record=record, metrics=metrics, weight_unit=task.weight_unit, ctx=ctx),
-        profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=config.steps),
+        reports=Reports(
+            config,
+            plan.resolved,
+            num_steps=plan.steps,
+            record=record,
+            metrics=metrics,
+            weight_unit=task.weight_unit,
+            ctx=ctx,
+        ),
+        profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
         garbage=GarbageCollection(config.host.collect_garbage_every),
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
@@ -226,17 +235,17 @@ def run_job(job: Job) -> TrainResult | Stopped:
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
-        while record.step < config.steps:
+        while record.step < plan.steps:
             job.watchdog.beat(record.step + 1)
             before, batches = batches, next(job.loader)
             # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
-            timeline = engine.accumulate(batches, job.loss, measured=is_measured)
+            timeline = engine.accumulate(batches, job.loss, num_own=job.loader.num_own, measured=is_measured)
             engine.set_learning_rates(plan.lr_schedule(record.step))
             result = engine.step()
             record.step = engine.num_steps
             if record.step == ready.step + 1:
-                _end_startup(job)
+                _end_startup(job, result)
             if _apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
@@ -251,7 +260,8 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 with job.reports.not_training():
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
                     draw_measured(timeline, config.run.dir, title=title)
-            is_last = record.step == config.steps
+            is_last = record.step == plan.steps
+            _check_updates(job, since=ready.step)
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
                 _evaluate(job)
@@ -277,11 +287,16 @@ def _draw_plans(plan: JobPlan) -> None:
         draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
     if config.logging.draw_lr_schedule:
         peak = config.optimizer.learning_rate
-        draw_lr_schedule(plan.lr_schedule, folder, num_steps=config.steps, peak=peak)
+        draw_lr_schedule(plan.lr_schedule, folder, num_steps=plan.steps, peak=peak)
 
 
-def _end_startup(job: Job) -> None:
-    """After the first step, check buffers, switch to the step timeout and prepare background saves. Collective."""
+def _end_startup(job: Job, result: StepResult) -> None:
+    """After the first step, check it, switch to the step timeout and prepare background saves. Collective."""
+    if result.weight.item() == 0:
+        raise UserError(
+            f"the loss weight of step {job.record.step} is 0 over all samples, so there is no gradient; expected the "
+            f"number of summed items. Check {type(job.plan.task).__name__}.loss, and whether all labels are masked."
+        )
     check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:
@@ -306,6 +321,12 @@ def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle:
             _roll_back(job)
             return True
     return False
+
+
+def _check_updates(job: Job, *, since: int) -> None:
+    """After the last step, raise `BadStepError` on every rank if all updates since step `since` were skipped."""
+    if job.record.step == job.plan.steps and not job.guard.has_applied:
+        raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad.")
 
 
 def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
@@ -413,5 +434,5 @@ def _export(job: Job) -> Path:
             source=source,
             progress=config.logging.progress,
         )
-    job.events.emit(ModelExported(config.steps, folder))
+    job.events.emit(ModelExported(job.plan.steps, folder))
     return folder

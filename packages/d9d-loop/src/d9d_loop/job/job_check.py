@@ -8,13 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from d9d_dist import UserError
+from d9d_dist import MeshConfig, UserError
 from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.data import DataProvider, DatasetProvider
+from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_state import frozen_digest_of
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
-from d9d_metrics import compute_metrics
+from d9d_metrics import compute_metrics, redact_secrets
+from d9d_pipeline import Schedule
 from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, StateMapper, check_same_model
 
 
@@ -22,6 +25,41 @@ def check_data(data: Samples, what: str) -> None:
     """Raise `UserError` if a dataset is empty; `what` names it in the message, e.g. "evaluation data"."""
     if len(data) == 0:
         raise UserError(f"the {what} are empty; expected at least one sample. Check the path of the data.")
+
+
+def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
+    """Raise `UserError` if a dataset is smaller than the global batch, so that a step would repeat samples."""
+    if config.epochs is not None:
+        return  # the last step of finite data has the remaining samples
+    if not (isinstance(data, DatasetProvider) and 0 < data.num_samples < config.batch.global_size):
+        return  # an empty dataset has a message of its own
+    raise UserError(
+        f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, so "
+        "each step would repeat samples; expected at most the size of the data. Use --batch.global_size "
+        f"{data.num_samples} or less, or more data."
+    )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise `UserError` if no parameter requires a gradient."""
+    parameters = list(model.parameters())
+    if any(parameter.requires_grad for parameter in parameters):
+        return
+    found = f"all {len(parameters)} parameters are frozen" if parameters else "it has no parameters"
+    raise UserError(
+        f"the model {type(model).__name__} has nothing to train: {found}; expected trainable parameters. Set "
+        "requires_grad, register submodules as attributes or in nn.ModuleList, or inject adapters."
+    )
+
+
+def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:
+    """Raise `UserError` if a pipeline schedule with several stages per rank is chosen without pipeline ranks."""
+    if mesh.pipeline_parallel > 1 or schedule.stages_per_rank == 1:
+        return
+    raise UserError(
+        f"pipeline.schedule = {name} has {schedule.stages_per_rank} stages on each rank, but mesh.pipeline_parallel = "
+        "1; expected several pipeline ranks. Set --mesh.pipeline_parallel, or remove pipeline.schedule."
+    )
 
 
 def check_writable(folder: Path) -> None:
@@ -47,6 +85,26 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper |
             f"export = true, but the provider's state mapper has no inverse: {error} Add an inverse, or use "
             "--export false."
         ) from None
+
+
+def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
+    """Return the number of steps of a job; raise `UserError` if the training data do not determine or suffice it."""
+    if stream.is_endless:
+        if config.steps is None:
+            raise UserError(
+                "steps is missing, and the training data have no end; expected a number of steps or finite data. Set "
+                "--steps, or --epochs 1 for one pass over a dataset, or pass epochs=1 to the stream."
+            )
+        return config.steps
+    available = -(-stream.count() // config.batch.global_size)
+    if available == 0:
+        raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
+    if config.steps is not None and config.steps > available:
+        raise UserError(
+            f"steps = {config.steps}, but the finite training data have samples for {available} steps of "
+            f"batch.global_size = {config.batch.global_size}; expected at most that. Leave out steps, or add epochs."
+        )
+    return config.steps or available
 
 
 def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
@@ -99,7 +157,7 @@ def checkpoint_folder(config: TrainerConfig) -> Path:
     return config.run.dir / "checkpoints"
 
 
-def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
+def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue) -> bool:
     """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
 
     They are needed without such a checkpoint, or if checkpoints contain only trainable parameters. Raises `UserError`
@@ -110,9 +168,9 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: 
         return True
     trainable_only = frozen_digest_of(info) is not None
     check_same_model(info, model, trainable_only=trainable_only)
-    if info.step > config.steps:
+    if info.step > steps:
         raise UserError(
-            f"steps = {config.steps}, but the run in {config.run.dir} has already completed {info.step}. "
+            f"steps = {steps}, but the run in {config.run.dir} has already completed {info.step}. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
     state: Any = info.state
@@ -126,6 +184,42 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: 
     return trainable_only or config.checkpoint.trainable_only
 
 
+_FREE = (
+    *("steps", "run", "mesh", "pipeline", "checkpoint", "evaluation", "logging", "host", "profile", "resilience"),
+    *("trackers", "export", "rehearsal"),
+)
+"""Keys of a configuration that a resumed run may change without an effect on its losses."""
+
+
+def changed_settings(config: TrainerConfig, *, has_optimizer: bool) -> list[str]:
+    """Return a line for each setting that differs from the newest checkpoint's and affects the training.
+
+    Args:
+        config: The job's configuration.
+        has_optimizer: True if the caller passed an optimizer, so that the configuration's is unused.
+
+    Raises:
+        UserError: If the kind of the optimizer differs, whose saved state would not fit.
+    """
+    info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
+    if info is None:
+        return []
+    state: Any = info.state
+    before: dict[str, Any] = state["config"]
+    now: dict[str, Any] = redact_secrets(config.model_dump(mode="json"))
+    free = {*_FREE, "optimizer"} if has_optimizer else _FREE
+    shared = [key for key in now if key in before and key not in free]
+    lines = [line for key in shared for line in differences(before[key], now[key], key, known_only=True)]
+    kinds = [settings["optimizer"]["kind"] for settings in (before, now)] if "optimizer" in shared else []
+    if len(set(kinds)) > 1:
+        raise UserError(
+            f"optimizer.kind = {kinds[1]}, but the run in {config.run.dir} has state of {kinds[0]} at step "
+            f"{info.step}; expected the same optimizer. Use --optimizer.kind {kinds[0]}, or --run.name for a new run, "
+            "which may start from the exported weights (--initial_weights)."
+        )
+    return lines
+
+
 def _is_readable(info: CheckpointInfo) -> bool:
     """Return True if the metadata of a checkpoint is readable. Damaged checkpoints are skipped on resume."""
     try:
@@ -134,11 +228,16 @@ def _is_readable(info: CheckpointInfo) -> bool:
         return False
 
 
-def differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
-    """Yield a line with the dotted name of each value that differs between two JSON values."""
+def differences(before: JsonValue, now: JsonValue, name: str, *, known_only: bool = False) -> Iterator[str]:
+    """Yield a line with the dotted name of each value that differs between two JSON values.
+
+    With `known_only`, keys that only one of them has are ignored: another version of the configuration has them.
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
-            yield from differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+            if not known_only or (key in before and key in now):
+                below = f"{name}.{key}".lstrip(".")
+                yield from differences(before.get(key), now.get(key), below, known_only=known_only)
     elif before != now:
         yield f"  {name} was {json.dumps(before)}, and now is {json.dumps(now)}"
 

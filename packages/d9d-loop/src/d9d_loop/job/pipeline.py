@@ -3,12 +3,14 @@
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
+import torch
 from torch import nn
 
-from d9d_dist import DistributedContext, GradientSync
+from d9d_dist import DistributedContext, GradientSync, set_grad_dtype
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
+    Messages,
     OneForwardOneBackward,
     PipelinedModel,
     Program,
@@ -34,6 +36,7 @@ class Pipeline:
         ctx: Distributed context.
         schedule: Pipeline schedule; 1F1B by default.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
+        messages: Metadata of all messages between stages; by default, ranks send it with the first message.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class Pipeline:
         ctx: DistributedContext,
         schedule: Schedule | None = None,
         shared_names: Mapping[str, tuple[int, ...]] | None = None,
+        messages: Messages | None = None,
     ) -> None:
         self.stages = dict(stages)
         self._schedule = schedule or OneForwardOneBackward()
+        self._messages = messages
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
@@ -74,6 +79,15 @@ class Pipeline:
         # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
         splits = self.program(num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
+
+    def set_grad_dtype(self, name: str | None) -> None:
+        """Accumulate gradients in a dtype, such as "float32"; see `d9d_dist.set_grad_dtype`. `None` changes nothing.
+
+        Call it before the first forward.
+        """
+        if name is not None:
+            for stage in self.stages.values():
+                set_grad_dtype(stage.parameters(), getattr(torch, name))
 
     def evaluation(self, num_microbatches: int) -> Executor:
         """Return an executor of forward passes."""
@@ -107,7 +121,7 @@ class Pipeline:
         return build(schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches)
 
     def _executor(self, program: Program) -> Executor:
-        return Executor(program, self.stages, group=self._group, device=self._device)
+        return Executor(program, self.stages, group=self._group, device=self._device, messages=self._messages)
 
 
 def _forward_only(schedule: Schedule) -> ForwardOnly:

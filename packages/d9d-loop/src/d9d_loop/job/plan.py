@@ -5,22 +5,27 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from d9d_dist import UserError, read_launch
+from d9d_dist import Launch, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import (
+    changed_settings,
     check_checkpoint,
     check_metric_names,
+    check_num_samples,
     check_retention,
+    check_schedule,
+    check_trainable,
     check_writable,
     export_mapper_of,
     microbatch_size_of,
+    num_steps_of,
 )
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_plan import ModelPlan, plan_model
-from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.task import Task
 from d9d_metrics import check_trackers
@@ -35,6 +40,7 @@ class JobPlan:
     Attributes:
         config: The job's configuration.
         resolved: The configuration as JSON.
+        steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
         task: Prepares inputs and computes the loss.
         data: Provides training and evaluation data.
@@ -46,10 +52,12 @@ class JobPlan:
         evaluation_data: Held-out samples; `None` without evaluation.
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.
+        changes: Lines about settings that differ from those of the checkpoint from which the job resumes.
     """
 
     config: TrainerConfig
     resolved: dict[str, JsonValue]
+    steps: int
     model: ModelPlan
     task: Task
     data: DataProvider
@@ -60,10 +68,11 @@ class JobPlan:
     stream: SampleStream
     evaluation_data: Samples | SampleStream | None
     export_mapper: StateMapper | None
+    changes: list[str]
 
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""
-        return step == self.config.steps or step % self.config.checkpoint.every == 0
+        return step == self.steps or step % self.config.checkpoint.every == 0
 
 
 def plan_job(
@@ -75,56 +84,66 @@ def plan_job(
     optimizer: OptimizerProvider | None = None,
     lr_schedule: LrSchedule | None = None,
     pipeline_schedule: Schedule | None = None,
+    launch: Launch | None = None,
 ) -> JobPlan:
     """Check a training job and plan it; the arguments are those of `Trainer`, as providers. No collectives or writes.
+
+    `launch` is this process's place in the job; by default it is read from the launcher's environment.
 
     Raises:
         UserError: If a check fails. The message names the field, the value, the expected value and the remedy.
     """
     check_metric_names(task)
-    launch = read_launch()
+    launch = launch or read_launch()
     mesh = config.mesh.resolve(launch.world_size)
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
     microbatch_size = microbatch_size_of(config, dp_size)
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
+    check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
-    if not stream.is_endless:
-        raise UserError("the training data are a finite stream; expected an endless one. Leave out its epochs.")
+    steps = num_steps_of(config, stream)
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     check_retention(config, task, evaluates=evaluation_data is not None)
     check_trackers(config.trackers)
     check_writable(config.run.dir)
+    schedule = pipeline_schedule or config.pipeline.schedule.build()
+    if pipeline_schedule is None and isinstance(model, FunctionProvider | ModuleProvider):
+        check_schedule(schedule, mesh, name=config.pipeline.schedule.kind)
     layout = plan_model(
         model,
         launch=launch,
         mesh=mesh,
-        schedule=pipeline_schedule or config.pipeline.schedule.build(),
+        schedule=schedule,
         num_microbatches=num_microbatches,
         seed=config.seed,
         task=task,
         first_batch=lambda: data.collate([stream.read(entry) for entry in stream.cursor().take(microbatch_size)]),
     )
     whole = layout.built.module
+    check_trainable(whole)
     if optimizer is None:
         config.optimizer.check(whole)
     weights = config.initial_weights or model.initial_weights
-    needs_weights = check_checkpoint(config, whole, data_identity=stream.identity())
+    needs_weights = check_checkpoint(config, whole, steps=steps, data_identity=stream.identity())
+    changes = changed_settings(config, has_optimizer=optimizer is not None)
     export_mapper = export_mapper_of(model, whole) if config.export else None
     if weights is not None and needs_weights:
         layout = layout.with_weights("initial_weights", weights)
     return JobPlan(
         config=config,
         resolved=config.model_dump(mode="json"),
+        steps=steps,
         model=layout,
         task=task,
         data=data,
         # A stage need not match every parameter group: the groups were checked on the whole model.
         optimizer=optimizer or partial(config.optimizer.build, whole=False),
-        lr_schedule=lr_schedule or config.lr_schedule.build(config.steps),
+        lr_schedule=lr_schedule or config.lr_schedule.build(steps),
         microbatch_size=microbatch_size,
         num_microbatches=num_microbatches,
         stream=stream,
         evaluation_data=evaluation_data,
         export_mapper=export_mapper,
+        changes=changes,
     )

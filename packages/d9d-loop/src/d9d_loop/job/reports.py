@@ -36,12 +36,19 @@ class Reports:
         config: TrainerConfig,
         resolved: Mapping[str, JsonValue],
         *,
+        num_steps: int,
         record: Record,
         metrics: Mapping[str, Metric],
         weight_unit: str,
         ctx: DistributedContext,
     ) -> None:
-        self._config, self._resolved, self._record, self._ctx = config, resolved, record, ctx
+        self._config, self._resolved, self._num_steps, self._record, self._ctx = (
+            config,
+            resolved,
+            num_steps,
+            record,
+            ctx,
+        )
         self._metrics = metrics
         self._throughput_name = f"{weight_unit}_per_second"
         self._open = ExitStack()
@@ -59,7 +66,10 @@ class Reports:
                 self._tracker.resume(self._record.step, self._record.tracker)
                 self._tracker.log_config(self._resolved)
             self.progress = Progress(
-                num_steps=config.steps, done=self._record.step, visible=ctx.is_main_process, bar=config.logging.progress
+                num_steps=self._num_steps,
+                done=self._record.step,
+                visible=ctx.is_main_process,
+                bar=config.logging.progress,
             )
             opened.callback(self.progress.close)
             group = ctx.group_for("batch", "pp", "dp", "cp")
@@ -79,7 +89,7 @@ class Reports:
         self.progress.step()
         self._clock.add(result.weight)
         step, every = self._record.step, self._config.logging.every
-        if step % every and step not in (1, self._config.steps):
+        if step % every and step not in (1, self._num_steps):
             return
         values = {
             "loss": result.loss,

@@ -1,13 +1,13 @@
 """`Trainer`: plans, builds and runs a training job. Its components also work without it."""
 
 import json
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, StageInfo, UserError, agree
+from d9d_dist import DistributedContext, Launch, MeshConfig, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -16,11 +16,14 @@ from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.job import Job, build_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan, plan_job
+from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule
-from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware, plan_cluster
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.task import Task
+from d9d_loop.user_frames import explained
 from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore
 
@@ -33,8 +36,10 @@ class Trainer:
 
     Args:
         config: The job's configuration.
-        model: A model provider, or a function that builds a pipeline stage of the model.
-        data: A data provider, or a dataset of training samples.
+        model: A model provider, a module, or a function that builds a pipeline stage of the model. A module is copied,
+            and keeps its values.
+        data: A data provider, or a dataset of training samples, such as a list, a torch `Dataset` or a Hugging Face
+            `Dataset`.
         task: Prepares inputs and computes the loss.
         evaluation_data: Held-out samples, or a finite stream of them, if `data` is a dataset. `None` disables
             evaluation.
@@ -45,14 +50,15 @@ class Trainer:
         pipeline_schedule: Pipeline schedule; by default the one of the configuration.
 
     Raises:
-        UserError: If `evaluation_data` or `collate` is passed with a data provider, which has its own.
+        UserError: If an argument has the wrong type. Also if `evaluation_data` or `collate` is passed with a data
+            provider, which has its own.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
         *,
-        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        model: ModelProvider | nn.Module | BuildFunction,
         data: DataProvider | Samples,
         task: Task,
         evaluation_data: Samples | SampleStream | None = None,
@@ -61,17 +67,65 @@ class Trainer:
         lr_schedule: LrSchedule | None = None,
         pipeline_schedule: Schedule | None = None,
     ) -> None:
+        _check_types(config, task)
         self.events = Events(seed=config.seed)
+        self._config = config
         self._plan = partial(
             plan_job,
-            config,
-            model=model if isinstance(model, ModelProvider) else FunctionProvider(model),
+            model=model_provider(model),
             data=_data_provider(config, data, evaluation_data, collate),
             task=task,
             optimizer=optimizer,
             lr_schedule=lr_schedule,
             pipeline_schedule=pipeline_schedule,
         )
+
+    def plan(
+        self,
+        *,
+        world_size: int,
+        hardware: str | Hardware,
+        search: bool = False,
+        shape: DecoderShape | None = None,
+        length: int | None = None,
+    ) -> ClusterPlan:
+        """Plan the job on a cluster: memory, step time, goodput, and other layouts. Needs no device.
+
+        Args:
+            world_size: Number of devices.
+            hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or an object.
+            search: True to rank other layouts, too; they are also ranked if the job does not fit.
+            shape: Sizes of the decoder; read from the model by default.
+            length: Tokens of a sample; read from the data by default.
+
+        Raises:
+            UserError: If a check of the job fails for this number of devices, or the model is not a decoder.
+        """
+        cluster = Hardware.load(hardware) if isinstance(hardware, str) else hardware
+        return plan_cluster(
+            self._plan_with, world_size=world_size, hardware=cluster, search=search, shape=shape, length=length
+        )
+
+    def _plan_with(
+        self, launch: Launch, mesh: MeshConfig | None, microbatch_size: int | None, global_size: int | None
+    ) -> JobPlan:
+        """Plan the job with another mesh and batch, if given."""
+        config, batch = self._config, self._config.batch
+        sizes = {"microbatch_size": microbatch_size, "global_size": global_size}
+        changes: dict[str, Any] = {
+            "batch": batch.model_copy(update={name: size for name, size in sizes.items() if size is not None})
+        }
+        if mesh is not None:
+            changes["mesh"] = mesh
+        return self._plan(config.model_copy(update=changes), launch=launch)
+
+    def plan_for(self, launch: Launch) -> JobPlan:
+        """Check and plan the job for a process's place in it, without starting it. No collectives or writes.
+
+        Raises:
+            UserError: If a check fails, as in `train`.
+        """
+        return self._plan(self._config, launch=launch)
 
     def train(self) -> TrainResult:
         """Run the job to its last step, resuming from the newest checkpoint; return the result, equal on every rank.
@@ -83,7 +137,10 @@ class Trainer:
             BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
             Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
         """
-        plan = self._plan()
+        with explained("the job cannot be built"):
+            plan = self._plan(self._config)
+        if plan.config.rehearsal:
+            rehearse(plan)
         timeouts = plan.config.resilience.timeouts.timeouts
         precision = plan.config.precision
         with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
@@ -106,11 +163,15 @@ class Trainer:
             # On any exit, the store finishes a pending save before the folder is unlocked.
             with store.locked(ctx), store:
                 job = build_job(plan, store=store, ctx=ctx, events=self.events)
+                if plan.changes and ctx.is_main_process:
+                    print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
                 return run_job(job)
         except BaseException as error:
             if isinstance(error, UserError):
                 # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
                 error.add_note(f"on rank {ctx.rank}")
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(_what_is_saved(config))
             self._report_failure(error, job)
             raise
 
@@ -122,6 +183,30 @@ class Trainer:
             error.add_note(f"in addition, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
 
 
+def _check_types(config: object, task: object) -> None:
+    """Raise `UserError` unless the configuration is a `TrainerConfig` and the task is an instance of `Task`."""
+    if not isinstance(config, TrainerConfig):
+        raise UserError(
+            f"got a {type(config).__name__} as config; expected a TrainerConfig. Use TrainerConfig.from_cli(file), or "
+            "validate_config(TrainerConfig, values)."
+        )
+    if isinstance(task, type):
+        raise UserError(f"got the class {task.__name__} as task; expected an instance. Pass {task.__name__}().")
+    if not isinstance(task, Task):
+        raise UserError(
+            f"got a {type(task).__name__} as task; expected a Task of d9d_loop. Derive a class from Task, with the "
+            "methods inputs(batch) and loss(outputs, batch)."
+        )
+
+
+def _what_is_saved(config: TrainerConfig) -> str:
+    """Describe the newest checkpoint for a message, as the command would resume from it."""
+    found = CheckpointStore(checkpoint_folder(config)).complete()
+    if not found:
+        return f"No checkpoint is saved in {config.run.dir}; the same command starts again."
+    return f"The newest checkpoint is that of step {found[0].step}; the same command resumes from it."
+
+
 def _data_provider(
     config: TrainerConfig,
     data: DataProvider | Samples,
@@ -129,8 +214,18 @@ def _data_provider(
     collate: Collate | None,
 ) -> DataProvider:
     if not isinstance(data, DataProvider):
-        shuffle = config.data.shuffle
-        return DatasetProvider(data, shuffle=shuffle, evaluation=evaluation_data, collate=collate or default_collate)
+        return DatasetProvider(
+            data,
+            shuffle=config.data.shuffle,
+            evaluation=evaluation_data,
+            collate=collate or default_collate,
+            epochs=config.epochs,
+        )
+    if config.epochs is not None:
+        raise UserError(
+            f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream has its own number; "
+            "expected a dataset. Leave out epochs, and pass them to the stream."
+        )
     if evaluation_data is not None or collate is not None:
         what = "evaluation_data" if evaluation_data is not None else "collate"
         raise UserError(

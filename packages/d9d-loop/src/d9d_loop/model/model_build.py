@@ -45,6 +45,30 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
             "d9d: forward and backward compute in bfloat16; parameters and sums of gradients stay in float32. "
             'precision = "parameters" computes in the dtype of the parameters.'
         )
+    provider, seed, whole = plan.provider, plan.seed, plan.built
+    stages = parallelize_stages(plan, ctx)
+    if provider.late_init:
+        for stage in stages.values():
+            materialize(stage, device=ctx.device, seed=seed)
+    elif ctx.world_size > 1:
+        report_different_values(whole, ctx)
+        values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
+        layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
+        place_values(list(stages.values()), layout, values, device=ctx.device)
+    pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+    if plan.weights is not None:
+        # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
+        unused = "ignore" if plan.is_pipelined else "error"
+        load_model_state(pipeline.model, plan.weights, plan.load_mapper, unused=unused, progress=progress)
+    return pipeline
+
+
+def parallelize_stages(plan: ModelPlan, ctx: DistributedContext) -> dict[int, nn.Module]:
+    """Build and parallelize the stages that a plan assigns to this rank, without their values. Collective.
+
+    Returns the stages by global stage index. They are on `meta`, except in a job of one rank whose provider does not
+    set `late_init`. Raises the same errors as `build_pipeline`, except for those of values.
+    """
     provider, seed, whole, num_stages = plan.provider, plan.seed, plan.built, plan.program.num_stages
     stages: dict[int, nn.Module] = {}
     # Creating a process group is collective, so ranks whose stages have no batch norm create it too.
@@ -63,20 +87,7 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
         check_parallelized(stage, ctx)
         stages[index] = stage
     check_experts_are_shared_out(stages.values(), ctx)
-    if provider.late_init:
-        for stage in stages.values():
-            materialize(stage, device=ctx.device, seed=seed)
-    elif ctx.world_size > 1:
-        report_different_values(whole, ctx)
-        values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
-        layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
-        place_values(list(stages.values()), layout, values, device=ctx.device)
-    pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
-    if plan.weights is not None:
-        # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
-        unused = "ignore" if plan.is_pipelined else "error"
-        load_model_state(pipeline.model, plan.weights, plan.load_mapper, unused=unused, progress=progress)
-    return pipeline
+    return stages
 
 
 def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapping[str, Tensor]:

@@ -1,15 +1,20 @@
 """Model providers: how a job's model is built, parallelized, loaded and exported."""
 
+import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, StageInfo, parallelize_hsdp
+from d9d_dist import DistributedContext, StageInfo, UserError, parallelize_hsdp
 from d9d_state import JsonValue, StateMapper
+
+BuildFunction: TypeAlias = Callable[[StageInfo], nn.Module] | Callable[[], nn.Module]
+"""Function that builds a pipeline stage of a model, or the whole model."""
 
 
 class ModelProvider(ABC):
@@ -89,15 +94,81 @@ class FunctionProvider(ModelProvider):
     """Provider for a build function; all other methods are the defaults of `ModelProvider`.
 
     Args:
-        build: Builds the stage of the model that its argument names.
+        build: Builds the stage of the model that its argument names. A function without required parameters,
+            such as the class of a module, builds a whole model.
         late_init: If True, build on `meta` and set the values with `reset_parameters`. By default the function runs on
             the CPU and its values are kept.
     """
 
-    def __init__(self, build: Callable[[StageInfo], nn.Module], *, late_init: bool = False) -> None:
-        self._build = build
+    def __init__(self, build: BuildFunction, *, late_init: bool = False) -> None:
+        self._build: Callable[..., Any] = build
         self.late_init = late_init
 
     def build(self, stage: StageInfo) -> nn.Module:
-        """Call the build function."""
-        return self._build(stage)
+        """Call the build function. Raise `UserError` if it returns no module, or cannot build a pipeline stage."""
+        name = getattr(self._build, "__name__", repr(self._build))
+        if not _takes_stage(self._build):
+            _check_whole(stage, f"the model function {name} has no parameter for the stage")
+            built = self._build()
+        else:
+            built = self._build(stage)
+        if not isinstance(built, nn.Module):
+            found = "None (is a return missing?)" if built is None else f"a {type(built).__name__}"
+            raise UserError(f"the model function {name} returned {found}; expected an nn.Module. Return the model.")
+        return built
+
+
+@final
+class ModuleProvider(ModelProvider):
+    """Provider for a module that the user built. Each build is a copy with the module's values."""
+
+    late_init = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        """Return a copy of the module. Raise `UserError` for a pipeline stage."""
+        _check_whole(stage, f"the model is a {type(self._module).__name__} that is already built")
+        return copy.deepcopy(self._module)
+
+
+def model_provider(model: "ModelProvider | nn.Module | BuildFunction") -> ModelProvider:
+    """Return the provider of what a user passes as a model: a provider, a module or a build function.
+
+    Raises `UserError` for anything else.
+    """
+    if isinstance(model, ModelProvider):
+        return model
+    if isinstance(model, nn.Module):
+        return ModuleProvider(model)
+    if isinstance(model, type) and issubclass(model, ModelProvider):
+        raise UserError(f"got the class {model.__name__} as model; expected an instance. Pass {model.__name__}(...).")
+    if not callable(model):
+        raise UserError(
+            f"got model = {model!r:.60}; expected a module, a function that builds one, or a ModelProvider. Pass "
+            "model=lambda stage: MyModel()."
+        )
+    return FunctionProvider(model)
+
+
+def _takes_stage(build: Callable[..., Any]) -> bool:
+    """Return True if a build function requires an argument or has a parameter `stage`.
+
+    A module's class may have optional parameters, such as a width, which are no stage.
+    """
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except ValueError:  # a C function without a signature
+        return True
+    keywords = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    positional = [each for each in parameters if each.kind not in keywords]
+    return any(each.default is inspect.Parameter.empty or each.name == "stage" for each in positional)
+
+
+def _check_whole(stage: StageInfo, why: str) -> None:
+    if stage.count > 1:
+        raise UserError(
+            f"got {stage.count} pipeline stages, but {why}; expected a function that builds one stage of the model. "
+            "Pass model=lambda stage: ..., or set mesh.pipeline_parallel to 1."
+        )

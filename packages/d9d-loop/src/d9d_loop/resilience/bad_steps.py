@@ -52,6 +52,8 @@ class StepGuard:
         self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
         self._rolled_back_from: set[int] = set()
         self._in_a_row = self._num_rollbacks = 0
+        self.has_applied = False
+        """True once an update was applied, as far as `poll` has returned."""
 
     def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
         """Run the optimizer step unless it is bad; return a 0-dim bool tensor on the device, True if it was applied.
@@ -64,15 +66,15 @@ class StepGuard:
             loss: Weighted mean loss over the global batch, 0-dim.
             grad_norm: Global gradient norm, 0-dim.
         """
-        limit = self._losses.limit(step)
         is_skipped = step in self._skipped_on_replay
         if self._is_on_host:
-            taken = self._step_on_host(step, loss.item(), grad_norm.item(), limit=limit, is_skipped=is_skipped)
-            return torch.tensor(taken)
+            return torch.tensor(self._step_on_host(step, loss.item(), grad_norm.item(), is_skipped=is_skipped))
+        limit = self._losses.limit(step)
         return self._step_on_device(step, loss, grad_norm, limit=limit, is_skipped=is_skipped)
 
-    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, limit: float, is_skipped: bool) -> bool:
-        non_finite, spike = not (math.isfinite(loss) and math.isfinite(grad_norm)), loss > limit
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, is_skipped: bool) -> bool:
+        non_finite = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        spike = self._losses.is_spike(step, loss)
         if self._ctx.world_size > 1:
             bad = torch.tensor([non_finite, spike], dtype=torch.float32)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
@@ -157,6 +159,7 @@ class StepGuard:
         is_spike = bool(spike) and self._config.spike != "ignore"
         if measured.is_skipped or not (non_finite or is_spike):
             self._in_a_row = 0
+            self.has_applied |= not measured.is_skipped
             if math.isfinite(loss) and not measured.is_skipped:
                 self._losses.add(measured.step, loss)
             return None
@@ -176,6 +179,7 @@ class StepGuard:
         if wish == "rewind":
             return self._roll_back(step, kind)
         if wish in {"report", "ignore"}:
+            self.has_applied = True
             return "report", "its update was applied."
         self._in_a_row += 1
         if self._in_a_row >= config.max_in_a_row:

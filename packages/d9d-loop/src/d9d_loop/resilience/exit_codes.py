@@ -23,4 +23,4 @@ class ExitCode(IntEnum):
     """Another rank failed or its process died, and this rank's main thread did not exit by itself."""
 
     INTERRUPTED = 130
-    """Ctrl-C (SIGINT)."""
+    """Ctrl-C (SIGINT). The message says what is saved."""

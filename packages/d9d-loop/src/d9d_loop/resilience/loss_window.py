@@ -4,7 +4,10 @@ A loss is a spike if it exceeds
 
     median + deviations * max(1.4826 * MAD, 0.01 * |median|)
 
-of a window of losses that ends two steps before it. MAD is the median absolute deviation from the median (Leys et al.:
+of a window of losses that ends two steps before it, and also the limit of the same form for the logarithms of the
+losses, if all losses of the window are positive. For losses that vary by a few percent both limits are about equal. The
+losses of small batches often have a long tail: several times the median is usual for them, and the second limit grows
+with the tail. MAD is the median absolute deviation from the median (Leys et al.:
 "Detecting outliers", 2013). 1.4826 MAD estimates the standard deviation of a normal distribution. The other term is a
 lower bound for plateaus, where MAD is close to 0. The window excludes the previous step, because the host of an
 accelerator does not know its loss yet.
@@ -14,7 +17,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import final
+from typing import final, overload
 
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
@@ -46,9 +49,20 @@ class LossWindow:
         """
         if self._config.spike == "ignore":
             return math.inf
-        while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
-            self._admit(self._late.popleft()[1])
+        self._admit_until(step)
         return spike_limit(self._sorted, self._config)
+
+    def is_spike(self, step: int, loss: float) -> bool:
+        """Return True if the loss of a step is above `limit(step)`."""
+        if self._config.spike == "ignore":
+            return False
+        self._admit_until(step)
+        if len(self._sorted) < self._config.spike_after:
+            return False
+        middle = _median(self._sorted)
+        # The limit is at least this, and most losses are below it: the deviation is not needed for them.
+        least = middle + self._config.spike_deviations * _LEAST_DEVIATION * abs(middle)
+        return loss > least and loss > spike_limit(self._sorted, self._config)
 
     def median(self) -> float:
         """Return the median of the recent losses, including the latest."""
@@ -64,6 +78,11 @@ class LossWindow:
             each.clear()
         for step, loss in state:
             self.add(step, float.fromhex(loss))
+
+    def _admit_until(self, step: int) -> None:
+        """Take the losses into the window that are known on every device in `step`."""
+        while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
+            self._admit(self._late.popleft()[1])
 
     def _admit(self, loss: float) -> None:
         self._window.append(loss)
@@ -81,7 +100,32 @@ def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
         return math.inf
     middle = _median(sorted_losses)
     deviation = _MAD_TO_DEVIATION * _median_distance(sorted_losses, middle)
-    return middle + config.spike_deviations * max(deviation, _LEAST_DEVIATION * abs(middle))
+    limit = middle + config.spike_deviations * max(deviation, _LEAST_DEVIATION * abs(middle))
+    if sorted_losses[0] <= 0:
+        return limit
+    logarithms = _Logarithms(sorted_losses)
+    middle = _median(logarithms)
+    deviation = max(_MAD_TO_DEVIATION * _median_distance(logarithms, middle), _LEAST_DEVIATION)
+    # A larger exponent would overflow; such a limit is above every loss.
+    return max(limit, math.exp(min(middle + config.spike_deviations * deviation, 700.0)))
+
+
+@final
+class _Logarithms(Sequence[float]):
+    """Logarithms of positive numbers, computed on access."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        return _Logarithms(self._values[index]) if isinstance(index, slice) else math.log(self._values[index])
 
 
 def _median(ordered: Sequence[float]) -> float:

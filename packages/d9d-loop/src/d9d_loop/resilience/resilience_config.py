@@ -27,8 +27,8 @@ class HealthConfig(Section):
 class StopConfig(Section):
     """Configuration of the signals on which a job saves a checkpoint and exits."""
 
-    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = Field(
-        default=("SIGTERM", "SIGUSR1"), description="Signals that stop the job; empty: none."
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT"], ...] = Field(
+        default=("SIGTERM", "SIGUSR1", "SIGINT"), description="Signals that stop the job; empty: none."
     )
     every: PositiveInt = Field(default=1, description="Steps between exchanges of received signals among ranks.")
     grace_seconds: PositiveFloat | None = Field(
@@ -74,7 +74,7 @@ class BadStepConfig(Section):
     )
     spike_after: PositiveInt = Field(default=20, description="Minimum number of previous losses for spike detection.")
     spike_deviations: PositiveFloat = Field(
-        default=8.0, description="Threshold of a spike, in robust standard deviations above the median."
+        default=6.0, description="Threshold of a spike, in robust standard deviations above the median."
     )
     spike_skip_before: int = Field(
         default=1, ge=0, description="Number of steps before a spike that are skipped too after a rollback."

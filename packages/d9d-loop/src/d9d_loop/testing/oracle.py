@@ -140,18 +140,23 @@ def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) 
             del values["gradients"]
 
     with around():
-        trainer = Trainer(
-            _config(experiment, layout, Path(folder)),
-            model=_InDtype(experiment.model, experiment.dtype),
-            data=_cast(list(experiment.batch), experiment.dtype),
-            task=experiment.task,
-            collate=experiment.collate,
-        )
+        trainer = experiment_trainer(experiment, layout, Path(folder))
         trainer.events.on(GradientsReady, lambda ready: gradients.update({ready.step: full_gradients(ready.model)}))
         trainer.events.on(StepDone, take_step)
         trainer.events.on(Finished, take_parameters)
         trainer.train()
     return trace
+
+
+def experiment_trainer(experiment: Experiment, layout: Layout, folder: Path) -> Trainer:
+    """Return the Trainer of an experiment in a layout, which writes to a folder."""
+    return Trainer(
+        _config(experiment, layout, folder),
+        model=_InDtype(experiment.model, experiment.dtype),
+        data=_cast(list(experiment.batch), experiment.dtype),
+        task=experiment.task,
+        collate=experiment.collate,
+    )
 
 
 def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConfig:

@@ -113,7 +113,7 @@ class WandbTrackerConfig(ExtraTrackerConfig):
 
     Attributes:
         entity: User or team; the account's default if null.
-        name: Display name of the run; W&B generates one if null.
+        name: Display name of the run; the name of the run folder if null.
         mode: `"offline"` writes files that `wandb sync` uploads later.
     """
 
@@ -126,4 +126,5 @@ class WandbTrackerConfig(ExtraTrackerConfig):
     mode: Literal["online", "offline"] = "online"
 
     def _opener(self, run_dir: Path) -> Callable[[], WandbTracker]:
-        return lambda: WandbTracker(run_dir, **self.model_dump(exclude={"kind"}))
+        options = self.model_dump(exclude={"kind", "name"})
+        return lambda: WandbTracker(run_dir, name=self.name or run_dir.name, **options)

@@ -85,6 +85,7 @@ class DecoderModel(nn.Module):
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         expert_indices: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Received:
         """Run this stage. Issues collectives only if the feed-forward blocks or their auxiliary losses do.
 
@@ -101,6 +102,8 @@ class DecoderModel(nn.Module):
             expert_indices: Recorded experts of each token in each layer of the whole model [B, L, layers, A], integer,
                 to use instead of the routers' choice. The router chooses where an index is below 0; layers without
                 experts ignore theirs. None lets all routers choose. Pass them to all stages.
+            attention_mask: Boolean mask [B, L, L] or [1, L, L], True where a query (dim 1) attends to a key (dim 2),
+                such as that of a prefix language model; see `GroupedQueryAttention.forward`. Pass it to all stages.
 
         Returns:
             Hidden states [B, L, D], after the final norm on the last stage. With auxiliary losses: a tuple of the
@@ -131,6 +134,7 @@ class DecoderModel(nn.Module):
                 document_ids_BL=document_ids_BL,
                 mask_BL=mask_BL,
                 expert_indices=experts[int(name)],
+                attention_mask=attention_mask,
             )
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         x_BLD = x_BLD if self.norm is None else self.norm(x_BLD)

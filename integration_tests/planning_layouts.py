@@ -1,0 +1,130 @@
+"""Comparison of dry_runs with real runs: collectives, and bytes of parameters, gradients and optimizer state.
+
+    python integration_tests/planning_layouts.py --count 200 --seed 1
+
+draws random cells of the oracle's grid, and runs each twice: on real gloo ranks, and rehearsed for every rank in one
+process. It prints each cell that differs, and exits with 1 if there is one. `compare` is one such comparison.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from oracle import MAIN_JOB, cells, parse_cell
+
+from d9d_dist import UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop import Trainer
+from d9d_loop.events import BackwardDone, OptimizerDone, StepStarted
+from d9d_loop.planning import Collective, CollectiveLog, dry_run, gradient_bytes, optimizer_bytes, parameter_bytes
+from d9d_loop.testing import Experiment, Layout, parse_layout
+from d9d_loop.testing.oracle import experiment_trainer
+
+Trace = dict[str, Any]
+
+
+def _comparable(entries: Iterable[Collective], *, routed: bool) -> list[tuple[str, tuple[int, ...], int]]:
+    """Return the collectives; bytes of all-to-alls are left out if they depend on the routing of tokens."""
+    return [(e.name, e.ranks, 0 if routed and e.name == "all_to_all" else e.num_bytes) for e in entries]
+
+
+def compare(name: str) -> list[str]:
+    """Return the differences between rehearsal and real run of a cell of the oracle, one line each."""
+    cell = parse_cell(name)
+    experiment, layout = cell.experiment, parse_layout(cell.layout)
+    routed = name.startswith("moe")
+    with TemporaryDirectory() as folder:
+        real = run_ranks(_run, experiment, layout, folder, routed, world_size=layout.world_size)
+        rehearsed = run_ranks(_dry_run_all, experiment, layout, folder, routed, world_size=1, timeout=850)[0]
+    lines = []
+    for rank, (expected, got) in enumerate(zip(real, rehearsed, strict=True)):
+        lines += [
+            f"{name}: rank {rank}: {key}: rehearsed {_first_difference(got[key], value)}"
+            for key, value in expected.items()
+            if got[key] != value
+        ]
+    return lines
+
+
+def _first_difference(got: Any, expected: Any) -> str:
+    if not isinstance(got, list):
+        return f"{got}, expected {expected}"
+    place = next(
+        (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected))
+    )
+    return f"{got[place : place + 3]}, expected {expected[place : place + 3]} at {place} of {len(got)}, {len(expected)}"
+
+
+def _run(experiment: Experiment, layout: Layout, folder: str, routed: bool) -> Trace:
+    """Run three steps; return the collectives of the second, and the bytes after it."""
+    log, trace = CollectiveLog(), Trace()
+
+    def on_started(event: StepStarted) -> None:
+        if event.step == 2:
+            log.__enter__()
+
+    def on_backward(event: BackwardDone) -> None:
+        if event.step == 2:
+            trace["gradient_bytes"] = gradient_bytes(event.model)
+
+    def on_done(event: OptimizerDone) -> None:
+        if event.step == 2:
+            log.__exit__(None, None, None)
+            trace["collectives"] = _comparable(log.entries, routed=routed)
+            trace["parameter_bytes"] = parameter_bytes(event.model)
+            trace["optimizer_bytes"] = optimizer_bytes(event.optimizer)
+
+    trainer = experiment_trainer(experiment, layout, Path(folder) / "real")
+    trainer.events.on(StepStarted, on_started)
+    trainer.events.on(BackwardDone, on_backward)
+    trainer.events.on(OptimizerDone, on_done)
+    trainer.train()
+    return trace
+
+
+def _dry_run_all(experiment: Experiment, layout: Layout, folder: str, routed: bool) -> list[Trace]:
+    def trainer() -> Trainer:
+        return experiment_trainer(experiment, layout, Path(folder) / "rehearsed")
+
+    ranks = range(layout.world_size)
+    return [
+        {
+            "collectives": _comparable([*each.forward_backward.collectives, *each.update.collectives], routed=routed),
+            "gradient_bytes": each.gradient_bytes,
+            "parameter_bytes": each.parameter_bytes,
+            "optimizer_bytes": each.optimizer_bytes,
+        }
+        for each in dry_run(trainer().plan_for, ranks=ranks, world_size=layout.world_size)
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare the named cells, or random ones; return the exit code, 1 if any cell differs."""
+    parser = argparse.ArgumentParser(description="Compare dry_runs with real runs, collective by collective.")
+    parser.add_argument("cells", nargs="*", help="names of cells of the oracle")
+    parser.add_argument("--count", type=int, default=20, help="number of random cells, if none is named")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random cells")
+    options = parser.parse_args(arguments)
+    every = [cell.name for cell in cells(MAIN_JOB) if cell.layout]
+    chosen = options.cells or random.Random(options.seed).sample(  # noqa: S311  (no cryptography)
+        every, min(options.count, len(every))
+    )
+    failed = 0
+    for name in chosen:
+        print(name, end=": ", flush=True)
+        lines = compare(name)
+        failed += bool(lines)
+        print("\n".join(lines) or "same", flush=True)
+    print(f"{len(chosen) - failed} of {len(chosen)} layouts are the same")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"d9d: {error}")

@@ -1,0 +1,152 @@
+"""Error of the planner on published measurements, as JSON: fitted on a third of the rows, reported on the others.
+
+    python planning_error.py measured_steps.csv [--write FOLDER]
+
+The six constants of a cluster are fitted to the rows of one group, chosen by a hash of the row, so that the split does
+not depend on the measured value. Beside each error is that of the naive model: model FLOPs x 4/3 with full
+recomputation, over one fitted rate. `--write` prints the constants as TOML.
+"""
+
+import argparse
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from planning_rows import Measured, read
+from scipy.optimize import least_squares
+
+from d9d_loop.planning import Hardware, step_time
+
+BOUNDS = {
+    "matmul_efficiency": (0.3, 1.0),
+    "attention_efficiency": (0.1, 0.9),
+    "memory_efficiency": (0.3, 1.0),
+    "host_seconds": (1e-6, 2e-4),
+    "link_efficiency": (0.05, 1.0),
+    "network_efficiency": (0.05, 1.0),
+}
+# Groups whose rows share a cluster, and so its constants.
+CLUSTERS = {
+    "vTrain single-node": ("vTrain single-node",),
+    "vTrain multi-node": ("vTrain multi-node",),
+    "Selene": ("SC21", "Korthikanti", "MT-NLG"),
+    "Megatron H100": ("Megatron H100",),
+    "llm-foundry h100-dgx": ("llm-foundry h100-dgx",),
+    "llm-foundry a100-80-dgx": ("llm-foundry a100-80-dgx",),
+    "llm-foundry a100-40-dgx": ("llm-foundry a100-40-dgx",),
+    "torchtitan": ("torchtitan",),
+    "KempnerForge": ("KempnerForge",),
+}
+
+# Groups of another system on a cluster, of which no row is fitted.
+HELD_OUT = ("MT-NLG",)
+
+
+def predict(row: Measured, hardware: Hardware) -> float:
+    """Return the predicted step time; of layouts that the source does not state, the fastest."""
+    return min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
+
+
+def split(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """Return a third of the rows of each group to fit, and the others. The inputs decide, not the measured values."""
+
+    def order(row: Measured) -> int:
+        hidden = ("step_s", "tok_s_gpu", "tflops_gpu", "mem_gib")
+        inputs = {key: value for key, value in row.row.items() if key not in hidden}
+        return zlib.crc32(json.dumps(inputs, sort_keys=True).encode())
+
+    ordered = sorted(rows, key=order)
+    fitted = [row for place, row in enumerate(ordered) if place % 3 == 0]
+    return fitted, [row for place, row in enumerate(ordered) if place % 3]
+
+
+def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
+    """Return the hardware with constants fitted to the logarithms of the step times."""
+    names = list(BOUNDS)
+    low, high = (np.log([BOUNDS[name][side] for name in names]) for side in (0, 1))
+    start = np.clip(np.log([getattr(hardware.fitted, name) for name in names]), low + 1e-3, high - 1e-3)
+
+    def constants(point: Any) -> Hardware:
+        values = {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
+        return hardware.model_copy(update={"fitted": hardware.fitted.model_copy(update=values)})
+
+    def errors(point: Any) -> Any:
+        tried = constants(point)
+        # A weak prior at the start keeps constants that no row determines.
+        prior = 0.1 * (point - start)
+        return np.concatenate([np.log([predict(row, tried) / row.seconds for row in rows if row.seconds]), prior])
+
+    found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.03, diff_step=1e-2)
+    return constants(found.x)
+
+
+def naive_rate(rows: Sequence[Measured]) -> float:
+    """Return the median FLOP/s of a device, counting model FLOPs and full recomputation."""
+    return median(_flops(row) / row.seconds for row in rows if row.seconds)
+
+
+def _flops(row: Measured) -> float:
+    layout = row.tuned[0]
+    again = 4 / 3 if layout.recompute == "full" else 1.0
+    return row.shape.flops_per_token(layout.length, causal=False) * layout.global_tokens / layout.world_size * again
+
+
+def summary(rows: Sequence[Measured], predicted: Sequence[float], width: float) -> dict[str, Any]:
+    """Return MAPE and other figures of predictions, in percent."""
+    pairs = [(p, row.seconds) for p, row in zip(predicted, rows, strict=True) if row.seconds]
+    errors = [p / t - 1 for p, t in pairs]
+    ranked = [(a, b) for a, b in combinations(pairs, 2) if max(a[1], b[1]) > 1.1 * min(a[1], b[1])]
+    right = fmean([(a[0] > b[0]) == (a[1] > b[1]) for a, b in ranked]) if ranked else 1.0
+    return {
+        "rows": len(errors),
+        "mape": round(100 * fmean(map(abs, errors)), 2),
+        "median": round(100 * median(map(abs, errors)), 2),
+        "bias": round(100 * fmean(errors), 2),
+        "max": round(100 * max(map(abs, errors)), 1),
+        "covered": round(100 * fmean([abs(each) <= width for each in errors]), 1),
+        "pairs_ranked": round(100 * right, 1),
+    }
+
+
+def main() -> None:
+    """Fit, predict and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", help="part of the name of a cluster")
+    options = parser.parse_args()
+    groups: dict[str, list[Measured]] = defaultdict(list)
+    for row in read(options.file):
+        groups[row.group].append(row)
+    result: dict[str, Any] = {}
+    for cluster, members in CLUSTERS.items():
+        if options.only and options.only not in cluster:
+            continue
+        rows = [row for name in members for row in groups[name] if row.seconds]
+        parts = [split([row for row in rows if row.group == name]) for name in members if name not in HELD_OUT]
+        fitted, held = (sum((part[side] for part in parts), []) for side in (0, 1))
+        held += [row for row in rows if row.group in HELD_OUT]
+        hardware = fit(fitted, Hardware.load(rows[0].cluster))
+        inside = sorted(abs(predict(row, hardware) / row.seconds - 1) for row in fitted if row.seconds)
+        width = 1.2 * inside[min(len(inside) - 1, int(0.92 * len(inside)))]
+        entry: dict[str, Any] = {
+            "constants": hardware.fitted.model_dump(),
+            "fitted_rows": len(fitted),
+            "interval": width,
+        }
+        for name in members:
+            part = [row for row in held if row.group == name]
+            rate = naive_rate(fitted)
+            entry[name] = summary(part, [predict(row, hardware) for row in part], width)
+            entry[name]["naive_mape"] = summary(part, [_flops(row) / rate for row in part], width)["mape"]
+        result[cluster] = entry
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Rehearsal of the first microbatch before a job starts, so that mistakes in the user's code are found at once.
+
+A forked process reads the samples, and runs the task and the model on fake tensors: torch propagates shapes and dtypes,
+and computes nothing. Whatever the user's code caches, counts or draws is gone with the process. Code that depends on
+values, such as `.item()`, cannot be rehearsed; its errors are left to the first step.
+"""
+
+import inspect
+import json
+import math
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d9d_dist import UserError
+from d9d_loop.data.data_random import seed_data_random
+from d9d_loop.job.job_check import checkpoint_folder
+from d9d_loop.job.plan import JobPlan
+from d9d_loop.task import Loss, Task, to_inputs
+from d9d_loop.user_frames import describe_frame, user_frames
+from d9d_pipeline import Inputs
+from d9d_state import CheckpointStore
+
+_SECONDS = 60.0
+_PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
+_LIMITS = ("fake", "meta", "device", "cuda", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
+"""Words in the messages of `RuntimeError`s that come from fake tensors, and would not be raised in a real step."""
+
+
+def rehearse(plan: JobPlan) -> None:
+    """Run the first microbatch of a planned job with fake tensors, in a forked process. No collectives.
+
+    Jobs that resume, pipelines and context parallelism are not rehearsed: the first have run before, and the inputs of
+    the others depend on process groups.
+
+    Raises:
+        UserError: If the dataset, the task or the model raises, or the task returns something else than a loss.
+    """
+    mesh = plan.model.mesh
+    num_parts = mesh.pipeline_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
+    if num_parts > 1 or plan.model.program.num_stages > 1 or CheckpointStore(checkpoint_folder(plan.config)).complete():
+        return
+    message = _in_fork(lambda: _Rehearsal(plan).message())
+    if message:
+        raise UserError(message)
+
+
+def _in_fork(function: Callable[[], str]) -> str:
+    """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
+    receiver, sender = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with several threads
+        child = os.fork()
+    if child == 0:
+        _run_and_exit(function, sender)
+    os.close(sender)
+    answer, deadline = b"", time.monotonic() + _SECONDS
+    with open(receiver, "rb", buffering=0) as stream:  # noqa: PTH123 - a file descriptor
+        while select.select([stream], [], [], max(deadline - time.monotonic(), 0.0))[0] and (part := stream.read(4096)):
+            answer += part
+    if time.monotonic() >= deadline:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return json.loads(answer) if status == 0 else ""
+
+
+def _run_and_exit(function: Callable[[], str], sender: int) -> None:
+    """Write the result of a function to a pipe as JSON, and end this process without any clean-up."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the process ends
+        answer = json.dumps(function()).encode()
+        while answer:
+            answer = answer[os.write(sender, answer) :]
+        code = 0
+    finally:
+        os._exit(code)
+
+
+@final
+class _Rehearsal:
+    """One microbatch: read, collated, passed to the model and to the loss."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
+        self._name = type(plan.task).__name__
+
+    def message(self) -> str:
+        """Run the microbatch and return the message about its first mistake; empty if there is none."""
+        try:
+            batch = self._read()
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, _SameDtypes(), _eager():
+                return self._run(mode, pytree.tree_map_only(Tensor, mode.from_tensor, batch))
+        except UserError as error:
+            return str(error)
+        except _UserCodeError as failure:
+            return "" if _is_limit(failure.error) else self._describe(failure)
+
+    def _read(self) -> Any:
+        plan = self._plan
+        seed_data_random(plan.config.seed, position=0)
+        entries = plan.stream.cursor().take(plan.microbatch_size)
+        samples = [_call(f"reading sample {entry!r:.60}", plan.stream.read, entry) for entry in entries]
+        batch = _call("collating the first samples", plan.data.collate, samples)
+        self._batch = _describe_tree(batch)
+        return batch
+
+    def _run(self, mode: FakeTensorMode, batch: Any) -> str:
+        if not _make_fake(self._model):
+            return ""
+        given = _call(f"{self._name}.inputs", self._task.inputs, batch)
+        if not isinstance(given, Inputs | Mapping):
+            raise UserError(
+                f"{self._name}.inputs returned {_type_of(given)}; expected a dict with the arguments of "
+                f'{self._signature()}, or Inputs. Name each argument: return {{"{self._first_argument()}": ...}}.'
+            )
+        inputs = to_inputs(given)
+        self._check_arguments(inputs)
+        outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
+        loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
+        check_loss(self._task, loss, outputs)
+        metrics = _call(f"{self._name}.metrics", self._task.metrics)
+        _call(
+            f"{self._name}.update_metrics",
+            lambda: self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss),
+        )
+        return ""
+
+    def _check_arguments(self, inputs: Inputs) -> None:
+        try:
+            inspect.signature(self._model.forward).bind(*inputs.first, **inputs.shared)
+        except TypeError as error:
+            names = [*(f"argument {number + 1}" for number in range(len(inputs.first))), *inputs.shared]
+            raise UserError(
+                f"{self._signature()} cannot be called with what {self._name}.inputs returned ({', '.join(names)}): "
+                f"{error}. Rename the keys that {self._name}.inputs returns."
+            ) from None
+
+    def _signature(self) -> str:
+        signature = inspect.signature(self._model.forward).replace(return_annotation=inspect.Signature.empty)
+        bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+        return f"{type(self._model).__name__}.forward{signature.replace(parameters=bare)}"
+
+    def _first_argument(self) -> str:
+        return next(iter(inspect.signature(self._model.forward).parameters), "x")
+
+    def _describe(self, failure: "_UserCodeError") -> str:
+        error, frames = failure.error, user_frames(failure.error)
+        what = f"{type(error).__name__}: {error}".rstrip(". \n")
+        lines = [f"the first batch fails in {failure.phase}: {what}."]
+        lines += [f"  {describe_frame(frame)}" for frame in reversed(frames)]
+        if hasattr(self, "_batch"):
+            lines.append(f"The batch is {self._batch}. {self._remedy(failure)}")
+        else:
+            lines.append(_remedy_of_data(failure))
+        return "\n".join(lines)
+
+    def _remedy(self, failure: "_UserCodeError") -> str:
+        if "dtype" in str(failure.error):
+            found = sorted({str(each.dtype).removeprefix("torch.") for each in self._model.parameters()})
+            return (
+                f"The parameters are {', '.join(found)}: convert the batch to this dtype in the dataset or in "
+                f"{self._name}.inputs, such as batch[...].float()."
+            )
+        if isinstance(failure.error, KeyError):
+            return "Use one of its keys, or add the key in the dataset or in collate."
+        return "Nothing was started; correct the code, or set --rehearsal false if only this check fails."
+
+
+@final
+class _UserCodeError(Exception):
+    """Exception of the user's code in a phase of the rehearsal."""
+
+    def __init__(self, phase: str, error: Exception) -> None:
+        super().__init__(phase)
+        self.phase, self.error = phase, error
+
+
+def _call(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _UserCodeError(phase, error) from None
+
+
+def check_loss(task: Task, loss: Any, outputs: Any) -> None:
+    """Raise `UserError` unless a task's loss is a `Loss` of a 0-dim total with a gradient, and a positive weight."""
+    name = f"{type(task).__name__}.loss"
+    if not isinstance(loss, Loss):
+        raise UserError(
+            f"{name} returned {_type_of(loss)}; expected Loss(total, weight): the loss summed over the microbatch, and "
+            "the number of summed items. For a mean over n items, return Loss(mean * n, weight=n)."
+        )
+    total, weight = loss.total, loss.weight
+    if not isinstance(total, Tensor) or total.dim():
+        raise UserError(
+            f"{name} returned a total of {_type_of(total)}; expected a 0-dim tensor. Sum the losses of the microbatch: "
+            "total.sum()."
+        )
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if not total.requires_grad and any(leaf.requires_grad for leaf in tensors):
+        raise UserError(
+            f"{name} returned a total without a gradient, although the model's output has one; expected a total that "
+            "is computed from the output by differentiable operations. Remove detach(), item() and no_grad()."
+        )
+    is_scalar = weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, int | float)
+    if not is_scalar:
+        raise UserError(
+            f"{name} returned a weight of {_type_of(weight)}; expected a number or a 0-dim tensor, the number of the "
+            "summed items. Use labels.numel(), or mask.sum()."
+        )
+    if not isinstance(weight, Tensor) and not (weight > 0 and math.isfinite(weight)):
+        raise UserError(
+            f"{name} returned weight = {weight}; expected a positive number, the number of the summed items. Use "
+            "labels.numel(), or mask.sum()."
+        )
+
+
+@final
+class _SameDtypes(TorchDispatchMode):
+    """Check of the dtypes of matrix products, which fake tensors leave out."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name in _PRODUCTS:
+            dtypes = {each.dtype for each in args if isinstance(each, Tensor)}
+            if len(dtypes) > 1:
+                names = " and ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+                raise RuntimeError(f"matrices must have the same dtype, but got {names}")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_limit(error: BaseException) -> bool:
+    """Return True if an exception may come from the fake tensors themselves."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if type(chain).__module__.startswith(("torch._subclasses", "torch.fx", "torch._dynamo")):
+            return True
+        if isinstance(chain, NotImplementedError | MemoryError | RecursionError):
+            return True
+        if isinstance(chain, RuntimeError | TypeError) and any(word in str(chain).lower() for word in _LIMITS):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def _make_fake(model: nn.Module) -> bool:
+    """Replace the parameters and buffers of a module by fake ones on the CPU; False for tensor subclasses."""
+    fakes: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is None:
+                    continue
+                if type(value) not in {Tensor, nn.Parameter, nn.Buffer}:
+                    return False
+                if value not in fakes:
+                    fake: Tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    fakes[value] = nn.Parameter(fake, value.requires_grad) if values is module._parameters else fake
+                values[name] = fakes[value]  # ty: ignore[invalid-assignment] - a dict of either kind
+    return True
+
+
+def _eager() -> Any:
+    """Return a context in which compiled code runs eagerly."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else warnings.catch_warnings()
+
+
+def _remedy_of_data(failure: "_UserCodeError") -> str:
+    if failure.phase.startswith("collating"):
+        return (
+            "The default collate function stacks tensors and numbers of equal shape. Make the shapes of all samples "
+            "equal, or pass collate=, a function from a list of samples to a batch."
+        )
+    return "Nothing was started; correct the dataset."
+
+
+def _describe_tree(tree: Any) -> str:
+    """Describe a batch: dtypes and shapes of its tensors, types of other leaves."""
+    match tree:
+        case Tensor():
+            return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+        case Mapping():
+            return "{" + ", ".join(f"{key}: {_describe_tree(value)}" for key, value in tree.items()) + "}"
+        case list() | tuple():
+            shown = ", ".join(_describe_tree(each) for each in tree[:4])
+            return f"[{shown}{', ...' if len(tree) > 4 else ''}]"
+        case _:
+            return type(tree).__name__
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return "None (is a return missing?)" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,57 @@
+"""Command `d9d-plan`: what the job of a preset file needs and how long it takes on a cluster, without the cluster."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from d9d_dist import UserError
+from d9d_loop.cli_main import cli_main
+from d9d_loop.config.preset import PresetConfig, look_beside_preset, preset_trainer
+from d9d_loop.planning.calibration import calibrate
+from d9d_loop.planning.hardware_spec import Hardware, hardware_names
+from d9d_loop.planning.html_report import write_html
+from d9d_loop.planning.plan_report import report
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `d9d-plan PRESET.toml --world-size N --hardware NAME [--search] [--html FILE] [--json] [--key VALUE ...]`.
+
+    Keys of the configuration override those of the file, as in `d9d-train`.
+    """
+    with cli_main():
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        options, rest = _parser().parse_known_args(words)
+        if options.calibrate is not None:
+            print(f"d9d: wrote {calibrate(options.calibrate)}")
+            return
+        if options.world_size is None or options.hardware is None:
+            raise UserError(
+                "got no --world-size or no --hardware; expected both: the number of devices, and one of "
+                f"{', '.join(hardware_names())} or a TOML file."
+            )
+        hardware = Hardware.load(options.hardware)
+        config = PresetConfig.from_cli(arguments=rest)
+        look_beside_preset(rest)
+        plan = preset_trainer(config).plan(world_size=options.world_size, hardware=hardware, search=options.search)
+        if options.html is not None:
+            write_html(plan, options.html)
+        print(json.dumps(plan.to_json(), indent=2) if options.json else report(plan))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="d9d-plan", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, help="number of devices")
+    parser.add_argument("--hardware", help=f"one of {', '.join(hardware_names())}, or a TOML file")
+    parser.add_argument("--search", action="store_true", help="rank other layouts, too")
+    parser.add_argument("--html", type=Path, help="write a report with pictures to this file")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="measure this machine, and write its description"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Log of the collectives of a piece of code: operator, ranks of the group, and bytes, in the order of the calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+# Operators that move nothing: `wait_tensor` waits for an earlier collective.
+_SILENT = {"wait_tensor", "monitored_barrier_"}
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast",
+    "recv_": "receive",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Collective, send or receive of this rank.
+
+    Attributes:
+        name: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `receive`, or the name
+            of torch's operator without a trailing underscore.
+        ranks: Global ranks of the process group. The peer alone for a send or receive.
+        num_bytes: Size of this rank's larger buffer: its input or its output.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+
+@final
+class CollectiveLog(TorchDispatchMode):
+    """Dispatch mode that records every collective of the body, with real or fake tensors.
+
+    Attributes:
+        entries: The collectives in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Collective] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        entry = collective_of(func, args, kwargs or {}, result)
+        if entry is not None:
+            self.entries.append(entry)
+        return result
+
+
+def collective_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Collective | None:
+    """Return the collective that an operator call issues; `None` for any other operator."""
+    name = func._schema.name.partition("::")[2]
+    if func.namespace not in _NAMESPACES or name in _SILENT:
+        return None
+    leaves = pytree.tree_leaves((args, kwargs))
+    group = next((found for leaf in leaves if (found := _group(leaf)) is not None), None)
+    if group is None:
+        return None
+    arguments = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(arguments, args, strict=False)) | kwargs
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if name in ("send", "recv_"):
+        ranks = (ranks[given.get("dst", given.get("src"))],)
+    sides = [_num_bytes(value) for value in given.values()]
+    if func.namespace != "c10d":
+        sides.append(_num_bytes(result))
+    return Collective(_NAMES.get(name, name.rstrip("_")), ranks, max(sides, default=0))
+
+
+def _group(leaf: Any) -> dist.ProcessGroup | None:
+    if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "ProcessGroup":
+        return dist.ProcessGroup.unbox(leaf)
+    if isinstance(leaf, dist.ProcessGroup):
+        return leaf
+    if isinstance(leaf, str) and leaf in dist.distributed_c10d._world.pg_names.values():
+        return dist.distributed_c10d._resolve_process_group(leaf)
+    return None
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,86 @@
+"""Time of a collective: latency and bandwidth (alpha-beta) on each tier of the network, in s.
+
+Group of n = g x q ranks: g in each of q nodes. S: bytes of the whole buffer on one rank.
+a, B: latency and effective bandwidth of the links in a node; A, C: of the network, for one device.
+
+    ring:          t = c (n - 1) / n S / min(B, g C) + c (g - 1) q a' + ...
+    tree:          t = 2 log2(q) A + 2 S / (g C)
+    hierarchical:  t = c (g - 1)/g S / B + c (q - 1)/q S / (g C) + c (g - 1) a + c (q - 1) A
+
+with c = 1 for all-gather and reduce-scatter and c = 2 for all-reduce. A group's g members in a node use g network
+adapters. The library is assumed to choose the faster algorithm (NCCL's tuning does). If the group spans more nodes than
+a rail, C is divided by the oversubscription of the spine. Thakur, Rabenseifner and Gropp 2005,
+https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009, https://doi.org/10.1016/j.parco.2009.09.001.
+
+    all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S / C) + (g - 1) a + (q - 1) A
+
+with s >= 1: rows that the busiest rank receives over the mean (routing skew).
+
+    send:          t = a + S / B within a node, A + S / C between nodes
+"""
+
+from dataclasses import dataclass
+from math import log2
+from typing import Literal
+
+from d9d_loop.planning.hardware_spec import Hardware
+
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Placement of a process group on nodes.
+
+    Attributes:
+        size: Number of ranks.
+        per_node: Ranks of the group in one node.
+    """
+
+    size: int
+    per_node: int
+
+    @classmethod
+    def of(cls, size: int, stride: int, devices_per_node: int) -> "Span":
+        """Return the span of `size` ranks whose global ranks are `stride` apart."""
+        return cls(size, max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return -(-self.size // self.per_node)
+
+
+def collective_seconds(
+    hardware: Hardware, name: CollectiveName, num_bytes: float, span: Span, *, skew: float = 1.0
+) -> float:
+    """Return the time of a collective of a group; `num_bytes` is the size of the larger buffer of one rank."""
+    size, inside, nodes = span.size, span.per_node, span.num_nodes
+    if size == 1 or num_bytes == 0:
+        return 0.0
+    link, network = _link(hardware), _network(hardware, nodes)
+    alpha, latency = hardware.links.latency, hardware.network.latency
+    if name == "send":
+        return alpha + num_bytes / link if nodes == 1 else latency + num_bytes / network
+    if name == "all_to_all":
+        within, across = (inside - 1) / size * num_bytes / link, (size - inside) / size * num_bytes / network
+        return skew * max(within, across) + (inside - 1) * alpha / 4 + (nodes - 1) * latency / 4
+    passes = 2 if name == "all_reduce" else 1
+    if nodes == 1:
+        return passes * ((size - 1) / size * num_bytes / link + (size - 1) * alpha)
+    ring = passes * ((size - 1) / size * num_bytes / min(link, inside * network) + (nodes - 1) * latency)
+    ring += passes * (inside - 1) * nodes * alpha / 4
+    steps = passes * ((inside - 1) * alpha + (nodes - 1) * latency)
+    shares = passes * ((inside - 1) / inside / link + (nodes - 1) / nodes / (inside * network))
+    tree = 2 * log2(nodes) * latency + 2 * num_bytes / (inside * network) + passes * (inside - 1) * alpha
+    return min(ring, steps + shares * num_bytes, *([tree] if name == "all_reduce" else []))
+
+
+def _link(hardware: Hardware) -> float:
+    return hardware.links.bandwidth * hardware.fitted.link_efficiency
+
+
+def _network(hardware: Hardware, num_nodes: int) -> float:
+    network = hardware.network
+    through_spine = network.oversubscription if num_nodes > network.rail_nodes else 1.0
+    return network.bandwidth * hardware.fitted.network_efficiency / through_spine

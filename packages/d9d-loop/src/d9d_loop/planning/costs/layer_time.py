@@ -1,0 +1,228 @@
+"""Time of one layer, the embedding and the head for one microbatch on one rank, forward and backward, in s.
+
+    forward  = sum of kernels(tokens / cp, widths / tp) + tensor-parallel and expert collectives
+    backward = the products of input and weight gradients + pointwise x 2 + the same collectives
+    recompute = full: forward again; selective: attention's core and activation function again
+
+Tensor parallelism: two all-reduces of b s h per pass (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or with
+sequence parallelism an all-gather and a reduce-scatter each (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+Bytes of pointwise kernels: counted per kernel below, in elements of 2 bytes, read and written once each.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from d9d_loop.planning.costs.collective_time import Span, collective_seconds
+from d9d_loop.planning.costs.kernel_time import attention_seconds, matmul_seconds, pointwise_seconds
+from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.plan_layout import PlanLayout
+
+# Operators that the host launches: a layer's forward, and its backward (autograd's own overhead is in host_seconds).
+FORWARD_OPERATORS = 26
+BACKWARD_OPERATORS = 50
+SPARSE_OPERATORS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Seconds of a pass: matrix products, attention, pointwise kernels, and collectives; and launched operators."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0
+    tensor: float = 0.0
+    expert: float = 0.0
+    context: float = 0.0
+    operators: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds of the device's kernels and exposed collectives."""
+        return self.matmul + self.attention + self.pointwise + self.tensor + self.expert + self.context
+
+    def __add__(self, other: "PassTime") -> "PassTime":
+        return PassTime(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def times(self, factor: float) -> "PassTime":
+        """Return a multiple."""
+        return PassTime(*(getattr(self, name) * factor for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Times of a layer: forward, backward, and what the backward pass computes again."""
+
+    forward: PassTime
+    backward: PassTime
+    recompute: PassTime
+
+
+def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, sparse: bool) -> LayerTime:
+    """Return the times of a dense or sparse layer for one microbatch."""
+    t, h = layout.tp, shape.hidden_size
+    tokens = layout.tokens_per_microbatch
+    heads, kv_heads, d = shape.num_heads / t, max(1.0, shape.num_kv_heads / t), shape.head_dim
+    products = _attention_products(shape, tokens, heads, kv_heads)
+    width = shape.intermediate_size / t
+    inner = width
+    if sparse:
+        inner = 0.0
+        products += [(tokens, shape.num_experts, h, 1)]
+        if shape.shared_size:
+            inner = shape.shared_size / t
+    if inner:
+        products += [(tokens, inner, h, 1)] * (2 if shape.is_gated else 1) + [(tokens, h, inner, 1)]
+    routed: list[tuple[float, float, float, float]] = []
+    if sparse:
+        local = shape.num_experts / layout.ep
+        rows = tokens * shape.top_k / (t if layout.ep > 1 or t == 1 else 1) * 1.0
+        per_expert = max(1.0, rows * layout.ep / shape.num_experts) if layout.ep > 1 else rows / shape.num_experts
+        experts = shape.expert_size if layout.ep > 1 or t == 1 else shape.expert_size / t
+        routed = [(per_expert, experts, h, local)] * 2 + [(per_expert, h, experts, local)]
+
+    forward_matmul = sum(_product(hardware, layout, *each) for each in (*products, *routed))
+    backward_matmul = sum(
+        _product(hardware, layout, m, k, n, b) + _product(hardware, layout, k, n, m, b)
+        for m, n, k, b in (*products, *routed)
+    )
+    attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware, heads, d)
+    split = t if layout.sequence_parallel else 1
+    # Elements of 2 bytes: two norms (read, write), two residual additions with dropout (read 2, write 1), rotary or
+    # bias of queries, keys and values (read, write).
+    thin = tokens * h / split * 2
+    wide = tokens * (heads + 2 * kv_heads) * d * 2
+    rows = tokens * shape.top_k / (t if layout.ep > 1 else 1) if sparse else 0.0
+    experts_wide = rows * 2 * (2 * h + 3 * shape.expert_size)
+    fusion = 0.6 if layout.fused_pointwise else 1.0
+    norms_and_residuals = thin * (2 * 2 + 2 * (4 if layout.dropout else 3))
+    activation = tokens * inner * 2 * (3 if shape.is_gated else 2)
+    moved = fusion * (norms_and_residuals + 2 * wide + activation + experts_wide)
+    num_kernels = 8 + (8 if sparse else 0)
+    pointwise = pointwise_seconds(hardware, moved + core_bytes, num_kernels=num_kernels + (0 if layout.flash else 2))
+    tensor = _tensor_collectives(layout, hardware, tokens * h * 2)
+    expert = _expert_collectives(shape, layout, hardware, tokens * h * 2 / split) if sparse else 0.0
+    context = _context_collectives(layout, hardware, tokens * kv_heads * d * 2 * 2)
+    extra = SPARSE_OPERATORS if sparse else 0
+    forward = PassTime(forward_matmul, attention_forward, pointwise, tensor, expert, context, FORWARD_OPERATORS + extra)
+    backward = PassTime(
+        backward_matmul,
+        attention_backward,
+        2 * pointwise,
+        tensor * (1.5 if layout.sequence_parallel and t > 1 else 1.0),
+        expert,
+        2 * context,
+        BACKWARD_OPERATORS + 2 * extra,
+    )
+    if layout.recompute == "full":
+        again = forward
+    elif layout.recompute == "selective":
+        core = pointwise_seconds(hardware, core_bytes + (activation if layout.flash else 0))
+        again = PassTime(0.0, 0.0 if layout.flash else attention_forward, core, operators=6)
+    else:
+        again = PassTime()
+    return LayerTime(forward, backward, again)
+
+
+def embedding_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> PassTime:
+    """Return the time of the embedding, forward and backward together."""
+    moved = layout.tokens_per_microbatch * shape.hidden_size * 2
+    collective = 0.0
+    if layout.tp > 1:
+        collective = collective_seconds(hardware, "all_reduce", moved, _tensor_span(layout, hardware))
+    return PassTime(pointwise=pointwise_seconds(hardware, 8 * moved, num_kernels=6), tensor=collective, operators=12)
+
+
+def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[PassTime, PassTime]:
+    """Return the times of norm, head and cross entropy, forward and backward. Logits are read and written in fp32."""
+    tokens, vocab = layout.tokens_per_microbatch, ceil(shape.vocab_size / layout.tp)
+    h = shape.hidden_size
+    forward = _product(hardware, layout, tokens, vocab, h, 1)
+    backward = _product(hardware, layout, tokens, h, vocab, 1) + _product(hardware, layout, h, vocab, tokens, 1)
+    logits = pointwise_seconds(hardware, tokens * vocab * (2 + 4 + 4 + 4), num_kernels=8)
+    gradient = pointwise_seconds(hardware, tokens * vocab * (4 + 4 + 2), num_kernels=4)
+    collective = _tensor_collectives(layout, hardware, tokens * h * 2) / 2
+    return (
+        PassTime(forward, 0.0, logits, collective, operators=20),
+        PassTime(backward, 0.0, gradient, collective, operators=20),
+    )
+
+
+def _product(hardware: Hardware, layout: PlanLayout, m: float, n: float, k: float, batch: float) -> float:
+    return matmul_seconds(hardware, m, n, k, batch=batch, dtype=layout.dtype)
+
+
+def _attention_products(
+    shape: DecoderShape, tokens: float, heads: float, kv_heads: float
+) -> list[tuple[float, float, float, float]]:
+    h, d = shape.hidden_size, shape.head_dim
+    if shape.latent is None:
+        return [(tokens, (heads + 2 * kv_heads) * d, h, 1), (tokens, h, heads * d, 1)]
+    q, kv, rope, value = shape.latent
+    return [
+        (tokens, q + kv + rope, h, 1),
+        (tokens, heads * (d + rope), q, 1),
+        (tokens, heads * (d + value), kv, 1),
+        (tokens, h, heads * value, 1),
+    ]
+
+
+def _attention(
+    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, heads: float, d: int
+) -> tuple[float, float, float]:
+    """Return the times of attention's core, forward and backward, and its pointwise bytes beyond fused kernels."""
+    b, s = layout.microbatch_size, layout.length
+    queries = s / layout.cp
+    qk = d if shape.latent is None else d + shape.latent[2]
+    pv = d if shape.latent is None else shape.latent[3]
+    if not layout.flash:
+        batch = b * heads
+        forward = matmul_seconds(hardware, queries, s, qk, batch=batch) + matmul_seconds(
+            hardware, queries, pv, s, batch=batch
+        )
+        # Scores: scale, mask and softmax (read, write), dropout (read, write, a mask of one byte).
+        return forward, 2 * forward, batch * queries * s * (2 * 2 + (2 * 2 + 1 if layout.dropout else 0))
+    flops = 2 * b * heads * queries * s * (qk + pv) * (0.5 if layout.causal else 1.0)
+    tiles = b * heads * ceil(queries / 128)
+    times = (
+        attention_seconds(
+            hardware, flops * factor, keys=s, head_dim=(qk + pv) / 2, num_tiles=tiles, backward=is_backward
+        )
+        for factor, is_backward in ((1.0, False), (2.5, True))
+    )
+    forward, backward = times
+    return forward, backward, 0.0
+
+
+def _tensor_span(layout: PlanLayout, hardware: Hardware) -> Span:
+    return Span.of(layout.tp, 1, hardware.devices_per_node)
+
+
+def _tensor_collectives(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:
+    """Return the exposed time of a layer's tensor-parallel collectives in one pass."""
+    if layout.tp == 1:
+        return 0.0
+    span = _tensor_span(layout, hardware)
+    if layout.sequence_parallel:
+        pair = collective_seconds(hardware, "all_gather", num_bytes, span)
+        pair += collective_seconds(hardware, "reduce_scatter", num_bytes, span)
+    else:
+        pair = collective_seconds(hardware, "all_reduce", num_bytes, span)
+    return 2 * pair * (1 - layout.overlaps_tensor)
+
+
+def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:
+    """Return the time of dispatch and combine: a row for each token and rank that holds one of its experts."""
+    if layout.ep == 1:
+        return 0.0
+    copies = layout.ep * (1 - (1 - 1 / layout.ep) ** shape.top_k)
+    span = Span.of(layout.ep, 1, hardware.devices_per_node)
+    return 2 * collective_seconds(hardware, "all_to_all", num_bytes * copies, span, skew=1.1)
+
+
+def _context_collectives(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:
+    """Return the exposed time of the all-gather of keys and values."""
+    if layout.cp == 1:
+        return 0.0
+    span = Span.of(layout.cp, layout.tp, hardware.devices_per_node)
+    return collective_seconds(hardware, "all_gather", num_bytes * layout.cp, span)

@@ -1,0 +1,132 @@
+"""Peak memory of a rank, in bytes.
+
+    state       = P (w / z3 + g / z2 + o / z1) + P_gathered w'
+    activations = in-flight microbatches x layers x bytes per token x tokens + one layer that is computed again
+    loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient, on the last rank
+    reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
+
+z: ranks that shard it (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes per token of a
+layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout, generalized to
+grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline rank r: min(m, p - r)
+microbatches with 1F1B, and with v stages a rank (Narayanan et al. 2021, section 2.2.2) 1 + (p - 1) / (p v) times as much
+on the first.
+"""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.plan_layout import PlanLayout
+from d9d_loop.planning.step_model import expert_parameters, layers_of, rank_parameters
+
+CONTEXT_BYTES = 1.5 * 2**30
+FRAGMENTATION = 0.03
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Peak memory of a rank by purpose, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    loss: float
+    reserve: float
+
+    @property
+    def model(self) -> float:
+        """Bytes without the reserve."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered + self.loss
+
+    @property
+    def total(self) -> float:
+        """Bytes of the process on the device."""
+        return self.model + self.reserve
+
+
+def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Memory:
+    """Return the peak memory of a pipeline rank."""
+    experts = expert_parameters(shape, layout, pipeline_rank)
+    dense = rank_parameters(shape, layout, pipeline_rank) - experts
+    shards = layout.sharding_ranks
+    # Experts are sharded over the ranks that hold the same experts.
+    expert_shards = max(1, shards * layout.tp // layout.ep) if layout.ep > 1 else shards
+
+    def sharded(size: float, *, at: tuple[str, ...]) -> float:
+        if layout.sharding not in at:
+            return size * (dense + experts)
+        return size * (dense / shards + experts / expert_shards)
+
+    parameters = sharded(layout.stored_weight_bytes, at=("parameters",))
+    gradients = sharded(layout.kept_gradient_bytes, at=("parameters", "gradients"))
+    optimizer = sharded(layout.master_bytes, at=("parameters", "gradients", "optimizer"))
+    num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
+    count = num_dense + num_sparse
+    gathered = 0.0
+    if layout.sharding == "parameters" and shards > 1:
+        layers = dense + experts
+        # Two layers at a time with their fp32 gradient; a pipeline stage keeps its gathered weights during the step.
+        kept = layers if layout.pp > 1 else 2 * layers / max(count, 1)
+        gathered = kept * layout.weight_bytes + layers / max(count, 1) * 4
+    last = pipeline_rank == layout.pp - 1
+    tokens = layout.tokens_per_microbatch
+    loss = tokens * shape.vocab_size / layout.tp * (2 + 4 + 4 + 4) if last else 0.0
+    activations = _activations(shape, layout, pipeline_rank)
+    subtotal = parameters + gradients + optimizer + gathered + loss + activations
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        gathered=gathered,
+        loss=loss,
+        reserve=CONTEXT_BYTES + FRAGMENTATION * subtotal,
+    )
+
+
+def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> float:
+    """Return the bytes that the backward pass of one layer needs for each token of a rank, in 2-byte numbers."""
+    t, h = layout.tp, shape.hidden_size
+    thin = t if layout.sequence_parallel else 1
+    if layout.recompute == "full":
+        return 2 * h / thin
+    heads, kv_heads, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    if shape.latent is not None:
+        heads, kv_heads, d = shape.num_heads, shape.num_heads, (shape.head_dim + shape.latent[2] + shape.latent[3]) // 2
+    inputs = 2 * 2 * h / thin + 2 * 2 * h / thin + (2 * h / thin if layout.dropout else 0)
+    attention = 2 * (2 * heads + 2 * kv_heads) * d / t
+    if not layout.flash and layout.recompute == "none":
+        attention += 5 * shape.num_heads * layout.length / t
+    inner = shape.intermediate_size / t
+    if sparse:
+        inner = shape.shared_size / t + shape.top_k * shape.expert_size / (t if layout.ep > 1 else 1) / (
+            1 if layout.ep > 1 else t
+        )
+        attention += 2 * shape.top_k * h / t
+    wide = 2 * inner * (3 if shape.is_gated else 2)
+    if layout.flash and layout.recompute == "selective":
+        wide = 2 * inner * (2 if shape.is_gated else 1)
+        inputs *= 0.75  # norms are computed again
+    return inputs + attention + wide
+
+
+def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
+    p, v, m = layout.pp, layout.stages_per_rank, layout.num_microbatches
+    in_flight = min(m, p - pipeline_rank)
+    factor = 1 + (p - 1) / (p * v) if v > 1 and m > p and pipeline_rank == 0 else 1.0
+    num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
+    tokens = layout.tokens_per_microbatch
+    kept = tokens * (
+        num_dense * activation_bytes_per_token(shape, layout, sparse=False)
+        + num_sparse * activation_bytes_per_token(shape, layout, sparse=True)
+    )
+    total = kept * in_flight * factor
+    if layout.offload:
+        total = min(total, 2 * kept / max(1.0, num_dense + num_sparse))
+    if layout.recompute == "full":
+        whole = replace(layout, recompute="none")
+        total += tokens * activation_bytes_per_token(shape, whole, sparse=num_sparse > 0)
+    return total

@@ -1,0 +1,130 @@
+"""Sizes of a decoder, from which the planner counts parameters, FLOPs and bytes in closed form.
+
+The planner needs no model of d9d: any decoder with these sizes will do. FLOPs are defined in `d9d_metrics.flops`.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from d9d_metrics import transformer_flops_per_token
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Sizes of a decoder-only transformer.
+
+    Attributes:
+        head_dim: Size of a query head.
+        intermediate_size: Inner size of a dense feed-forward layer.
+        is_gated: True for SwiGLU: three matrices; False for two.
+        tie_embeddings: True if the output head shares the embedding's weight.
+        learned_positions: Number of learned position embeddings.
+        num_experts: Routed experts of a sparse layer; 0 for a dense model.
+        expert_size: Inner size of an expert.
+        num_dense_layers: First layers with a dense feed-forward layer, in a sparse model.
+        shared_size: Inner size of the shared expert; 0 without.
+        latent: Sizes of multi-head latent attention (query rank, key-value rank, rope size, value size); `None` for
+            grouped-query attention.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    is_gated: bool = True
+    tie_embeddings: bool = False
+    learned_positions: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    expert_size: int = 0
+    num_dense_layers: int = 0
+    shared_size: int = 0
+    latent: tuple[int, int, int, int] | None = None
+
+    @classmethod
+    def gpt(cls, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, length: int) -> "DecoderShape":
+        """Return the shape of a GPT: multi-head attention, two-matrix feed-forward of 4 h, tied embeddings."""
+        return cls(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            intermediate_size=4 * hidden_size,
+            is_gated=False,
+            tie_embeddings=True,
+            learned_positions=length,
+        )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one attention layer."""
+        h, a = self.hidden_size, self.num_heads
+        if self.latent is None:
+            return h * self.head_dim * (2 * a + 2 * self.num_kv_heads)
+        q, kv, rope, value = self.latent
+        down = h * (q + kv + rope)
+        return down + q * a * (self.head_dim + rope) + kv * a * (self.head_dim + value) + a * value * h
+
+    @property
+    def dense_parameters(self) -> int:
+        """Weights of one dense feed-forward layer."""
+        return (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of all experts of one sparse layer."""
+        return 3 * self.num_experts * self.hidden_size * self.expert_size
+
+    @property
+    def shared_parameters(self) -> int:
+        """Weights of the shared expert and the router of one sparse layer."""
+        return self.hidden_size * (3 * self.shared_size + self.num_experts)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers with experts."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the embedding table and learned positions."""
+        return self.hidden_size * (self.vocab_size + self.learned_positions)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head that are not shared with the embedding."""
+        return 0 if self.tie_embeddings else self.hidden_size * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights; norms are counted, biases are not."""
+        sparse = self.num_sparse_layers * (self.expert_parameters + self.shared_parameters)
+        dense = (self.num_layers - self.num_sparse_layers) * self.dense_parameters
+        layers = self.num_layers * (self.attention_parameters + 2 * self.hidden_size) + sparse + dense
+        return layers + self.embedding_parameters + self.head_parameters + self.hidden_size
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that one token is multiplied with: the model FLOPs of `d9d_metrics.transformer_flops_per_token`."""
+        sparse = 3 * self.top_k * self.hidden_size * self.expert_size + self.shared_parameters
+        dense = (self.num_layers - self.num_sparse_layers) * self.dense_parameters
+        layers = self.num_layers * self.attention_parameters + self.num_sparse_layers * sparse + dense
+        return layers + self.hidden_size * self.vocab_size
+
+    def flops_per_token(self, length: int, *, causal: bool = True) -> float:
+        """Return the model FLOPs of a training step per token of sequences of `length`."""
+        head_dim = self.head_dim if self.latent is None else (self.head_dim + self.latent[2] + self.latent[3]) / 2
+        return transformer_flops_per_token(
+            num_matmul_parameters=self.matmul_parameters,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            head_dim=head_dim,  # ty: ignore[invalid-argument-type]
+            sequence_length=length,
+            causal=causal,
+        )

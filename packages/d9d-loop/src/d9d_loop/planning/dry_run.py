@@ -1,0 +1,238 @@
+"""DryRun of a job: its own code runs one step for one rank, without values, memory, network or other ranks.
+
+The process group is torch's fake one and tensors are fake, so a rank of any layout fits on a laptop. Provider,
+`parallelize`, pipeline program, task, gradient reduction, clipping and optimizer are those of the job. Values that the
+host would read are answered: no flag is set, and routing of experts is balanced. Collectives, FLOPs and bytes are exact
+for every job whose operators do not depend on values.
+"""
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
+from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.engine import Engine
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.job.plan import JobPlan
+from d9d_loop.model.model_build import parallelize_stages
+from d9d_loop.planning.step_record import StepRecord, recorded
+from d9d_loop.resilience import StepGuard
+from d9d_loop.task import to_inputs
+from d9d_pipeline import Messages, stage_output
+
+PlanFor = Callable[[Launch], JobPlan]
+"""Function that plans the job for a place in it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What one rank allocates and does in a step. All sizes are in bytes.
+
+    Attributes:
+        rank: Global rank.
+        stages: Global indices of the rank's pipeline stages.
+        parameter_bytes: Local parameters and buffers.
+        gradient_bytes: Local gradients at the end of the backward pass.
+        optimizer_bytes: Local optimizer state.
+        forward_backward: Record of the forward and backward passes of all microbatches.
+        update: Record of the gradient reduction that the backward pass does not do, of clipping, and of the optimizer.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    forward_backward: StepRecord
+    update: StepRecord
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak of the bytes that forward and backward allocate beyond gradients that they leave behind."""
+        return max(0, self.forward_backward.peak_bytes - self.gradient_bytes)
+
+
+def dry_run(
+    plan_for: PlanFor, *, ranks: Sequence[int], world_size: int, precision: PrecisionName | None = None
+) -> tuple[DryRun, ...]:
+    """Run a step of a job for some ranks, one after another, without values; return what each allocates and does.
+
+    The recorded step is the second: the first creates optimizer state and lazily created buffers. No device, network or
+    checkpoint is used; the first samples of the training data are read, for their shapes.
+
+    Args:
+        plan_for: Plans the job, such as `Trainer.plan_for`.
+        ranks: Global ranks to rehearse; `representatives` returns one of each class.
+        world_size: Number of ranks of the job.
+        precision: Precision of the job on the planned device; by default that of the configuration on a CPU.
+
+    Raises:
+        UserError: If this process already has a process group. If the plan of the job fails, as `Trainer.train` would.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings():
+        # Code that only compares addresses may read those of fake tensors; FSDP2's warning is for the user's real run.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        messages = _messages(plan_for, world_size, fake, precision)
+        return tuple(_dry_run_one(plan_for, rank, world_size, messages, fake, precision) for rank in ranks)
+
+
+def _dry_run_one(
+    plan_for: PlanFor,
+    rank: int,
+    world_size: int,
+    messages: Messages | None,
+    fake: FakeTensorMode,
+    precision: PrecisionName | None,
+) -> DryRun:
+    with _place(plan_for, rank, world_size, precision) as (plan, ctx):
+        stages = _stages(plan, ctx, fake)
+        pipeline = Pipeline(
+            stages, ctx=ctx, schedule=plan.model.schedule, shared_names=plan.model.shared_names, messages=messages
+        )
+        with fake:
+            optimizer = plan.optimizer(pipeline.model)
+        engine = Engine(
+            pipeline,
+            optimizer,
+            ctx=ctx,
+            task=plan.task,
+            max_norm=plan.config.gradients.max_norm,
+            num_microbatches=plan.num_microbatches,
+            guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
+            polls_guard=False,
+        )
+        batches = [_fake_batch(plan, ctx, fake) for _ in range(plan.num_microbatches)]
+        with fake:
+            with recorded():  # answers reads of the host
+                engine.accumulate(batches, plan.task.loss)
+                engine.step()
+            with recorded() as forward_backward:
+                engine.accumulate(batches, plan.task.loss)
+            gradients = gradient_bytes(pipeline.model)
+            with recorded() as update:
+                engine.step()
+        return DryRun(
+            rank=rank,
+            stages=tuple(stages),
+            parameter_bytes=parameter_bytes(pipeline.model),
+            gradient_bytes=gradients,
+            optimizer_bytes=optimizer_bytes(optimizer),
+            forward_backward=forward_backward,
+            update=update,
+        )
+
+
+def representatives(plan: JobPlan, world_size: int) -> tuple[int, ...]:
+    """Return one rank of each class of ranks whose steps differ: the first rank of each pipeline rank.
+
+    Ranks of a pipeline rank do the same on different samples, sequence parts, shards or experts. Of uneven shards, the
+    first rank has the largest.
+    """
+    num_ranks = len(plan.model.program.ranks)
+    return tuple(range(0, world_size, world_size // num_ranks))
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of this rank's parameters and buffers."""
+    return sum(_local_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of this rank's gradients."""
+    return sum(_local_bytes(each.grad) for each in model.parameters() if each.grad is not None)
+
+
+def optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of this rank's optimizer state."""
+    leaves = pytree.tree_leaves(list(optimizer.state.values()))
+    return sum(_local_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def fake_ranks(rank: int, world_size: int) -> Generator[None]:
+    """Make this process one rank of a job without the others, for the body: collectives return at once.
+
+    Raises `UserError` if this process already has a process group.
+    """
+    if dist.is_initialized():
+        raise UserError(
+            "got a process that already has a process group; expected none, since a rehearsal starts a fake one. Plan "
+            "the job before it starts, or in another process."
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        destroy_process_groups()
+
+
+@contextmanager
+def _place(
+    plan_for: PlanFor, rank: int, world_size: int, precision: PrecisionName | None
+) -> Generator[tuple[JobPlan, DistributedContext]]:
+    launch = Launch(rank=rank, world_size=world_size, device="cpu")
+    plan = plan_for(launch)
+    with (
+        fake_ranks(rank, world_size),
+        plan.model.mesh.build(launch=launch, precision=precision or plan.config.precision) as ctx,
+    ):
+        yield plan, ctx
+
+
+def _stages(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> dict[int, nn.Module]:
+    stages = parallelize_stages(plan.model, ctx)
+    with fake:
+        for stage in stages.values():
+            allocate(stage, device=ctx.device)
+    return stages
+
+
+def _fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> Any:
+    samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(plan.microbatch_size)]
+    batch = BatchPlacement(plan.task, ctx)(plan.data.collate(samples))
+    return pytree.tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), batch)
+
+
+def _messages(
+    plan_for: PlanFor, world_size: int, fake: FakeTensorMode, precision: PrecisionName | None
+) -> Messages | None:
+    """Run the forward of each stage on its rank, and describe its output; `None` without a pipeline."""
+    program = plan_for(Launch(world_size=world_size, device="cpu")).model.program
+    if len(program.ranks) == 1:
+        return None
+    outputs, payload = {}, None
+    for index, pipeline_rank in enumerate(program.stage_ranks[:-1]):
+        rank = pipeline_rank * (world_size // len(program.ranks))
+        with _place(plan_for, rank, world_size, precision) as (plan, ctx):
+            inputs = to_inputs(plan.task.inputs(_fake_batch(plan, ctx, fake)))
+            stage = _stages(plan, ctx, fake)[index]
+            with fake, recorded():
+                output = stage(*(inputs.first if index == 0 else (payload,)), **inputs.shared)
+            outputs[index] = stage_output(output)
+            payload = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), output)
+    return Messages(outputs)
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()

@@ -1,0 +1,1 @@
+"""Data sheets and fitted constants of accelerators, one TOML file each."""

@@ -1,0 +1,116 @@
+"""Hardware of a cluster: data-sheet values, and the few constants fitted to measurements of it.
+
+A description is a TOML file, such as `hardware/h100-dgx.toml` in this package. `d9d-plan --calibrate` writes one for the
+machine that it runs on.
+"""
+
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from d9d_dist import UserError
+
+_POSITIVE = Field(gt=0)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Device(_Part):
+    """Data sheet of one device."""
+
+    memory_bytes: float = Field(gt=0, description="Bytes of device memory that a process can allocate.")
+    memory_bandwidth: float = Field(gt=0, description="Bytes/s of device memory.")
+    peak_flops: dict[str, float] = Field(description="FLOP/s of dense matrix products by dtype: bf16, fp8, fp32.")
+    num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for the quantization of waves.")
+    kernel_seconds: float = Field(2e-6, ge=0, description="Seconds from one kernel to the next on the device.")
+    host_bandwidth: float = Field(25e9, gt=0, description="Bytes/s between device and host memory.")
+
+
+class Links(_Part):
+    """A tier of the network, as seen by one device."""
+
+    bandwidth: float = Field(gt=0, description="Bytes/s of one device in each direction.")
+    latency: float = Field(gt=0, description="Seconds of one step of a collective.")
+
+
+class Network(Links):
+    """The network between nodes."""
+
+    oversubscription: float = Field(1.0, ge=1, description="Bandwidth below the spine over bandwidth through it.")
+    rail_nodes: int = Field(10**9, gt=0, description="Nodes below one leaf or rail, beyond which the spine is used.")
+
+
+class Fitted(_Part):
+    """Constants fitted to measurements: six for a cluster.
+
+    The first four are of a device, the last two of its links.
+    """
+
+    matmul_efficiency: float = Field(
+        gt=0, le=1, description="Fraction of the peak that a large matrix product reaches."
+    )
+    attention_efficiency: float = Field(
+        gt=0, le=1, description="Fraction of the bf16 peak that fused attention reaches on long sequences."
+    )
+    memory_efficiency: float = Field(gt=0, le=1, description="Fraction of the memory bandwidth of pointwise kernels.")
+    host_seconds: float = Field(ge=0, description="Seconds in which the host launches one operator.")
+    link_efficiency: float = Field(gt=0, le=1, description="Fraction of the bandwidth within a node.")
+    network_efficiency: float = Field(gt=0, le=1, description="Fraction of the bandwidth between nodes.")
+
+
+class Hardware(_Part):
+    """Cluster of equal nodes."""
+
+    name: str
+    device: Device
+    devices_per_node: int = Field(gt=0)
+    links: Links
+    network: Network
+    fitted: Fitted
+    relative_error: float = Field(
+        0.15,
+        gt=0,
+        description="Half width of the 90 % interval of a step time, as a fraction: the error on held-out rows.",
+    )
+    memory_error: float = Field(0.08, gt=0, description="Half width of the 90 % interval of memory, as a fraction.")
+    failures_per_device_day: float = Field(
+        1.4e-4,
+        gt=0,
+        description="Failures that end a job, per device and day. Llama 3 (arXiv 2407.21783): 419 / 16384 / 54.",
+    )
+    dollars_per_device_hour: float | None = Field(None, gt=0, description="Price of a device, for the cost of a job.")
+
+    @classmethod
+    def load(cls, name: str) -> Self:
+        """Return the hardware of a TOML file, or of a name such as "h100-dgx".
+
+        Raises:
+            UserError: If there is no such file or name, or the file has an invalid value.
+        """
+        path = Path(name)
+        if path.suffix != ".toml":
+            if name not in hardware_names():
+                raise UserError(
+                    f"got the hardware {name!r}; expected one of {', '.join(hardware_names())}, or the path of a TOML "
+                    "file, which `d9d-plan --calibrate` writes for this machine."
+                )
+            text = files("d9d_loop.planning.hardware").joinpath(f"{name}.toml").read_text()
+        elif not path.is_file():
+            raise UserError(f"the hardware file {path} does not exist. Check --hardware.")
+        else:
+            text = path.read_text()
+        try:
+            return cls.model_validate(tomllib.loads(text))
+        except (tomllib.TOMLDecodeError, ValidationError) as error:
+            raise UserError(f"the hardware file {name} is invalid: {error}") from None
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the hardware that this package describes."""
+    folder = files("d9d_loop.planning.hardware")
+    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))

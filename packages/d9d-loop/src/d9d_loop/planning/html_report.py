@@ -1,0 +1,160 @@
+"""HTML report of a cluster plan: one self-contained file with pictures."""
+
+import base64
+import html
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from d9d_dist import UserError
+from d9d_loop.planning.job_plan import ClusterPlan, describe
+from d9d_loop.planning.plan_report import report, verdict
+from d9d_loop.planning.step_model import PARTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+_COLORS = ("#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999", "#000000")
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+p.verdict { border-left: 4px solid var(--mark); padding-left: .8rem; }
+img { max-width: 100%; height: auto; }
+div.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; } th, td { padding: .25rem .7rem; text-align: right; }
+th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+tr { border-bottom: 1px solid #ddd; } pre { font-size: .8rem; overflow-x: auto; background: #f6f6f6; padding: .8rem; }
+"""
+
+
+def write_html(plan: ClusterPlan, path: Path) -> None:
+    """Write the report.
+
+    Raises:
+        UserError: If matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        pictures = [("Memory by rank", _memory(plan)), ("Time of a step", _time(plan)), ("Roofline", _roofline(plan))]
+        if plan.search is not None and plan.search.fitting:
+            pictures.append(("Layouts: time and memory", _pareto(plan)))
+    except ModuleNotFoundError:
+        raise UserError("--html needs matplotlib. Install it: pip install 'd9d-loop[plot]'.") from None
+    lines = verdict(plan).split("\n")
+    body = [f"<h1>{html.escape(plan.hardware.name)}: {plan.layout.world_size} devices</h1>"]
+    mark = "#009e73" if plan.fits else "#d55e00"
+    body += [f'<p class="verdict" style="--mark: {mark}">{html.escape(line)}</p>' for line in lines]
+    body += [f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{data}">' for title, data in pictures]
+    if plan.search is not None and plan.search.fitting:
+        body += ["<h2>Fastest layouts that fit</h2>", '<div class="wide">', _search_table(plan), "</div>"]
+    body += ["<h2>All figures</h2>", f"<pre>{html.escape(report(plan))}</pre>"]
+    page = (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>d9d-plan</title>\n<style>{_STYLE}</style>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+    try:
+        path.write_text(page)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}. Choose another file for --html.") from None
+
+
+def _search_table(plan: ClusterPlan) -> str:
+    assert plan.search is not None
+    rows = [
+        f"<tr><td>{each.seconds:.3g} s</td><td>{each.memory.total / GIB:.1f} GiB</td><td>{each.time.limit}</td>"
+        f"<td>{html.escape(describe(each.layout))}</td></tr>"
+        for each in plan.search.fitting
+    ]
+    return "<table><tr><th>step</th><th>memory</th><th>limit</th><th>layout</th></tr>" + "".join(rows) + "</table>"
+
+
+def _figure(height: float) -> "Figure":
+    from matplotlib.figure import Figure  # noqa: PLC0415  (optional)
+
+    return Figure(figsize=(8, height), layout="constrained")
+
+
+def _encoded(figure: "Figure") -> str:
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=130)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def _memory(plan: ClusterPlan) -> str:
+    figure = _figure(1.2 + 0.5 * len(plan.memory))
+    axes = figure.subplots()
+    names = ("parameters", "gradients", "optimizer", "activations", "reserve")
+    left = [0.0] * len(plan.memory)
+    for name, color in zip(names, _COLORS, strict=False):
+        sizes = [getattr(each, name) / GIB for each in plan.memory]
+        axes.barh([each.name for each in plan.memory], sizes, left=left, label=name, color=color)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.axvline(plan.hardware.device.memory_bytes / GIB, color="black", linestyle="--", label="device")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    return _encoded(figure)
+
+
+def _time(plan: ClusterPlan) -> str:
+    figure = _figure(2.6)
+    axes = figure.subplots()
+    left = 0.0
+    for name, color in zip(PARTS, _COLORS, strict=True):
+        seconds = getattr(plan.time, name)
+        if seconds > 0:
+            axes.barh([""], [seconds], left=left, label=name, color=color)
+            left += seconds
+    low, high = plan.interval
+    axes.errorbar([left], [0], xerr=[[left - low], [high - left]], color="black", capsize=4, label="90 % interval")
+    axes.set_xlabel("seconds")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return _encoded(figure)
+
+
+def _roofline(plan: ClusterPlan) -> str:
+    figure = _figure(3.6)
+    axes = figure.subplots()
+    device, fitted = plan.hardware.device, plan.hardware.fitted
+    roof = device.memory_bandwidth * fitted.memory_efficiency
+    peak = device.peak_flops["bf16"] * fitted.matmul_efficiency
+    intensities = [2**power for power in range(-2, 14)]
+    axes.loglog(intensities, [min(peak, each * roof) / 1e12 for each in intensities], color="black", label="roofline")
+    shape, layout = plan.shape, plan.layout
+    tokens, h = layout.tokens_per_microbatch, shape.hidden_size
+    products = {
+        "attention projection": (tokens, shape.num_heads * shape.head_dim / layout.tp, h),
+        "feed-forward": (tokens, max(1, shape.intermediate_size) / layout.tp, h),
+        "head": (tokens, shape.vocab_size / layout.tp, h),
+    }
+    if shape.num_experts:
+        products["expert"] = (tokens * shape.top_k * layout.ep / shape.num_experts, shape.expert_size, h)
+    for (name, (m, n, k)), color in zip(products.items(), _COLORS, strict=False):
+        intensity = m * n * k / (m * k + k * n + m * n)
+        axes.plot([intensity], [min(peak, intensity * roof) / 1e12], "o", color=color, label=name)
+    axes.set_xlabel("FLOP per byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(frameon=False)
+    return _encoded(figure)
+
+
+def _pareto(plan: ClusterPlan) -> str:
+    assert plan.search is not None
+    figure = _figure(3.6)
+    axes = figure.subplots()
+    fitting = plan.search.fitting
+    axes.plot([each.seconds for each in fitting], [each.memory.total / GIB for each in fitting], "o", color="#999999")
+    front = plan.search.pareto()
+    axes.step(
+        [each.seconds for each in front],
+        [each.memory.total / GIB for each in front],
+        where="post",
+        color="#0072b2",
+        label="Pareto front",
+    )
+    axes.set_xlabel("seconds of a step")
+    axes.set_ylabel("GiB of the largest rank")
+    axes.legend(frameon=False)
+    return _encoded(figure)

@@ -1,0 +1,202 @@
+"""Search for the layouts of a decoder on a cluster: all legal degrees, microbatches, recomputation and offload, ranked."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import final
+
+from d9d_dist import MeshConfig, UserError
+from d9d_loop.planning.costs.memory_size import Memory, memory_of
+from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.planning.step_model import StepTime, step_time
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A layout with its predicted memory and time.
+
+    Attributes:
+        memory: Memory of the pipeline rank that needs most.
+        seconds: Step time; the transfer of offloaded activations is included.
+    """
+
+    layout: PlanLayout
+    memory: Memory
+    time: StepTime
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all devices."""
+        return self.layout.global_tokens / self.seconds
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Result of a search.
+
+    Attributes:
+        num_legal: Number of legal layouts that were considered.
+        fitting: Layouts that fit, fastest first.
+        smallest: Layout that needs least memory, whether it fits or not.
+    """
+
+    num_legal: int
+    fitting: tuple[Candidate, ...]
+    smallest: Candidate
+
+    def pareto(self) -> list[Candidate]:
+        """Return the layouts that no other one beats in both time and memory, fastest first."""
+        front: list[Candidate] = []
+        for each in self.fitting:
+            if not front or each.memory.total < front[-1].memory.total:
+                front.append(each)
+        return front
+
+
+def search_layouts(
+    shape: DecoderShape,
+    hardware: Hardware,
+    *,
+    world_size: int,
+    global_size: int,
+    length: int,
+    base: PlanLayout | None = None,
+    keep: int = 200,
+) -> SearchResult:
+    """Return the layouts for a number of devices, ranked by predicted step time.
+
+    Args:
+        shape: Sizes of the decoder.
+        hardware: The cluster.
+        world_size: Number of devices.
+        global_size: Samples of a step.
+        length: Tokens of a sample.
+        base: Traits of the implementation; by default those of d9d: sharded fp32 master weights, sequence parallelism.
+        keep: Number of fitting layouts to return.
+
+    Raises:
+        UserError: If no layout is legal, because the number of samples cannot be divided over the devices.
+    """
+    found: list[Candidate] = []
+    smallest: Candidate | None = None
+    num_legal = 0
+    limit = hardware.device.memory_bytes
+    for layout in legal_layouts(
+        shape, hardware, world_size=world_size, global_size=global_size, length=length, base=base
+    ):
+        num_legal += 1
+        memory = worst_memory(shape, layout)
+        if memory.total > limit and smallest is not None and memory.total >= smallest.memory.total:
+            continue
+        candidate = evaluate(shape, layout, hardware, memory=memory)
+        if smallest is None or memory.total < smallest.memory.total:
+            smallest = candidate
+        if memory.total <= limit:
+            found.append(candidate)
+    if smallest is None:
+        raise UserError(
+            f"no layout of {world_size} devices is legal for batch.global_size = {global_size}; expected a number of "
+            "samples that data-parallel ranks can share. Use a multiple of the number of devices over 8."
+        )
+    found.sort(key=lambda each: each.seconds)
+    return SearchResult(num_legal=num_legal, fitting=tuple(found[:keep]), smallest=smallest)
+
+
+def evaluate(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, memory: Memory | None = None) -> Candidate:
+    """Return a layout's predicted memory and time."""
+    memory = memory or worst_memory(shape, layout)
+    time = step_time(shape, layout, hardware)
+    seconds = time.total
+    if layout.offload:
+        kept = worst_memory(shape, replace(layout, offload=False)).activations / max(
+            1, min(layout.num_microbatches, layout.pp)
+        )
+        moved = 2 * kept * layout.num_microbatches / hardware.device.host_bandwidth
+        seconds += max(0.0, moved - 0.8 * time.compute)
+    return Candidate(layout=layout, memory=memory, time=time, seconds=seconds)
+
+
+def worst_memory(shape: DecoderShape, layout: PlanLayout) -> Memory:
+    """Return the memory of the first or last pipeline rank, whichever needs more."""
+    first = memory_of(shape, layout, 0)
+    last = memory_of(shape, layout, layout.pp - 1) if layout.pp > 1 else first
+    return max((first, last), key=lambda each: each.total)
+
+
+def legal_layouts(
+    shape: DecoderShape,
+    hardware: Hardware,
+    *,
+    world_size: int,
+    global_size: int,
+    length: int,
+    base: PlanLayout | None = None,
+) -> Iterator[PlanLayout]:
+    """Yield every layout that the checks of a job accept: degrees divide ranks, heads, experts, layers and samples."""
+    base = base or PlanLayout()
+    degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
+    tensor = [
+        t
+        for t in degrees
+        if t <= hardware.devices_per_node and shape.num_kv_heads % t == 0 and shape.num_heads % t == 0
+    ]
+    context = [c for c in degrees if c <= 64 and length % (2 * c) == 0]
+    stages = sorted({*degrees, *(p for p in range(1, 65) if world_size % p == 0)})
+    for tp, cp, pp in product(tensor, context, stages):
+        if world_size % (tp * cp * pp) or pp > shape.num_layers:
+            continue
+        dp = world_size // (tp * cp * pp)
+        if global_size % dp:
+            continue
+        for ep, size in product(_expert_degrees(shape, dp * cp * tp), (1, 2, 4, 8, 16)):
+            if (global_size // dp) % size:
+                continue
+            m = global_size // dp // size
+            for v in _stage_counts(shape, pp, m):
+                for recompute, offload in product(RECOMPUTE, (False, True)):
+                    yield replace(
+                        base,
+                        tp=tp,
+                        cp=cp,
+                        pp=pp,
+                        dp=dp,
+                        ep=ep,
+                        stages_per_rank=v,
+                        microbatch_size=size,
+                        num_microbatches=m,
+                        length=length,
+                        recompute=recompute,
+                        offload=offload,
+                    )
+
+
+def _expert_degrees(shape: DecoderShape, ranks: int) -> list[int]:
+    if not shape.num_experts:
+        return [1]
+    return [2**power for power in range(10) if shape.num_experts % 2**power == 0 and ranks % 2**power == 0]
+
+
+def _stage_counts(shape: DecoderShape, pp: int, num_microbatches: int) -> list[int]:
+    """Return the numbers of stages per rank: 1 for 1F1B, more for the interleaved schedule."""
+    if pp == 1:
+        return [1]
+    more = [v for v in (2, 3, 4) if pp * v <= shape.num_layers and num_microbatches % pp == 0]
+    return [1, *more]
+
+
+def mesh_config(layout: PlanLayout) -> MeshConfig:
+    """Return the mesh of a layout for the configuration of a job."""
+    return MeshConfig(
+        pipeline_parallel=layout.pp,
+        data_parallel_shard=layout.dp,
+        context_parallel_shard=layout.cp,
+        tensor_parallel=layout.tp,
+        expert_parallel=layout.ep,
+    )

@@ -1,0 +1,103 @@
+"""Sizes of a job's decoder, read from its parameters and from the operators of one forward pass without values."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from d9d_dist import UserError, allocate
+from d9d_loop.job.plan import JobPlan
+from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.step_record import Operation, recorded
+from d9d_loop.task import to_inputs
+
+
+def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
+    """Return the sizes of a job's decoder, and the number of tokens of a sample.
+
+    The model must be a decoder: an embedding table, a list of layers, and attention by
+    `torch.nn.functional.scaled_dot_product_attention`. The job must have several ranks, or a provider with `late_init`.
+
+    Raises:
+        UserError: If the model is no such decoder. The message says which part was not found.
+    """
+    model = plan.model.built.module
+    samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(1)]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = pytree.tree_map_only(Tensor, fake.from_tensor, plan.data.collate(samples))
+    inputs = to_inputs(plan.task.inputs(batch))
+    probe = copy.deepcopy(model).to("meta")
+    with fake:
+        allocate(probe, device=torch.device("cpu"))
+        with torch.no_grad(), recorded() as record:
+            probe(*inputs.first, **inputs.shared)
+    whole = [x for x in pytree.tree_leaves((inputs.first, inputs.shared)) if isinstance(x, Tensor) and x.dim() > 1]
+    if not whole:
+        raise _unknown("a tensor of token ids with a batch and a sequence dim in the task's inputs")
+    return _shape(model, record.operations), whole[0].shape[1]
+
+
+def _shape(model: nn.Module, operations: Sequence[Operation]) -> DecoderShape:
+    blocks = max(
+        (each for each in model.modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)), key=len, default=None
+    )
+    if blocks is None:
+        raise _unknown("a ModuleList or ModuleDict of layers")
+    layers = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    tables = [each for each in model.parameters() if id(each) not in inside and each.dim() == 2]
+    if not tables:
+        raise _unknown("an embedding table outside of the layers")
+    vocab_size, hidden_size = max(tables, key=Tensor.numel).shape
+    attention = next((each for each in operations if "scaled_dot_product" in each.name), None)
+    if attention is None:
+        raise _unknown("a call of scaled_dot_product_attention")
+    query, key, value = attention.shapes[:3]
+    if key[-1] != value[-1]:
+        raise _unknown("keys and values of the same size")
+    heads, kv_heads, head_dim = query[1], key[1], query[-1]
+    kv_heads = _kv_heads(layers[0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden_size=hidden_size)
+    attention_size = hidden_size * head_dim * 2 * (heads + kv_heads)
+    sizes = [_feed_forward(layer, attention_size) for layer in layers]
+    dense = [rest for rest, experts, _ in sizes if experts == 0]
+    sparse = [each for each in sizes if each[1]]
+    top = next((each for each in operations if each.name == "topk"), None)
+    return DecoderShape(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=len(layers),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=round(dense[0] / 3 / hidden_size) if dense else 0,
+        tie_embeddings=len([each for each in tables if each.shape == (vocab_size, hidden_size)]) == 1,
+        num_experts=sparse[0][2] if sparse else 0,
+        top_k=top.results[0][-1] if sparse and top else 0,
+        expert_size=round(sparse[0][1] / (3 * hidden_size * sparse[0][2])) if sparse else 0,
+        num_dense_layers=len(dense) if sparse else 0,
+        shared_size=max(0, round((sparse[0][0] / hidden_size - sparse[0][2]) / 3)) if sparse else 0,
+    )
+
+
+def _kv_heads(layer: nn.Module, *, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> int:
+    """Return the number of key heads: attention may receive repeated ones, so the smallest projection decides."""
+    outputs = [each.shape[0] for each in layer.parameters() if each.dim() == 2 and each.shape[1] == hidden_size]
+    candidates = [size // head_dim for size in outputs if size % head_dim == 0 and heads % (size // head_dim) == 0]
+    return min([kv_heads, *candidates])
+
+
+def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:
+    """Return the elements of a layer's matrices without attention, of its experts, and the number of experts."""
+    matrices = sum(each.numel() for each in layer.parameters() if each.dim() == 2)
+    experts = [each for each in layer.parameters() if each.dim() == 3]
+    return matrices - attention_size, sum(map(Tensor.numel, experts)), experts[0].shape[0] if experts else 0
+
+
+def _unknown(part: str) -> UserError:
+    return UserError(
+        f"the planner found no {part} in the model; expected a decoder with scaled_dot_product_attention. Pass its "
+        "sizes: trainer.plan(..., shape=DecoderShape(...), length=...)."
+    )

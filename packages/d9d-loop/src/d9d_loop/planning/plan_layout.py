@@ -1,0 +1,100 @@
+"""Layout of a job for the planner: degrees, microbatches, and what the implementation of the job overlaps and keeps."""
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+Recompute = Literal["none", "selective", "full"]
+Sharding = Literal["replicated", "optimizer", "gradients", "parameters"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLayout:
+    """Degrees of parallelism, microbatches and traits of a job.
+
+    Global ranks have the order of `d9d_dist.MeshConfig`: tp is the fastest axis, then cp, dp and pp.
+
+    Attributes:
+        dp: Data-parallel degree, without context parallelism.
+        ep: Expert-parallel degree; uses the ranks of dp x cp x tp.
+        stages_per_rank: Stages of each pipeline rank (interleaving).
+        microbatch_size: Samples of a microbatch of one data-parallel rank.
+        num_microbatches: Microbatches of a step on each data-parallel rank.
+        length: Tokens of a sample.
+        recompute: Activations that the backward pass computes again: none, those of attention's core and of pointwise
+            operators (selective), or whole layers (full).
+        sharding: What is sharded over data-parallel ranks (ZeRO 0 to 3).
+        shard_ranks: Ranks that shard it; `None` for all data- and context-parallel ranks.
+        sequence_parallel: True if pointwise operators are split over the tensor-parallel ranks.
+        flash: True if a fused kernel computes attention; False if scores are stored.
+        fused_pointwise: True if a compiler fuses pointwise operators.
+        dtype: Dtype of matrix products: bf16 or fp8.
+        overlaps_gradients: True if the gradient reduction overlaps the backward pass.
+        overlaps_tensor: Share of tensor-parallel communication that is hidden (async TP).
+        overlaps_pipeline: True if sends between stages overlap computation.
+        splits_transfers: True if tensor-parallel ranks send a part of the activations each.
+        weight_bytes: Bytes per parameter of the weights that compute, and are gathered.
+        gradient_bytes: Bytes per parameter of gradients when they are reduced.
+        kept_gradient_bytes: Bytes per parameter of gradients that are kept.
+        stored_weight_bytes: Bytes per parameter of the weights that are stored.
+        master_bytes: Bytes per parameter of optimizer state, with master weights that are not the stored ones.
+        causal: True if attention kernels skip masked tiles.
+        dropout: True if dropout masks are stored.
+        offload: True if saved activations are moved to host memory.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    stages_per_rank: int = 1
+    microbatch_size: int = 1
+    num_microbatches: int = 1
+    length: int = 4096
+    recompute: Recompute = "none"
+    sharding: Sharding = "parameters"
+    shard_ranks: int | None = None
+    sequence_parallel: bool = True
+    flash: bool = True
+    fused_pointwise: bool = False
+    dtype: str = "bf16"
+    overlaps_gradients: bool = True
+    overlaps_tensor: float = 0.0
+    overlaps_pipeline: bool = True
+    splits_transfers: bool = True
+    weight_bytes: float = 2
+    gradient_bytes: float = 4
+    kept_gradient_bytes: float = 4
+    master_bytes: float = 8
+    stored_weight_bytes: float = 4
+    causal: bool = True
+    dropout: bool = False
+    offload: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def tokens_per_microbatch(self) -> float:
+        """Tokens of a microbatch on one rank, before tensor parallelism."""
+        return self.microbatch_size * self.length / self.cp
+
+    @property
+    def global_tokens(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.dp * self.microbatch_size * self.num_microbatches * self.length
+
+    @property
+    def sharding_ranks(self) -> int:
+        """Number of ranks that share the state of a dense parameter."""
+        if self.sharding == "replicated":
+            return 1
+        return self.shard_ranks or self.dp * self.cp

@@ -1,0 +1,77 @@
+"""Text of a cluster plan: the verdict in three lines, then tables."""
+
+from collections.abc import Iterable
+
+from d9d_loop.planning.job_plan import ClusterPlan, describe
+from d9d_loop.planning.step_model import PARTS
+
+GIB = 2**30
+
+
+def verdict(plan: ClusterPlan) -> str:
+    """Return three lines: if the job fits, how long it takes, and what limits it."""
+    spare = plan.spare_bytes / GIB
+    memory = plan.hardware.memory_error * max(each.total for each in plan.memory) / GIB
+    fits = f"fits with {spare:.1f} GiB to spare" if plan.fits else f"does NOT fit: {-spare:.1f} GiB too much"
+    low, high = plan.interval
+    limit = plan.time.limit
+    share = getattr(plan.time, limit) / plan.time.total
+    return "\n".join(
+        (
+            f"{fits} (+- {memory:.1f} GiB) on {plan.layout.world_size} x {plan.hardware.name}: {describe(plan.layout)}",
+            f"{plan.time.total:.3g} s a step ({low:.3g} to {high:.3g}), {plan.tokens_per_second:,.0f} tokens/s, MFU "
+            f"{plan.mfu:.1%}; {plan.steps} steps: {plan.days:.2g} days, {plan.device_hours:,.0f} device hours",
+            f"limited by {limit} ({share:.0%} of the step); goodput {plan.goodput.fraction:.1%} with a save every "
+            f"{plan.goodput.save_seconds / 60:.0f} minutes",
+        )
+    )
+
+
+def report(plan: ClusterPlan) -> str:
+    """Return the verdict and the tables of memory, time, sensitivity, collectives, and of the search if there was one."""
+    memory = [
+        (each.name, *(f"{getattr(each, name) / GIB:.2f}" for name in _MEMORY), f"{each.total / GIB:.2f}")
+        for each in plan.memory
+    ]
+    time = [
+        (name, f"{getattr(plan.time, name):.4g}", f"{getattr(plan.time, name) / plan.time.total:.1%}")
+        for name in PARTS
+        if getattr(plan.time, name) > 0
+    ]
+    better = [(name, f"{value:.4g}", f"{1 - value / plan.time.total:.1%}") for name, value in plan.sensitivity.items()]
+    sent = [(name, f"{size / GIB:.3f}") for name, size in sorted(plan.collectives.items(), key=lambda each: -each[1])]
+    sections = [
+        verdict(plan),
+        "Memory in GiB (exact, but for the reserve)\n" + _table(("rank", *_MEMORY, "total"), memory),
+        "Time of a step\n" + _table(("part", "seconds", "share"), time),
+        "If it were 10 % faster\n" + _table(("part", "step in s", "gain"), better),
+    ]
+    if sent:
+        sections.append("Collectives of the first rank in a step\n" + _table(("collective", "GiB"), sent))
+    if plan.search is not None:
+        rows = [
+            (f"{each.seconds:.4g}", f"{each.memory.total / GIB:.1f}", each.time.limit, describe(each.layout))
+            for each in plan.search.fitting
+        ]
+        title = f"Fastest of {plan.search.num_legal} layouts that fit"
+        empty = f"No layout fits. The smallest needs {plan.search.smallest.memory.total / GIB:.1f} GiB: "
+        empty += f"{describe(plan.search.smallest.layout)}. Use more devices, or ones with more memory."
+        sections.append(f"{title}\n" + _table(("seconds", "GiB", "limit", "layout"), rows) if rows else empty)
+    return "\n\n".join(sections)
+
+
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "reserve")
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    last = len(head) - 1
+    return "\n".join(
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in (0, last) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,189 @@
+"""Model of a step: the time of its parts on the slowest pipeline rank, from the costs of layers and collectives."""
+
+from dataclasses import dataclass
+from typing import final
+
+from d9d_loop.planning.costs.collective_time import Span, collective_seconds
+from d9d_loop.planning.costs.launch_bound import launch_bound_seconds
+from d9d_loop.planning.costs.layer_time import LayerTime, PassTime, embedding_time, head_time, layer_time
+from d9d_loop.planning.costs.optimizer_time import optimizer_seconds
+from d9d_loop.planning.costs.overlap import exposed_seconds
+from d9d_loop.planning.costs.pipeline_time import pipeline_seconds
+from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.plan_layout import PlanLayout
+
+PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
+"""Names of the parts of a step."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, and of its parts on the slowest rank. The parts add up to `total`.
+
+    Attributes:
+        compute: Kernels of forward and backward without recomputation.
+        recompute: Forward operators that run again.
+        launch: Time that the device waits for the host.
+        tensor: Exposed tensor-parallel collectives.
+        expert: All-to-alls of experts.
+        context: Exposed collectives of context parallelism.
+        bubble: Time that the slowest rank waits for other pipeline ranks.
+        data: Exposed collectives of data parallelism.
+        hidden: Communication of data parallelism that overlaps computation; not part of the total.
+        optimizer: Clipping and the optimizer.
+    """
+
+    compute: float
+    recompute: float
+    launch: float
+    tensor: float
+    expert: float
+    context: float
+    bubble: float
+    data: float
+    optimizer: float
+    hidden: float
+    total: float
+
+    @property
+    def limit(self) -> str:
+        """Name of the largest part that is not compute, or `compute` if that is more than 80 % of the step."""
+        parts = {
+            name: getattr(self, name)
+            for name in ("recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
+        }
+        return "compute" if self.compute > 0.8 * self.total else max(parts, key=lambda name: parts[name])
+
+
+def step_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> StepTime:
+    """Return the time of a step of a decoder in a layout on a cluster."""
+    dense = layer_time(shape, layout, hardware, sparse=False)
+    sparse = layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
+    ranks = [_rank(shape, layout, hardware, dense, sparse, index) for index in range(layout.pp)]
+    host = hardware.fitted.host_seconds
+    seconds = [launch_bound_seconds(each.device, each.operators, host) for each, _ in ranks]
+    slowest = max(range(layout.pp), key=lambda index: seconds[index])
+    parts, again = ranks[slowest]
+    m = layout.num_microbatches
+    data, hidden = _data_parallel(shape, layout, hardware, slowest, seconds[slowest])
+    transfer = _transfer(shape, layout, hardware)
+    passes = pipeline_seconds(
+        seconds,
+        num_microbatches=m,
+        stages_per_rank=layout.stages_per_rank,
+        transfer=transfer,
+        overlaps=layout.overlaps_pipeline,
+    )
+    held = rank_parameters(shape, layout, slowest)
+    shared = layout.sharding_ranks if layout.sharding != "replicated" else 1
+    optimizer = optimizer_seconds(hardware, held / shared)
+    collectives = parts.tensor + parts.expert + parts.context
+    return StepTime(
+        compute=m * (parts.device - collectives - again.matmul - again.attention - again.pointwise),
+        recompute=m * (again.matmul + again.attention + again.pointwise),
+        launch=m * (seconds[slowest] - parts.device),
+        tensor=m * parts.tensor,
+        expert=m * parts.expert,
+        context=m * parts.context,
+        bubble=passes - m * seconds[slowest],
+        data=data,
+        optimizer=optimizer,
+        hidden=hidden,
+        total=passes + data + optimizer,
+    )
+
+
+def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tuple[float, float]:
+    """Return the numbers of dense and sparse layers of a pipeline rank. Layers are spread evenly over stages."""
+    per_rank = shape.num_layers / layout.pp
+    if not shape.num_experts:
+        return per_rank, 0.0
+    dense = max(0.0, min(per_rank, shape.num_dense_layers - pipeline_rank * per_rank))
+    return dense, per_rank - dense
+
+
+def rank_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
+    """Return the number of parameters of a pipeline rank after tensor and expert parallelism, before sharding."""
+    dense, sparse = layers_of(shape, layout, pipeline_rank)
+    every = (dense + sparse) * shape.attention_parameters + dense * shape.dense_parameters
+    every += sparse * shape.shared_parameters
+    is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.pp - 1
+    if is_first:
+        every += shape.embedding_parameters
+    if is_last:
+        every += shape.head_parameters or (0 if is_first else shape.hidden_size * shape.vocab_size)
+    return every / layout.tp + expert_parameters(shape, layout, pipeline_rank)
+
+
+def expert_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
+    """Return the number of a pipeline rank's expert parameters after expert parallelism, before sharding."""
+    _, sparse = layers_of(shape, layout, pipeline_rank)
+    return sparse * shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
+
+
+def _rank(
+    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, dense: LayerTime, sparse: LayerTime, index: int
+) -> tuple[PassTime, PassTime]:
+    """Return the times of a microbatch on a pipeline rank: all of it, and what is computed again."""
+    num_dense, num_sparse = layers_of(shape, layout, index)
+    total, again = PassTime(), PassTime()
+    for layer, count in ((dense, num_dense), (sparse, num_sparse)):
+        again += layer.recompute.times(count)
+        total += (layer.forward + layer.backward + layer.recompute).times(count)
+    if index == 0:
+        total += embedding_time(shape, layout, hardware)
+    if index == layout.pp - 1:
+        forward, backward = head_time(shape, layout, hardware)
+        total += forward + backward
+    return total, again
+
+
+def _transfer(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
+    """Return the time of one send between stages; tensor-parallel ranks send a part each."""
+    if layout.pp == 1:
+        return 0.0
+    num_bytes = layout.tokens_per_microbatch * shape.hidden_size * 2 / (layout.tp if layout.splits_transfers else 1)
+    inside = layout.tp * layout.cp * layout.dp < hardware.devices_per_node
+    return collective_seconds(hardware, "send", num_bytes, Span(2, 2 if inside else 1))
+
+
+def _data_parallel(
+    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, index: int, computation: float
+) -> tuple[float, float]:
+    """Return the exposed and the hidden time of data-parallel collectives of a step.
+
+    ZeRO-3 gathers weights in each forward and backward of a microbatch, and scatters gradients; without it gradients
+    are reduced once per step.
+    """
+    ranks = layout.dp * layout.cp
+    if ranks == 1:
+        return 0.0, 0.0
+    held = rank_parameters(shape, layout, index)
+    span = Span.of(ranks, layout.tp, hardware.devices_per_node)
+    gradients, weights = held * layout.gradient_bytes, held * layout.weight_bytes
+    m = layout.num_microbatches
+    per_layer = shape.num_layers / layout.pp + 1
+    if layout.sharding == "parameters":
+        shard = Span.of(min(ranks, layout.sharding_ranks), layout.tp, hardware.devices_per_node)
+        gather = collective_seconds(hardware, "all_gather", weights / per_layer, shard) * per_layer
+        scatter = collective_seconds(hardware, "reduce_scatter", gradients / per_layer, shard) * per_layer
+        is_kept = layout.pp > 1  # a stage keeps its weights during a step
+        rounds = 1 if is_kept else m
+        total = rounds * (gather if is_kept else 2 * gather) + (1 if is_kept else m) * scatter
+        replicas = ranks // layout.sharding_ranks
+        if replicas > 1:
+            across = Span.of(replicas, layout.tp * layout.sharding_ranks, hardware.devices_per_node)
+            total += collective_seconds(hardware, "all_reduce", gradients / layout.sharding_ranks, across)
+        exposed = exposed_seconds(computation * m, total, first=(gather + scatter) / per_layer)
+        return exposed, total - exposed
+    if layout.sharding == "replicated":
+        total = collective_seconds(hardware, "all_reduce", gradients, span)
+    else:
+        total = collective_seconds(hardware, "reduce_scatter", gradients, span)
+        total += collective_seconds(hardware, "all_gather", weights, span)
+    if not layout.overlaps_gradients:
+        return total, 0.0
+    exposed = exposed_seconds(computation * 2 / 3, total, first=total / per_layer)
+    return exposed, total - exposed

@@ -1,0 +1,116 @@
+"""Caches of token mixers: what a mixer keeps of the positions so far, so that it computes only new positions.
+
+Shape legend: B batch, L new positions, S positions so far and new ones.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from d9d_dist import AllGatherAttention, AllToAllAttention, Attention, DeclaresCausality, RingAttention
+from d9d_modules.attention_backends import ChosenAttention
+
+
+class MixerCache(Protocol):
+    """Cache of one token mixer.
+
+    Attributes:
+        num_new: Number of positions of the next forward pass to keep. Later positions of that pass are padding.
+    """
+
+    num_new: int
+
+
+@runtime_checkable
+class SupportsCache(Protocol):
+    """Token mixer that can continue rows from a cache."""
+
+    def why_no_cache(self) -> str | None:
+        """Return the reason why the mixer, as configured, cannot use a cache; it follows the mixer's name in errors."""
+        ...
+
+    def start_cache(self, capacity: int) -> MixerCache:
+        """Attach an empty cache for rows of at most `capacity` positions. Forward passes then continue its rows."""
+        ...
+
+    def drop_cache(self) -> None:
+        """Detach the cache. Forward passes then compute whole rows again."""
+        ...
+
+
+@final
+class PositionCache:
+    """Tensors of all positions so far, such as keys and values of attention.
+
+    Args:
+        capacity: Largest number of positions. Memory for all of them is allocated by the first pass.
+        window: Sliding-window size of the layer; older positions are not kept. None keeps all.
+    """
+
+    def __init__(self, capacity: int, *, window: int | None = None) -> None:
+        self.num_new = 0
+        self._capacity, self._window = capacity, window if window is not None and window < capacity else None
+        self._length = 0
+        self._kept: list[Tensor] = []
+
+    def extend(self, document_ids_BL: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """Append tensors [B, L, ...] of new positions; return document ids and tensors of all positions [B, S, ...].
+
+        All calls have document ids, or none has.
+        """
+        new = list(tensors) if document_ids_BL is None else [*tensors, document_ids_BL]
+        whole = self._append(new) if self._window is None else self._slide(new, self._window)
+        return (None, whole) if document_ids_BL is None else (whole[-1], whole[:-1])
+
+    def _append(self, new: Sequence[Tensor]) -> list[Tensor]:
+        end = self._length + new[0].shape[1]
+        if not self._kept:
+            capacity = max(self._capacity, end)
+            self._kept = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in new]
+        for kept, x in zip(self._kept, new, strict=True):
+            kept[:, self._length : end] = x
+        self._length += self.num_new
+        return [kept[:, :end] for kept in self._kept]
+
+    def _slide(self, new: Sequence[Tensor], window: int) -> list[Tensor]:
+        whole = [torch.cat(pair, dim=1) for pair in zip(self._kept, new, strict=True)] if self._kept else list(new)
+        end = whole[0].shape[1] - new[0].shape[1] + self.num_new
+        # A copy: a view would keep the memory of all positions.
+        self._kept = [x[:, max(end - window + 1, 0) : end].clone() for x in whole]
+        return whole
+
+
+@final
+class RecurrentCache:
+    """State of a recurrent mixer after the positions so far.
+
+    Attributes:
+        state: Recurrent state; None before the first pass.
+    """
+
+    def __init__(self, width: int) -> None:
+        """Keep the last `width - 1` inputs of a causal convolution of this width."""
+        self.num_new = 0
+        self.state: Tensor | None = None
+        self._inputs = PositionCache(width + 1, window=width)
+
+    def extend_inputs(self, document_ids_BL: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """Prepend the inputs [B, W - 1, ...] of the previous positions, as far as they exist."""
+        self._inputs.num_new = self.num_new
+        return self._inputs.extend(document_ids_BL, *tensors)
+
+
+def why_no_attention_cache(function: Attention) -> str | None:
+    """Return the reason why an attention function cannot use keys of a cache; None if it can."""
+    if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
+        return "is context parallel: no rank has all keys of a row"
+    if isinstance(function, DeclaresCausality) and not function.is_causal:
+        return "is bidirectional: earlier positions attend to later ones"
+    return None
+
+
+def window_of(function: Attention) -> int | None:
+    """Return the sliding-window size of an attention function; None if it may use all positions."""
+    return function.options.window if isinstance(function, ChosenAttention) else None

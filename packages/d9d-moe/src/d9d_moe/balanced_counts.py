@@ -1,0 +1,27 @@
+"""Numbers of rows on the host. Fake tensors have no values, so a dry run of a job assumes balanced routing."""
+
+from math import comb
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def counts_on_host(counts_G: Tensor, *, num_rows: int) -> list[int]:
+    """Return the number of rows of each group, `num_rows` in all. A host-device synchronization.
+
+    For a fake tensor, all groups have the same number, up to 1.
+    """
+    if not isinstance(counts_G, FakeTensor):
+        return counts_G.tolist()
+    share, rest = divmod(num_rows, len(counts_G))
+    return [share + (group < rest) for group in range(len(counts_G))]
+
+
+def balanced_rows(num_tokens: int, *, num_experts: int, top_k: int, num_ranks: int) -> int:
+    """Return the mean number of tokens that a rank sends to each rank, if every set of experts is equally likely.
+
+    A token is sent once to a rank that has any of its `top_k` experts, so the number is
+    T (1 - C(E - E / R, A) / C(E, A)).
+    """
+    elsewhere = comb(num_experts - num_experts // num_ranks, top_k) / comb(num_experts, top_k)
+    return round(num_tokens * (1 - elsewhere))
