@@ -22,17 +22,17 @@ ANSWER = 3  # at most two digits, and the end
 
 
 class Imitation(Section):
-    steps: PositiveInt = 250
+    steps: PositiveInt = 300
     batch_size: PositiveInt = 512
     learning_rate: float = 3e-3
-    correct: float = Field(0.12, description="Share of correct results in the data.")
+    correct: float = Field(0.15, description="Share of correct results in the data.")
 
 
 class GrpoConfig(EngineConfig):
-    steps: PositiveInt = 60
+    steps: PositiveInt = 80
     num_prompts: PositiveInt = 32
     num_answers: PositiveInt = 16
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     model: Qwen3Params
     imitation: Imitation = Imitation()
 
