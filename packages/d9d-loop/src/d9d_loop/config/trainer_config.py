@@ -90,7 +90,7 @@ class GradientConfig(Section):
         default=None, description="Clip gradients to this global norm. Null computes the norm without clipping."
     )
     dtype: Literal["float32"] | None = Field(
-        None,
+        default=None,
         description="dtype in which gradients accumulate over microbatches and ranks; by default that of each "
         "parameter. Needs torch 2.15.",
     )
@@ -185,12 +185,12 @@ class TrainerConfig(JobConfig):
     """Configuration of a training job."""
 
     steps: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Total number of optimizer steps, including those before a resume; by default one pass over finite "
         "training data.",
     )
     epochs: PositiveInt | None = Field(
-        None, description="Number of passes over the training data, if they are a dataset; null repeats them."
+        default=None, description="Number of passes over the training data, if they are a dataset; null repeats them."
     )
     batch: BatchConfig
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
