@@ -76,7 +76,7 @@ def test_the_overview_has_a_line_for_each_key_of_the_default_kinds() -> None:
         "heads [int] = computed",
         "",
         "[choice]",
-        "kind a | x = a",
+        "kind a | x | b = a",
         "rate float = 0.5 How much",
     ]
 
