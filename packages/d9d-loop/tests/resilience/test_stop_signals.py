@@ -9,7 +9,7 @@ from forked_faults import run_forked
 from stopping_loops import saves_for_ever, stops
 
 from d9d_dist import DistributedContext, UserError
-from d9d_loop.resilience import ExitCode, Stopped, StopSignals
+from d9d_loop.resilience import ExitCode, StopConfig, Stopped, StopSignals
 
 
 def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: DistributedContext) -> None:
@@ -66,6 +66,13 @@ def test_stopped_jobs_have_their_own_exit_code() -> None:
     stopped = Stopped(signal.SIGTERM, step=7)
     assert stopped.code == ExitCode.STOPPED == 75
     assert str(stopped) == "stopped by SIGTERM after step 7, which is saved. The same command resumes the job."
+
+
+def test_ctrl_c_saves_and_has_the_exit_code_of_an_interrupt() -> None:
+    stopped = Stopped(signal.SIGINT, step=7)
+    assert stopped.code == ExitCode.INTERRUPTED == 130
+    assert str(stopped).startswith("stopped by Ctrl-C (SIGINT) after step 7, which is saved.")
+    assert signal.SIGINT in StopConfig.model_validate({}).numbers
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def describe_fields(model: type[BaseModel], *, section: str = "") -> str:
         if "[]" in name or not _is_of_default_kind(group, shown, entries):
             continue
         default = "required" if shown.key.default is None else f"= {shown.key.default}"
-        types = " | ".join(_type_names(shown.key.annotation))
+        types = _types(variants) if key == "kind" else _shortened(_types(variants[:1]), 30)
         description = shown.key.description.partition(". ")[0].rstrip(".")
-        line = f"  {key:<22} {_shortened(types, 30)} {_shortened(default, 24)}".rstrip()
+        line = f"  {key:<22} {types} {_shortened(default, 24)}".rstrip()
         groups.setdefault(group, []).append(f"{line}  {description}".rstrip())
     lines = ["usage: [FILE] [--section.key VALUE ...]", "       --help SECTION for all keys, kinds and descriptions"]
     for group, keys in groups.items():
