@@ -28,7 +28,8 @@ class JobConfig(Section):
     def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
         """Read the configuration from the command line `script.py [FILE] [--section.key VALUE ...]`.
 
-        Values on the command line override those of the file. `--help` prints every key and exits; `--schema` prints
+        Values on the command line override those of the file. `--help` prints an overview of the
+        keys and exits, `--help optimizer` all about one section; `--schema` prints
         the JSON Schema of configuration files, for editors, and exits.
 
         Args:
@@ -93,6 +94,11 @@ class GradientConfig(Section):
         description="dtype in which gradients accumulate over microbatches and ranks; by default that of each "
         "parameter. Needs torch 2.15.",
     )
+    reduce_each_microbatch: bool = Field(
+        False,
+        description="Reduce the gradients of sharded parameters after each microbatch: memory of a shard instead of a "
+        "whole gradient, for one reduction per microbatch instead of one per step.",
+    )
 
 
 class CheckpointConfig(Section):
@@ -138,6 +144,10 @@ class EvaluationConfig(Section):
     num_samples: PositiveInt | None = Field(
         default=None, description="Number of samples, evenly spaced over the data; null uses all."
     )
+    only: bool = Field(
+        default=False,
+        description="Evaluate the newest checkpoint, or the initial weights without one, and train nothing.",
+    )
 
 
 class PipelineConfig(Section):
@@ -160,6 +170,7 @@ class LoggingConfig(Section):
         default=10, description="Steps between tracked values; the first and last step are tracked too."
     )
     progress: bool = Field(default=True, description="Show a progress bar if the output is a terminal.")
+    report: bool = Field(default=True, description="Write `report.html` at the end, from the values in metrics.jsonl.")
     draw_lr_schedule: bool = Field(
         default=False,
         description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step.",

@@ -1,7 +1,7 @@
 """Hardware of a cluster: data-sheet values, and the few constants fitted to measurements of it.
 
-A description is a TOML file, such as `hardware/h100-dgx.toml` in this package. `d9d-plan --calibrate` writes one for the
-machine that it runs on.
+A description is a TOML file, such as `hardware/h100-dgx.toml` in this package. `d9d-plan --calibrate` writes one for
+the machine that it runs on.
 """
 
 import tomllib
@@ -88,9 +88,6 @@ class Hardware(_Part):
         default=1.4e-4,
         gt=0,
         description="Failures that end a job, per device and day. Llama 3 (arXiv 2407.21783): 419 / 16384 / 54.",
-    )
-    dollars_per_device_hour: float | None = Field(
-        default=None, gt=0, description="Price of a device, for the cost of a job."
     )
 
     @classmethod
