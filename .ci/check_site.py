@@ -151,6 +151,7 @@ def check(site: Path, pictures: Path | None) -> list[str]:
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             page = browser.new_page()
+            page.set_default_timeout(120_000)  # machines that run tests are busy
             page.on("request", lambda request: outside.add(request.url) if not request.url.startswith(base) else None)
             outside: set[str] = set()
             pages = sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
