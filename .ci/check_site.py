@@ -9,6 +9,7 @@ are drawn; nothing is requested from elsewhere; the search finds the pages that 
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 import shutil
@@ -18,9 +19,9 @@ import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urljoin, urlsplit
+from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
-from playwright.sync_api import Page, ViewportSize, sync_playwright
+from playwright.sync_api import Page, TimeoutError, ViewportSize, sync_playwright  # noqa: A004 - playwright's name
 
 ROOT = Path(__file__).resolve().parents[1]
 PHONE: ViewportSize = {"width": 360, "height": 740}
@@ -129,12 +130,10 @@ def check_page(page: Page, url: str) -> Iterator[str]:
 def check_search(page: Page, base: str) -> Iterator[str]:
     """Yield the questions whose page is not among the first five results."""
     page.set_viewport_size(DESKTOP)
-    page.goto(base)
     for question, expected in QUESTIONS.items():
-        page.fill(".md-search__input", "")
-        page.click(".md-search__input")
-        page.fill(".md-search__input", question)
-        page.wait_for_timeout(600)
+        page.goto(f"{base}?q={quote(question)}")
+        with contextlib.suppress(TimeoutError):
+            page.wait_for_selector(".md-search-result__item", state="attached", timeout=20_000)
         found = page.evaluate(
             "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 5).map(e => e.pathname)"
         )
@@ -152,6 +151,7 @@ def check(site: Path, pictures: Path | None) -> list[str]:
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             page = browser.new_page()
+            page.set_default_timeout(120_000)  # machines that run tests are busy
             page.on("request", lambda request: outside.add(request.url) if not request.url.startswith(base) else None)
             outside: set[str] = set()
             pages = sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))

@@ -95,7 +95,7 @@ class GradientConfig(Section):
         "parameter. Needs torch 2.15.",
     )
     reduce_each_microbatch: bool = Field(
-        False,
+        default=False,
         description="Reduce the gradients of sharded parameters after each microbatch: memory of a shard instead of a "
         "whole gradient, for one reduction per microbatch instead of one per step.",
     )
