@@ -93,11 +93,15 @@ def dry_run(
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         messages = _messages(plan_for, world_size, fake, precision)
-        return tuple(_dry_run_one(plan_for, rank, world_size, messages, fake, precision) for rank in ranks)
+        return tuple(
+            _dry_run_one(plan_for, rank=rank, world_size=world_size, messages=messages, fake=fake, precision=precision)
+            for rank in ranks
+        )
 
 
 def _dry_run_one(
     plan_for: PlanFor,
+    *,
     rank: int,
     world_size: int,
     messages: Messages | None,
