@@ -12,7 +12,7 @@ sys.path[:0] = [str(ROOT / "integration_tests"), str(ROOT / "examples")]
 from oracle import GRIDS, cells, parse_cell  # noqa: E402
 from oracle_grid import DEGREES  # noqa: E402
 
-from d9d_modules import GroupedQueryParams, known_families  # noqa: E402
+from d9d_modules import GroupedQueryParams, HuggingFaceFamily, known_families  # noqa: E402
 
 ORACLE_NAMES = {
     "llama": "llama3",
@@ -36,13 +36,14 @@ are read in the layouts FP8 blocks, MXFP4 and INT4 groups, see [Model weights](m
 """
 
 
-def attention(model: str) -> str:
-    """Describe the attention of a model of the oracle."""
+def attention(model: str, family: HuggingFaceFamily[Any]) -> str:
+    """Describe the attention of a family and its model in the oracle."""
     params: Any = parse_cell(model).experiment.model
     params = params.params
     assert isinstance(params, GroupedQueryParams)
     form = params.attention_form
     features = {
+        "sliding windows": "sliding_window" in family.used,
         "QKV bias": form.qkv_bias,
         "output bias": form.output_bias,
         "QK norm": form.qk_norm,
@@ -70,7 +71,7 @@ def page() -> str:
             ("see [sparse decoders](sparse_decoders.md)", "see there")
             if model is None
             else (
-                attention(model),
+                attention(model, family),
                 layouts(model),
             )
         )

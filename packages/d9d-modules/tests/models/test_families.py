@@ -28,6 +28,7 @@ from d9d_modules import (
     Llama3Scaling,
     NtkScaling,
     YarnScaling,
+    known_families,
 )
 from d9d_state import StateMapper, load_model_state, save_model_state
 
@@ -208,6 +209,13 @@ def _of(model_type: str, *sizes: int, **entries: Any) -> dict[str, Any]:
     return {**base, **kinds[model_type], **dict(zip(names, sizes, strict=True)), **entries}
 
 
+def _nested(hidden_size: int, intermediate_size: int, num_hidden_layers: int, **entries: Any) -> dict[str, Any]:
+    """Return the language model of a multimodal Gemma 3, whose other entries have the defaults of `transformers`."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": num_hidden_layers}
+    scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    return {"model_type": "gemma3_text", **sizes, **scaling, **entries}
+
+
 LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}
 LONG = {"max_position_embeddings": 131_072}
 SCALED = {**LONG, "rope_scaling": {**LLAMA31, "original_max_position_embeddings": 8192}}
@@ -280,6 +288,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         _of("gemma3_text", 262_144, 768, 1152, 24, 3, num_key_value_heads=1, use_bidirectional_attention=True),
         302_863_104,
     ),
+    **{  # the whole model without vision tower (416,866,032) and projector
+        name: ({"model_type": "gemma3", "text_config": text, "vision_config": {}, "mm_tokens_per_image": 256}, number)
+        for name, text, number in (
+            ("gemma-3-4b", _nested(2560, 10_240, 34), 4_300_079_472 - 419_816_304),
+            (
+                "gemma-3-12b",
+                _nested(3840, 15_360, 48, num_attention_heads=16, num_key_value_heads=8),
+                12_187_325_040 - 421_290_864,
+            ),
+        )
+    },
     "Qwen3-0.6B": (
         _of("qwen3", 151_936, 1024, 3072, 28, 16, num_key_value_heads=8, tie_word_embeddings=True),
         596_049_920,
@@ -307,7 +326,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 """Published configurations, and the published numbers of parameters."""
 
 
-QUICK = ("Qwen2.5-0.5B", "Mistral-7B-v0.1", "GLM-4-9B-0414", "gemma-3-1b", "embeddinggemma-300m")
+QUICK = ("Qwen2.5-0.5B", "Mistral-7B-v0.1", "GLM-4-9B-0414", "gemma-3-4b", "embeddinggemma-300m")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +334,7 @@ QUICK = ("Qwen2.5-0.5B", "Mistral-7B-v0.1", "GLM-4-9B-0414", "gemma-3-1b", "embe
 )
 def test_published_configurations_are_accepted(name: str) -> None:
     config, num_parameters = PUBLISHED[name]
-    params = FAMILIES[config["model_type"]].read(config)
+    params = known_families()[config["model_type"]].read(config)
     with torch.device("meta"):
         model = DecoderForCausalLM(params)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters

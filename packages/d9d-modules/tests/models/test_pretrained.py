@@ -11,9 +11,11 @@ from torch import Tensor
 
 from d9d_dist import StageInfo, UserError
 from d9d_modules import (
+    GEMMA3,
     LLAMA3,
     QWEN2,
     DecoderForCausalLM,
+    Gemma3Params,
     Llama3Params,
     PretrainedDecoder,
     Qwen2Params,
@@ -77,6 +79,24 @@ def test_tensors_that_are_not_used_are_named(tmp_path: Path, caplog: pytest.LogC
     found = from_pretrained_config(_folder(tmp_path / "more", tensors={"vision.weight": torch.ones(2)}))
     with pytest.raises(UserError, match=r"in the file, but unused.*\n.*vision\.weight"):
         _loaded(found)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_language_model_of_a_multimodal_gemma_is_loaded(tmp_path: Path, prefix: str) -> None:
+    sizes = {name: getattr(PARAMS, name) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads")}
+    params = Gemma3Params(**sizes, num_kv_heads=1, head_dim=4, intermediate_size=12)
+    model = DecoderForCausalLM(params)
+    save_model_state(model, tmp_path, GEMMA3.mapper(params).inverse())
+    file = tmp_path / "model.safetensors"
+    stored = {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(file).items()}
+    vision = "model.vision_tower.weight"
+    save_file({**stored, vision: torch.ones(2)}, file)
+    config = {"model_type": "gemma3", "text_config": GEMMA3.write(params), "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = from_pretrained_config(tmp_path)
+    assert (found.family, found.params, found.unused) == (GEMMA3, params, (vision,))
+    ids = torch.randint(0, 11, (2, 5))
+    assert torch.equal(_loaded(found)(ids), model(ids))
 
 
 def test_an_unknown_family_is_compared_with_the_nearest(tmp_path: Path) -> None:

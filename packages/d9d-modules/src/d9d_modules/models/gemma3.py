@@ -90,6 +90,16 @@ class Gemma3Params(GroupedQueryParams):
         return GeGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
 
 
+def _text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return the entries of the language model, which multimodal configurations contain as `text_config`."""
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise UserError(f"config.json has text_config = {text!r}; expected an object.")
+    if text is not config:
+        text = {**text, "quantization_config": config.get("quantization_config")}
+    return {str(key): value for key, value in text.items()}
+
+
 def _of_kind(config: HuggingFaceConfig, kind: str) -> Mapping[str, object]:
     """Return the RoPE entries of the layers of a kind in the format of `transformers` 5; empty for the older format."""
     written = config.get("rope_parameters")
@@ -153,7 +163,9 @@ GEMMA3 = HuggingFaceFamily(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     entries=(
-        *(each for each in DECODER_ENTRIES if each.field != "tie_word_embeddings"),
+        *(each for each in DECODER_ENTRIES if each.field not in {"tie_word_embeddings", "vocab_size", "num_heads"}),
+        Entry("vocab_size", "vocab_size", default=262_208),
+        Entry("num_heads", "num_attention_heads", default=8),
         Entry("tie_word_embeddings", "tie_word_embeddings", bool, default=True),
         Entry("num_kv_heads", "num_key_value_heads", default=4),
         Entry("head_dim", "head_dim", default=256),
@@ -174,10 +186,13 @@ GEMMA3 = HuggingFaceFamily(
         "sliding_window_pattern",
         "use_bidirectional_attention",
     ),
+    nested_type="gemma3",
+    prepare=_text_config,
     read_rope=_read_rope,
     write_rope=_written_rope,
     read_own=_read_own,
     write_own=_written_own,
     irrelevant={**IRRELEVANT, "_sliding_window_pattern": "layer_types, which the same versions write, has precedence"},
+    unused=("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*"),
 )
 """Checkpoints of Gemma 3, text, and of EmbeddingGemma."""

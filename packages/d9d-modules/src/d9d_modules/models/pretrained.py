@@ -51,7 +51,8 @@ FAMILY_ENTRY_POINTS = "d9d.model_families"
 PretrainedHead: TypeAlias = Literal["language_model", "classification", "embedding"]
 """Head on the backbone of a folder."""
 
-_NESTED_PREFIX = "model.language_model."
+_NESTED_PREFIXES = ("model.language_model.", "language_model.model.")
+"""Prefixes of the tensors of the language model in multimodal checkpoints, by version of `transformers`."""
 
 _logger = logging.getLogger(__name__)
 
@@ -197,8 +198,8 @@ class PretrainedDecoder:
     def _mapper(self, stored: Mapping[str, object]) -> StateMapper:
         """Return the mapper of the weights in a folder that contains the tensors `stored`."""
         whole = self.family.mapper(self.params)
-        if f"{_NESTED_PREFIX}embed_tokens.weight" in stored:  # the language model of a multimodal checkpoint
-            names = {name: name.replace("model.", _NESTED_PREFIX, 1) for name in whole.inputs}
+        for prefix in (each for each in _NESTED_PREFIXES if f"{each}embed_tokens.weight" in stored):
+            names = {name: name.replace("model.", prefix, 1) for name in whole.inputs}
             whole = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), whole)
         if self.head == "language_model":
             return whole
