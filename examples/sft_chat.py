@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune_lora import FinetuneConfig, LoraDecoder, export
+from finetune_lora import FinetuneConfig, Lora, LoraDecoder, export
 from pretrain import Decoder, Text, continue_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -71,18 +71,17 @@ def answer(done: Finished, question: str, max_context: int) -> None:
         print(written.split("\0")[0], end="\n\n")
 
 
-def read_provider(config: FinetuneConfig) -> tuple[LoraDecoder, Path]:
+def lora_decoder(source: Path | None, lora: Lora) -> tuple[LoraDecoder, Path]:
     """Return the model of pretrain.py with adapters, and the folder of its weights."""
-    source = config.initial_weights
     if source is None or not source.is_dir():
         raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
     params = qwen3_params_from_hugging_face(read_config_file(source / "config.json"))
-    return LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump())), source
+    return LoraDecoder(Decoder(params), LoRA(**lora.model_dump())), source
 
 
 def main() -> None:
     config = FinetuneConfig.from_cli(Path(__file__).with_suffix(".toml"))
-    provider, source = read_provider(config)
+    provider, source = lora_decoder(config.initial_weights, config.lora)
     held_out: tuple[list[Any], list[Any]] = ([], [])
     for each in questions(config.text):
         held_out[is_held_out(each["messages"][0]["content"], 0.1)].append(each)

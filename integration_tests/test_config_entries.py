@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from d9d_dist import UserError
 from d9d_modules import (
+    GEMMA3,
+    GLM4,
+    MISTRAL,
+    QWEN2,
     DecoderForCausalLM,
     Llama3ForCausalLM,
     Qwen3ForCausalLM,
@@ -126,6 +130,28 @@ FAMILIES = {
             "num_mtp_layers": 0,
         },
     ),
+}
+FAMILIES |= {
+    family.model_type: Family(
+        config,
+        reference,
+        DecoderForCausalLM,
+        family.read,
+        family.mapper,
+        family.used,
+        family.irrelevant,
+        {**HEADS, "pad_token_id": None, **more},
+    )
+    for family, config, reference, more in (
+        (QWEN2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+        (MISTRAL, transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+        (GLM4, transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 8}),
+        (GEMMA3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"query_pre_attn_scalar": 9}),
+    )
+}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 3},
+    "gemma3_text": {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
 }
 HYBRID = {
     **HEADS,
@@ -244,9 +270,11 @@ def _base(family: str, *, sliding: bool) -> dict[str, Any]:
     """Return a configuration with every entry, as `transformers` writes it."""
     chosen = FAMILIES[family]
     windows: dict[str, Any] = (
-        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1} if sliding else {}
+        WINDOWS.get(family, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1})
+        if sliding
+        else {}
     )
-    written = chosen.config(**SIZES, **chosen.sizes, **windows).to_dict()
+    written = chosen.config(**{**SIZES, **chosen.sizes, **windows}).to_dict()
     return json.loads(json.dumps({**written, "experts_implementation": "eager"}, default=str))
 
 
@@ -260,7 +288,9 @@ def _reference(family: Family, config: dict[str, Any]) -> nn.Module | None:
     """Return the model of `transformers`; None if it cannot be built or run."""
     try:
         torch.manual_seed(0)
-        model = family.reference(family.config.from_dict(deepcopy(config))).train()
+        built = family.config.from_dict(deepcopy(config))
+        built._attn_implementation = "eager"  # with SDPA, transformers ignores is_causal of a configuration
+        model = family.reference(built).train()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
@@ -308,7 +338,12 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.full] if name in ("qwen3_5_moe", "glm4_moe") else []) for name in FAMILIES],
+    [
+        pytest.param(
+            name, marks=[pytest.mark.full] if name in {"glm4", "glm4_moe", "mistral", "qwen2", "qwen3_5_moe"} else []
+        )
+        for name in FAMILIES
+    ],
 )
 def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
     family = FAMILIES[name]

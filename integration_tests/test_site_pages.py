@@ -47,4 +47,4 @@ def test_each_public_name_of_d9d_loop_is_on_one_page() -> None:
 
 
 def test_the_first_sentence_of_a_page_has_no_links() -> None:
-    assert first_sentence("# T\n\n![x](y)\n\nA [model](m.md) is\nplain. More.") == "A model is plain."
+    assert first_sentence("# T\n\n![x](y)\n\nA [model](m.md) is\n**plain**. More.") == "A model is plain."

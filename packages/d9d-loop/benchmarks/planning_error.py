@@ -80,7 +80,9 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
         tried = constants(point)
         # A weak prior at the start keeps constants that no row determines.
         prior = 0.1 * (point - start)
-        return np.concatenate([np.log([predict(row, tried) / row.seconds for row in rows if row.seconds]), prior])
+        return np.concatenate(
+            [np.log([predict(row, tried) / row.seconds for row in rows if row.seconds is not None]), prior]
+        )
 
     found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.03, diff_step=1e-2)
     return constants(found.x)
@@ -88,7 +90,7 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
 
 def naive_rate(rows: Sequence[Measured]) -> float:
     """Return the median FLOP/s of a device, counting model FLOPs and full recomputation."""
-    return median(_flops(row) / row.seconds for row in rows if row.seconds)
+    return median(_flops(row) / row.seconds for row in rows if row.seconds is not None)
 
 
 def _flops(row: Measured) -> float:
@@ -99,7 +101,7 @@ def _flops(row: Measured) -> float:
 
 def summary(rows: Sequence[Measured], predicted: Sequence[float], width: float) -> dict[str, Any]:
     """Return MAPE and other figures of predictions, in percent."""
-    pairs = [(p, row.seconds) for p, row in zip(predicted, rows, strict=True) if row.seconds]
+    pairs = [(p, row.seconds) for p, row in zip(predicted, rows, strict=True) if row.seconds is not None]
     errors = [p / t - 1 for p, t in pairs]
     ranked = [(a, b) for a, b in combinations(pairs, 2) if max(a[1], b[1]) > 1.1 * min(a[1], b[1])]
     right = fmean([(a[0] > b[0]) == (a[1] > b[1]) for a, b in ranked]) if ranked else 1.0
@@ -127,12 +129,12 @@ def main() -> None:
     for cluster, members in CLUSTERS.items():
         if options.only and options.only not in cluster:
             continue
-        rows = [row for name in members for row in groups[name] if row.seconds]
+        rows = [row for name in members for row in groups[name] if row.seconds is not None]
         parts = [split([row for row in rows if row.group == name]) for name in members if name not in HELD_OUT]
-        fitted, held = (sum((part[side] for part in parts), []) for side in (0, 1))
+        fitted, held = ([row for part in parts for row in part[side]] for side in (0, 1))
         held += [row for row in rows if row.group in HELD_OUT]
         hardware = fit(fitted, Hardware.load(rows[0].cluster))
-        inside = sorted(abs(predict(row, hardware) / row.seconds - 1) for row in fitted if row.seconds)
+        inside = sorted(abs(predict(row, hardware) / row.seconds - 1) for row in fitted if row.seconds is not None)
         width = 1.2 * inside[min(len(inside) - 1, int(0.92 * len(inside)))]
         entry: dict[str, Any] = {
             "constants": hardware.fitted.model_dump(),

@@ -91,7 +91,7 @@ def _batch(row: Row, dp: int, default: int = 1) -> dict[str, int]:
 
 
 def _vtrain(row: Row) -> Measured:
-    """Full recomputation (note of the file). One node: the vocabulary of GPT-2, not padded without tensor parallelism."""
+    """Full recomputation (note of the file). One node: GPT-2's vocabulary, not padded without tensor parallelism."""
     is_single = "single" in row["source"]
     degrees = _degrees(row)
     vocab = 50257 if is_single and degrees["tp"] == 1 else 51200

@@ -67,6 +67,7 @@ def engine_parts(
             print(health)
         pipeline = build_pipeline(plan, ctx, progress=config.progress)
         pipeline.set_grad_dtype(config.gradients.dtype)
+        pipeline.reduces_each_microbatch = config.gradients.reduce_each_microbatch
         seed_everything(config.seed, ctx)
         built = optimizer(pipeline.model)
         pipeline.shared.copy_values()

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -111,7 +112,12 @@ class TrainStep:
 
         Returns:
             Start and end of every pipeline action, if `measured`.
+
+        Raises:
+            UserError: On this rank, if it has stand-ins, and batch norms would count them.
         """
+        if num_own < len(batches):
+            self._refuse_batch_norm()
         if self._totals is None:
             self._events.emit(StepStarted(number))
             self._totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
@@ -135,6 +141,14 @@ class TrainStep:
             return executor.measured_step(inputs, take_loss)
         executor.step(inputs, take_loss)
         return None
+
+    def _refuse_batch_norm(self) -> None:
+        if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
+            raise UserError(
+                "this rank has fewer microbatches than others, and the model has batch norms in training mode, whose "
+                "statistics would count stand-ins; expected equally many. Pass equal numbers, or call eval() on the "
+                "batch norms."
+            )
 
     def update(self, number: int) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.

@@ -3,6 +3,7 @@
 Between `plan_job` and `build_job`, the caller starts the process group and locks the run folder, as `Trainer` does.
 """
 
+import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     config, task = plan.config, plan.task
     pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
     pipeline.set_grad_dtype(config.gradients.dtype)
+    pipeline.reduces_each_microbatch = config.gradients.reduce_each_microbatch
     model = pipeline.model
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(model)
@@ -277,6 +279,25 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 job.stop.leave()
                 return Stopped(signal, step=record.step)
         return _finish(job)
+
+
+def evaluate_job(job: Job) -> TrainResult:
+    """Evaluate a job's model in the state of its newest checkpoint, without a step. Collective.
+
+    Trackers receive nothing, and nothing is exported.
+    """
+    config, record = job.plan.config, job.record
+    assert job.evaluate is not None
+    with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
+        record.evaluation = job.evaluate()
+    return TrainResult(
+        steps=record.step,
+        train_loss=math.nan if record.train_loss is None else record.train_loss,
+        evaluation=dict(record.evaluation),
+        weight_per_second=record.weight_per_second or 0.0,
+        run_dir=config.run.dir,
+        export_dir=None,
+    )
 
 
 def _draw_plans(plan: JobPlan) -> None:

@@ -52,6 +52,15 @@ def check_trainable(model: nn.Module) -> None:
     )
 
 
+def check_evaluation_only(config: TrainerConfig, *, evaluates: bool) -> None:
+    """Raise `UserError` if a job only evaluates, but has no evaluation data."""
+    if config.evaluation.only and not evaluates:
+        raise UserError(
+            "evaluation.only = true, but there are no evaluation data; expected some. Pass evaluation_data to the "
+            "Trainer, or return them from DataProvider.evaluation."
+        )
+
+
 def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:
     """Raise `UserError` if a pipeline schedule with several stages per rank is chosen without pipeline ranks."""
     if mesh.pipeline_parallel > 1 or schedule.stages_per_rank == 1:
@@ -168,7 +177,7 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, dat
         return True
     trainable_only = frozen_digest_of(info) is not None
     check_same_model(info, model, trainable_only=trainable_only)
-    if info.step > steps:
+    if info.step > steps and not config.evaluation.only:
         raise UserError(
             f"steps = {steps}, but the run in {config.run.dir} has already completed {info.step}. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."

@@ -29,6 +29,7 @@ class Pipeline:
     Attributes:
         model: This rank's part of the model, for the optimizer, checkpoints and export.
         stages: This rank's stage modules by global stage index.
+        reduces_each_microbatch: True to reduce FSDP gradients in each backward of training; see `Executor`.
         shared: Sums the gradients and copies the values of parameters that several stages share.
 
     Args:
@@ -51,6 +52,7 @@ class Pipeline:
         self.stages = dict(stages)
         self._schedule = schedule or OneForwardOneBackward()
         self._messages = messages
+        self.reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
@@ -72,7 +74,7 @@ class Pipeline:
 
     def training(self, num_microbatches: int) -> Executor:
         """Return an executor of training steps."""
-        return self._executor(self.program(num_microbatches))
+        return self._executor(self.program(num_microbatches), reduce_each_microbatch=self.reduces_each_microbatch)
 
     def gradient_sync(self, num_microbatches: int) -> GradientSync:
         """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups."""
@@ -120,8 +122,15 @@ class Pipeline:
     def _program(self, schedule: Schedule, num_microbatches: int) -> Program:
         return build(schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches)
 
-    def _executor(self, program: Program) -> Executor:
-        return Executor(program, self.stages, group=self._group, device=self._device, messages=self._messages)
+    def _executor(self, program: Program, *, reduce_each_microbatch: bool = False) -> Executor:
+        return Executor(
+            program,
+            self.stages,
+            group=self._group,
+            device=self._device,
+            messages=self._messages,
+            reduce_each_microbatch=reduce_each_microbatch,
+        )
 
 
 def _forward_only(schedule: Schedule) -> ForwardOnly:

@@ -13,6 +13,7 @@ from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import (
     changed_settings,
     check_checkpoint,
+    check_evaluation_only,
     check_metric_names,
     check_num_samples,
     check_retention,
@@ -102,6 +103,7 @@ def plan_job(
     check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
     steps = num_steps_of(config, stream)
+    check_evaluation_only(config, evaluates=evaluation_data is not None)
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     check_retention(config, task, evaluates=evaluation_data is not None)

@@ -1,8 +1,6 @@
 """Planning of jobs: what a job allocates, sends and computes, and how long it takes on a cluster."""
 
 from d9d_loop.planning.collective_log import Collective, CollectiveLog
-from d9d_loop.planning.costs.goodput import Goodput, goodput
-from d9d_loop.planning.costs.memory_size import Memory, memory_of
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import (
     DryRun,
@@ -13,9 +11,11 @@ from d9d_loop.planning.dry_run import (
     parameter_bytes,
     representatives,
 )
+from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Device, Fitted, Hardware, Links, Network, hardware_names
 from d9d_loop.planning.job_plan import ClusterPlan, RankMemory, describe, plan_cluster
 from d9d_loop.planning.layout_search import Candidate, SearchResult, evaluate, legal_layouts, search_layouts
+from d9d_loop.planning.memory_size import Memory, memory_of
 from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.plan_report import report, verdict
 from d9d_loop.planning.step_model import StepTime, step_time

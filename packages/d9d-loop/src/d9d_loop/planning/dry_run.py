@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine import Engine
+from d9d_loop.engine.engine import Engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.model_build import parallelize_stages
@@ -93,11 +93,15 @@ def dry_run(
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         messages = _messages(plan_for, world_size, fake, precision)
-        return tuple(_dry_run_one(plan_for, rank, world_size, messages, fake, precision) for rank in ranks)
+        return tuple(
+            _dry_run_one(plan_for, rank=rank, world_size=world_size, messages=messages, fake=fake, precision=precision)
+            for rank in ranks
+        )
 
 
 def _dry_run_one(
     plan_for: PlanFor,
+    *,
     rank: int,
     world_size: int,
     messages: Messages | None,

@@ -1,7 +1,7 @@
 """Hardware of a cluster: data-sheet values, and the few constants fitted to measurements of it.
 
-A description is a TOML file, such as `hardware/h100-dgx.toml` in this package. `d9d-plan --calibrate` writes one for the
-machine that it runs on.
+A description is a TOML file, such as `hardware/h100-dgx.toml` in this package. `d9d-plan --calibrate` writes one for
+the machine that it runs on.
 """
 
 import tomllib
@@ -27,8 +27,8 @@ class Device(_Part):
     memory_bandwidth: float = Field(gt=0, description="Bytes/s of device memory.")
     peak_flops: dict[str, float] = Field(description="FLOP/s of dense matrix products by dtype: bf16, fp8, fp32.")
     num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for the quantization of waves.")
-    kernel_seconds: float = Field(2e-6, ge=0, description="Seconds from one kernel to the next on the device.")
-    host_bandwidth: float = Field(25e9, gt=0, description="Bytes/s between device and host memory.")
+    kernel_seconds: float = Field(default=2e-6, ge=0, description="Seconds from one kernel to the next on the device.")
+    host_bandwidth: float = Field(default=25e9, gt=0, description="Bytes/s between device and host memory.")
 
 
 class Links(_Part):
@@ -41,8 +41,12 @@ class Links(_Part):
 class Network(Links):
     """The network between nodes."""
 
-    oversubscription: float = Field(1.0, ge=1, description="Bandwidth below the spine over bandwidth through it.")
-    rail_nodes: int = Field(10**9, gt=0, description="Nodes below one leaf or rail, beyond which the spine is used.")
+    oversubscription: float = Field(
+        default=1.0, ge=1, description="Bandwidth below the spine over bandwidth through it."
+    )
+    rail_nodes: int = Field(
+        default=10**9, gt=0, description="Nodes below one leaf or rail, beyond which the spine is used."
+    )
 
 
 class Fitted(_Part):
@@ -73,17 +77,18 @@ class Hardware(_Part):
     network: Network
     fitted: Fitted
     relative_error: float = Field(
-        0.15,
+        default=0.15,
         gt=0,
         description="Half width of the 90 % interval of a step time, as a fraction: the error on held-out rows.",
     )
-    memory_error: float = Field(0.08, gt=0, description="Half width of the 90 % interval of memory, as a fraction.")
+    memory_error: float = Field(
+        default=0.08, gt=0, description="Half width of the 90 % interval of memory, as a fraction."
+    )
     failures_per_device_day: float = Field(
-        1.4e-4,
+        default=1.4e-4,
         gt=0,
         description="Failures that end a job, per device and day. Llama 3 (arXiv 2407.21783): 419 / 16384 / 54.",
     )
-    dollars_per_device_hour: float | None = Field(None, gt=0, description="Price of a device, for the cost of a job.")
 
     @classmethod
     def load(cls, name: str) -> Self:

@@ -1,4 +1,4 @@
-"""Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and layouts that are faster or fit."""
+"""Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and better layouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,12 +6,12 @@ from typing import Any, final
 
 from d9d_dist import Launch, MeshConfig, UserError
 from d9d_loop.job.plan import JobPlan
-from d9d_loop.planning.costs.goodput import Goodput, goodput
-from d9d_loop.planning.costs.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import DryRun, dry_run, representatives
+from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, search_layouts
+from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
 from d9d_loop.planning.step_model import StepTime, step_time
@@ -189,7 +189,7 @@ def plan_cluster(
         shape=shape,
         memory=memory,
         time=step_time(shape, layout, hardware),
-        steps=plan.config.steps,
+        steps=plan.steps,
         collectives={
             f"{name} over {size}": total * plan.num_microbatches // max(1, shown_microbatches(plan, shown))
             for (name, size), total in dry_runs[0].forward_backward.collective_bytes().items()
@@ -235,7 +235,7 @@ def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> 
 
 
 def describe(layout: PlanLayout) -> str:
-    """Return a layout in one line, such as "dp=64, tp=8, pp=4, 2 stages a rank, 16 microbatches of 1, recompute full"."""
+    """Return a layout in one line, such as "dp=64 tp=8, 16 microbatches of 1, recompute full"."""
     degrees = [
         f"{name}={getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp", "ep") if getattr(layout, name) > 1
     ]

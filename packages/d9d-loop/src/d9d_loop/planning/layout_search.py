@@ -1,4 +1,4 @@
-"""Search for the layouts of a decoder on a cluster: all legal degrees, microbatches, recomputation and offload, ranked."""
+"""Search for the layouts of a decoder on a cluster: legal degrees, microbatches, recomputation and offload, ranked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,9 +6,9 @@ from itertools import product
 from typing import final
 
 from d9d_dist import MeshConfig, UserError
-from d9d_loop.planning.costs.memory_size import Memory, memory_of
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.memory_size import Memory, memory_of
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
 from d9d_loop.planning.step_model import StepTime, step_time
 

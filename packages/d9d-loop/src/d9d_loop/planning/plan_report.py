@@ -28,7 +28,7 @@ def verdict(plan: ClusterPlan) -> str:
 
 
 def report(plan: ClusterPlan) -> str:
-    """Return the verdict and the tables of memory, time, sensitivity, collectives, and of the search if there was one."""
+    """Return the verdict and the tables: memory, time, sensitivity, collectives, and the search, if any."""
     memory = [
         (each.name, *(f"{getattr(each, name) / GIB:.2f}" for name in _MEMORY), f"{each.total / GIB:.2f}")
         for each in plan.memory

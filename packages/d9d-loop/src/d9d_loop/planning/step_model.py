@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import final
 
-from d9d_loop.planning.costs.collective_time import Span, collective_seconds
-from d9d_loop.planning.costs.launch_bound import launch_bound_seconds
-from d9d_loop.planning.costs.layer_time import LayerTime, PassTime, embedding_time, head_time, layer_time
-from d9d_loop.planning.costs.optimizer_time import optimizer_seconds
-from d9d_loop.planning.costs.overlap import exposed_seconds
-from d9d_loop.planning.costs.pipeline_time import pipeline_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.launch_bound import launch_bound_seconds
+from d9d_loop.planning.layer_time import LayerTime, PassTime, embedding_time, head_time, layer_time
+from d9d_loop.planning.optimizer_time import optimizer_seconds
+from d9d_loop.planning.overlap import exposed_seconds
+from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_loop.planning.plan_layout import PlanLayout
 
 PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
@@ -61,7 +61,7 @@ def step_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> St
     """Return the time of a step of a decoder in a layout on a cluster."""
     dense = layer_time(shape, layout, hardware, sparse=False)
     sparse = layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
-    ranks = [_rank(shape, layout, hardware, dense, sparse, index) for index in range(layout.pp)]
+    ranks = [_rank(shape, layout, hardware, (dense, sparse), index) for index in range(layout.pp)]
     host = hardware.fitted.host_seconds
     seconds = [launch_bound_seconds(each.device, each.operators, host) for each, _ in ranks]
     slowest = max(range(layout.pp), key=lambda index: seconds[index])
@@ -124,12 +124,12 @@ def expert_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: in
 
 
 def _rank(
-    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, dense: LayerTime, sparse: LayerTime, index: int
+    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime], index: int
 ) -> tuple[PassTime, PassTime]:
     """Return the times of a microbatch on a pipeline rank: all of it, and what is computed again."""
     num_dense, num_sparse = layers_of(shape, layout, index)
     total, again = PassTime(), PassTime()
-    for layer, count in ((dense, num_dense), (sparse, num_sparse)):
+    for layer, count in zip(layers, (num_dense, num_sparse), strict=True):
         again += layer.recompute.times(count)
         total += (layer.forward + layer.backward + layer.recompute).times(count)
     if index == 0:

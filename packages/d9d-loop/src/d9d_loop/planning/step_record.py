@@ -105,7 +105,7 @@ class StepRecorder(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, result)
         if collective is not None:
             self.record.collectives.append(collective)
-        elif not func.is_view and func.namespace not in ("c10d", "_c10d_functional"):
+        elif not func.is_view and func.namespace not in ("c10d", "_c10d_functional", "prim"):
             self._add(func, args, kwargs, result)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):

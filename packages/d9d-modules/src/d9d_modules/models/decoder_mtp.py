@@ -125,6 +125,7 @@ class DecoderWithMtp(HeadedDecoder):
         position_ids: Tensor | None = None,
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
+        expert_indices: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | Mapping[str, Tensor] | None = None,
         scores: bool = False,
@@ -138,6 +139,7 @@ class DecoderWithMtp(HeadedDecoder):
             position_ids: See `HeadedDecoder.forward`.
             document_ids_BL: See `HeadedDecoder.forward`.
             mask_BL: See `HeadedDecoder.forward`.
+            expert_indices: See `HeadedDecoder.forward`; routers of MTP layers always choose.
             attention_mask: See `HeadedDecoder.forward`.
             labels: See `HeadedDecoder.forward`. With labels, the loss of each token includes its MTP losses.
             scores: See `HeadedDecoder.forward`; without MTP.
@@ -156,6 +158,7 @@ class DecoderWithMtp(HeadedDecoder):
                 position_ids=position_ids,
                 document_ids_BL=document_ids_BL,
                 mask_BL=mask_BL,
+                expert_indices=expert_indices,
                 attention_mask=attention_mask,
                 labels=labels,
                 scores=scores,
@@ -165,6 +168,7 @@ class DecoderWithMtp(HeadedDecoder):
             position_ids=position_ids,
             document_ids_BL=document_ids_BL,
             mask_BL=mask_BL,
+            expert_indices=expert_indices,
             attention_mask=attention_mask,
         )
         hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)

@@ -115,7 +115,8 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
     if types is None:
         step = config_value(config, "sliding_window_pattern", int, default=6)
         types = [f"{'sliding' if (index + 1) % step else 'full'}_attention" for index in range(values["num_layers"])]
-    read: dict[str, Any] = {"is_causal": config.get("use_bidirectional_attention") in {None, False}}
+    key = "use_bidirectional_attention"
+    read: dict[str, Any] = {"is_causal": config.get(key) is None or not config_value(config, key, bool)}
     if layers := sliding_layers_of(types):
         window = sliding_window_of(config)
         read |= {"sliding_window": window if read["is_causal"] else window // 2 + 1, "sliding_layers": layers}

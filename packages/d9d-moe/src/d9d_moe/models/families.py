@@ -21,7 +21,6 @@ FAMILIES: tuple[HuggingFaceFamily[Any], ...] = tuple(
         family,
         mapper=_fused if family is QWEN3_5_MOE else sparse_from_hugging_face,
         parallelize=_parallelize,
-        unused=(*family.unused, "model.layers.{num_layers}.*"),  # multi-token prediction
     )
     for family in (DEEPSEEK_V3, GLM4_MOE, GPT_OSS, KIMI_K2, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT)
 )

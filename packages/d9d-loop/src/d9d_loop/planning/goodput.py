@@ -2,7 +2,7 @@
 
     T = sqrt(2 S M) - S        M = 24 h / (N f)        goodput = 1 / (1 + S / T + (T / 2 + R) / M)
 
-T: steps are saved every T seconds. S: seconds that a save stops the job. M: mean time between failures of the job, in s.
+T: steps are saved every T seconds. S: seconds that a save stops the job. M: mean time between failures, in s.
 N: devices; f: failures per device and day. R: seconds to restart, and to load the last checkpoint.
 Young 1974, https://doi.org/10.1145/361147.361115; Daly 2006, https://doi.org/10.1016/j.future.2004.11.016, equation 20
 for S << M.

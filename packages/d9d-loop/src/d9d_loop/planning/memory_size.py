@@ -5,11 +5,11 @@
     loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient, on the last rank
     reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
 
-z: ranks that shard it (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes per token of a
-layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout, generalized to
-grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline rank r: min(m, p - r)
-microbatches with 1F1B, and with v stages a rank (Narayanan et al. 2021, section 2.2.2) 1 + (p - 1) / (p v) times as much
-on the first.
+z: ranks that shard it (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes per token of
+a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout, generalized to
+grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline rank r:
+min(m, p - r) microbatches with 1F1B, and with v stages a rank (Narayanan et al. 2021, section 2.2.2)
+1 + (p - 1) / (p v) times as much on the first.
 """
 
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ from d9d_loop.planning.hardware_spec import Hardware
 TILE = 128
 HALF_DEPTH = 96
 UNALIGNED = 0.3
-"""Speed of a product with an odd size over that of an aligned one (NVIDIA's guide, section 2; A100: 80 of 250 TFLOP/s)."""
+"""Speed of a product with an odd size over that of an aligned one: 80 of 250 TFLOP/s on an A100."""
 
 
 def matmul_seconds(
@@ -47,8 +47,8 @@ def attention_seconds(
 ) -> float:
     """Return the time of a fused attention kernel.
 
-    It reaches `attention_efficiency` of the peak on long sequences of heads of 128 elements, 0.8 of that in the backward
-    pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023, https://arxiv.org/abs/2307.08691,
+    It reaches `attention_efficiency` of the peak on long sequences of heads of 128 elements, 0.8 of that in the
+    backward pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023, https://arxiv.org/abs/2307.08691,
     figures 4 to 6). `num_tiles` is the number of query tiles of all heads, which fill the multiprocessors in waves.
     """
     device = hardware.device

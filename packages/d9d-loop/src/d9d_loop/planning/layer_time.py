@@ -12,10 +12,10 @@ Bytes of pointwise kernels: counted per kernel below, in elements of 2 bytes, re
 from dataclasses import dataclass
 from math import ceil
 
-from d9d_loop.planning.costs.collective_time import Span, collective_seconds
-from d9d_loop.planning.costs.kernel_time import attention_seconds, matmul_seconds, pointwise_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.kernel_time import attention_seconds, matmul_seconds, pointwise_seconds
 from d9d_loop.planning.plan_layout import PlanLayout
 
 # Operators that the host launches: a layer's forward, and its backward (autograd's own overhead is in host_seconds).
@@ -81,9 +81,9 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         experts = shape.expert_size if layout.ep > 1 or t == 1 else shape.expert_size / t
         routed = [(per_expert, experts, h, local)] * 2 + [(per_expert, h, experts, local)]
 
-    forward_matmul = sum(_product(hardware, layout, *each) for each in (*products, *routed))
+    forward_matmul = sum(_product(hardware, layout, m, n, k, batch=b) for m, n, k, b in (*products, *routed))
     backward_matmul = sum(
-        _product(hardware, layout, m, k, n, b) + _product(hardware, layout, k, n, m, b)
+        _product(hardware, layout, m, k, n, batch=b) + _product(hardware, layout, k, n, m, batch=b)
         for m, n, k, b in (*products, *routed)
     )
     attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware, heads, d)
@@ -137,8 +137,8 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     """Return the times of norm, head and cross entropy, forward and backward. Logits are read and written in fp32."""
     tokens, vocab = layout.tokens_per_microbatch, ceil(shape.vocab_size / layout.tp)
     h = shape.hidden_size
-    forward = _product(hardware, layout, tokens, vocab, h, 1)
-    backward = _product(hardware, layout, tokens, h, vocab, 1) + _product(hardware, layout, h, vocab, tokens, 1)
+    forward = _product(hardware, layout, tokens, vocab, h)
+    backward = _product(hardware, layout, tokens, h, vocab) + _product(hardware, layout, h, vocab, tokens)
     logits = pointwise_seconds(hardware, tokens * vocab * (2 + 4 + 4 + 4), num_kernels=8)
     gradient = pointwise_seconds(hardware, tokens * vocab * (4 + 4 + 2), num_kernels=4)
     collective = _tensor_collectives(layout, hardware, tokens * h * 2) / 2
@@ -148,7 +148,7 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     )
 
 
-def _product(hardware: Hardware, layout: PlanLayout, m: float, n: float, k: float, batch: float) -> float:
+def _product(hardware: Hardware, layout: PlanLayout, m: float, n: float, k: float, *, batch: float = 1) -> float:
     return matmul_seconds(hardware, m, n, k, batch=batch, dtype=layout.dtype)
 
 

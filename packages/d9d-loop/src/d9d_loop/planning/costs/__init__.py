@@ -1,1 +1,0 @@
-"""Models of costs, one per file: equation, units and source are in the file's docstring."""

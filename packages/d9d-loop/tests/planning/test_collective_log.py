@@ -1,0 +1,23 @@
+"""Collective log: names, groups and bytes of collectives under a fake process group."""
+
+import torch
+import torch.distributed as dist
+
+from d9d_loop.planning import Collective, CollectiveLog, fake_ranks
+
+
+def test_each_collective_has_its_group_and_bytes() -> None:
+    with fake_ranks(1, 4):
+        group = dist.new_group([1, 3])
+        assert isinstance(group, dist.ProcessGroup)
+        x, whole = torch.zeros(6), torch.zeros(12)
+        with CollectiveLog() as log:
+            dist.all_reduce(x)
+            dist.all_gather_into_tensor(whole, x, group=group)
+            dist.send(x, group_dst=1, group=group)
+            x.add_(1)
+    assert log.entries == [
+        Collective("all_reduce", (0, 1, 2, 3), 24),
+        Collective("all_gather", (1, 3), 48),
+        Collective("send", (3,), 24),
+    ]

@@ -1,0 +1,45 @@
+"""Times of collectives against the equations of one tier, and the choice of the faster algorithm."""
+
+import pytest
+
+from d9d_loop.planning import Hardware
+from d9d_loop.planning.collective_time import Span, collective_seconds
+
+
+@pytest.fixture
+def hardware() -> Hardware:
+    return Hardware.load("h100-dgx")
+
+
+def test_all_reduce_in_a_node_is_two_rings(hardware: Hardware) -> None:
+    rate = hardware.links.bandwidth * hardware.fitted.link_efficiency
+    expected = 2 * (7 / 8 * 1e9 / rate + 7 * hardware.links.latency)
+    assert collective_seconds(hardware, "all_reduce", 1e9, Span(8, 8)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_all_gather_takes_half_of_an_all_reduce(hardware: Hardware) -> None:
+    whole = collective_seconds(hardware, "all_reduce", 1e9, Span(8, 8))
+    assert 2 * collective_seconds(hardware, "all_gather", 1e9, Span(8, 8)) == pytest.approx(whole, rel=1e-12)
+
+
+def test_more_members_per_node_use_more_network_adapters(hardware: Hardware) -> None:
+    alone = collective_seconds(hardware, "reduce_scatter", 1e9, Span(16, 1))
+    together = collective_seconds(hardware, "reduce_scatter", 1e9, Span(16, 8))
+    assert together < alone / 3
+
+
+def test_small_all_reduces_over_many_nodes_use_a_tree(hardware: Hardware) -> None:
+    seconds = collective_seconds(hardware, "all_reduce", 1e3, Span(4096, 1))
+    assert seconds < 30 * hardware.network.latency
+
+
+def test_skew_slows_an_all_to_all_down(hardware: Hardware) -> None:
+    even = collective_seconds(hardware, "all_to_all", 1e9, Span(8, 8))
+    assert collective_seconds(hardware, "all_to_all", 1e9, Span(8, 8), skew=2.0) == pytest.approx(2 * even, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "expected"), [(8, 1, 8), (4, 8, 1), (16, 1, 8), (4, 4, 2), (2, 2, 2), (1, 1, 1)]
+)
+def test_span_counts_members_in_a_node(size: int, stride: int, expected: int) -> None:
+    assert Span.of(size, stride, 8).per_node == expected

@@ -1,0 +1,34 @@
+"""Hardware descriptions: those of the package, files, and errors."""
+
+from pathlib import Path
+
+import pytest
+
+from d9d_dist import UserError
+from d9d_loop.planning import Fitted, Hardware, hardware_names
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_description_is_valid(name: str) -> None:
+    assert Hardware.load(name).device.peak_flops["bf16"] > 1e14
+
+
+def test_a_cluster_has_six_fitted_constants() -> None:
+    assert len(Fitted.model_fields) == 6
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"got the hardware 'h1000'; expected one of .*h100-dgx"):
+        Hardware.load("h1000")
+
+
+def test_an_invalid_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\n')
+    with pytest.raises(UserError, match=r"mine\.toml is invalid"):
+        Hardware.load(str(path))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.toml does not exist"):
+        Hardware.load(str(tmp_path / "none.toml"))

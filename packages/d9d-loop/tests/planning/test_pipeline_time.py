@@ -1,0 +1,33 @@
+"""Closed form of a pipeline's time against the simulation of its program."""
+
+import pytest
+
+from d9d_loop.planning.pipeline_time import pipeline_seconds
+from d9d_pipeline import Backward, Compute, Forward, Interleaved, OneForwardOneBackward, build, simulate
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (8, 32)])
+def test_equal_stages_take_the_time_of_the_simulation(num_ranks: int, num_microbatches: int) -> None:
+    program = build(OneForwardOneBackward(), num_ranks=num_ranks, num_microbatches=num_microbatches)
+    simulated = simulate(program, duration=lambda action: 1.0 if isinstance(action, Forward) else 2.0)
+    seconds = pipeline_seconds([3.0] * num_ranks, num_microbatches=num_microbatches, overlaps=True)
+    assert seconds == pytest.approx(simulated.makespan, rel=1e-12)
+
+
+def test_interleaved_stages_take_the_time_of_the_simulation() -> None:
+    program = build(Interleaved(2), num_ranks=4, num_microbatches=8)
+    simulated = simulate(program, duration=lambda action: 0.5 if isinstance(action, Forward) else 1.0)
+    seconds = pipeline_seconds([3.0] * 4, num_microbatches=8, stages_per_rank=2, overlaps=True)
+    assert seconds == pytest.approx(simulated.makespan, rel=1e-12)
+
+
+def test_a_slow_last_stage_determines_the_time() -> None:
+    slow = {3: 2.0}
+
+    def duration(action: Compute) -> float:
+        assert isinstance(action, Forward | Backward)
+        return slow.get(action.stage, 1.0) * (1.0 if isinstance(action, Forward) else 2.0)
+
+    program = build(OneForwardOneBackward(), num_ranks=4, num_microbatches=16)
+    seconds = pipeline_seconds([3.0, 3.0, 3.0, 6.0], num_microbatches=16, overlaps=True)
+    assert seconds == pytest.approx(simulate(program, duration=duration).makespan, rel=0.02)
