@@ -294,4 +294,8 @@ MUTANTS: list[tuple[Bug, Row]] = [
 
 @pytest.mark.parametrize(("bug", "row"), MUTANTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_a_bug_is_caught(bug: Bug, row: Row) -> None:
-    assert _differences(row, num_steps=1, around=bug)
+    try:
+        found = _differences(row, num_steps=1, around=bug)
+    except AssertionError as error:
+        found = [str(error)]  # ranks disagree with each other
+    assert found

@@ -113,6 +113,8 @@ class DecoderWithMtp(HeadedDecoder):
             self.backbone.embedding = TokenEmbedding(
                 params.vocab_size, params.hidden_size, init_std=params.initializer_range
             )
+        # A second name, which declares to a pipeline that the first and the last stage share the embedding.
+        self.mtp_embedding = self.backbone.embedding if stage.is_last else None
         indices = range(params.num_layers, params.num_layers + num_mtp_layers) if stage.is_last else ()
         self.mtp = nn.ModuleList(MtpLayer(params, index) for index in indices)
 
@@ -183,10 +185,10 @@ class DecoderWithMtp(HeadedDecoder):
         if position_ids is None:
             position_ids = torch.arange(labels.shape[1], device=labels.device).unsqueeze(0)
         mask_BL = None if mask_BL is None else self.backbone.token_mask(mask_BL)
-        assert self.backbone.embedding is not None
+        assert self.mtp_embedding is not None
         total = torch.zeros_like(output)
         for depth, layer in enumerate(self.mtp):
-            embedded_BLD = self.backbone.embedding(mtp_ids_BLK[..., depth]) * self.backbone.params.embedding_scale
+            embedded_BLD = self.mtp_embedding(mtp_ids_BLK[..., depth]) * self.backbone.params.embedding_scale
             rotary = self._rotary(position_ids, self.backbone.params.num_layers + depth)
             hidden_BLD, auxiliary_BL = layer(
                 embedded_BLD,
