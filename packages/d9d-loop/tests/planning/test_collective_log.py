@@ -9,6 +9,7 @@ from d9d_loop.planning import Collective, CollectiveLog, fake_ranks
 def test_each_collective_has_its_group_and_bytes() -> None:
     with fake_ranks(1, 4):
         group = dist.new_group([1, 3])
+        assert isinstance(group, dist.ProcessGroup)
         x, whole = torch.zeros(6), torch.zeros(12)
         with CollectiveLog() as log:
             dist.all_reduce(x)
