@@ -23,8 +23,8 @@ def first_sentence(text: str) -> str:
     plain = [each for each in paragraphs if each and not each.startswith(("#", "|", ":::", "<", "!", "-"))]
     if not plain:
         return ""
-    sentence = re.sub(r"\s+", " ", re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", plain[0]))
-    return re.split(r"(?<=[.:]) ", sentence)[0]
+    sentence = re.sub(r"\s+", " ", re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", plain[0])).replace("**", "")
+    return re.split(r"(?<=\.) ", sentence)[0]
 
 
 def entries(nav: list[Any], files: dict[str, str], depth: int = 2) -> list[str]:

@@ -2,6 +2,8 @@
 
 import io
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -35,6 +37,9 @@ from d9d_pipeline import (
     simulate,
 )
 
+sys.path.append(str(Path(__file__).parent))
+from docs_diagrams import diagrams
+
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
 GALLERY: dict[str, tuple[str, Schedule]] = {
     "forward_only": ("Forward only", ForwardOnly(2)),
@@ -56,6 +61,7 @@ def pictures() -> dict[str, str]:
         **schedules(),
         "attention_masks": as_svg(attention_masks()),
         "rope_scalings": as_svg(rope_scalings()),
+        **{name: as_svg(figure) for name, figure in diagrams().items()},
     }
 
 

@@ -21,6 +21,7 @@ TOPICS = {
     "lr": ("Learning rates", {"lr"}),
     "losses": ("Losses", {"losses"}),
     "tasks": ("Tasks", {"tasks"}),
+    "jobs": ("Jobs on text", {"jobs", "user_frames"}),
     "inference": ("Inference", {"inference"}),
     "resilience": ("Resilience", {"resilience"}),
     "planning": ("Planning", {"planning"}),

@@ -10,7 +10,7 @@ from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_loop import Finished, ModelProvider, Section, Trainer, TrainerConfig, cli_main, read_config_file
 from d9d_modules import qwen3_params_from_hugging_face
 from d9d_peft import LoRA, inject, merge_, save_adapters
-from d9d_state import StateMapper, save_model_state, sequential
+from d9d_state import JsonValue, StateMapper, save_model_state, sequential
 
 
 class Lora(Section):
@@ -46,19 +46,19 @@ class LoraDecoder(ModelProvider):
         return sequential(self.base.state_mapper(model), self.injected)
 
 
-def finish(done: Finished, provider: LoraDecoder, source: Path) -> None:
-    """Save only the adapters, then the model with the adapters merged into its weights."""
+def export(done: Finished, provider: LoraDecoder, source: Path, **files: JsonValue) -> None:
+    """Save only the adapters, then the model with the adapters merged into its weights, and print a summary."""
     run_dir, model, ctx = done.result.run_dir, done.model, done.ctx
     save_adapters(model, run_dir / "adapters", provider.base.state_mapper(model), ctx)
     merge_(model, ctx)
     mapper = provider.state_mapper(model).inverse()
-    files = provider.base.export_files()
-    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=files, source=source)
+    written = {**provider.base.export_files(), **files}
+    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=written, source=source)
     if ctx.is_main_process:
         summary = {
             "steps": done.result.steps,
             "train_loss": done.result.train_loss,
-            "val_bits_per_byte": done.result.evaluation["bits_per_byte"],
+            **{f"val_{name}": value for name, value in done.result.evaluation.items()},
             "adapters_dir": str(run_dir / "adapters"),
             "export_dir": str(run_dir / "export"),
         }
@@ -73,7 +73,7 @@ def main() -> None:
     params = qwen3_params_from_hugging_face(read_config_file(source / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
     trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())
-    trainer.events.on(Finished, lambda done: finish(done, provider, source))
+    trainer.events.on(Finished, lambda done: export(done, provider, source))
     trainer.train()
 
 

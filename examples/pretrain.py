@@ -220,7 +220,7 @@ class Report:
 
     @on_event(Finished)
     def finished(self, done: Finished) -> None:
-        written = self.write(done)  # collective
+        written = continue_text(done, "def ", max_context=self.max_context)  # collective
         if not done.ctx.is_main_process:
             return
         result = done.result
@@ -238,25 +238,28 @@ class Report:
         }
         print(json.dumps(summary))
 
-    def write(self, done: Finished) -> str:
-        """Generate a continuation of a prompt, in any layout. Collective."""
-        ctx = done.ctx
-        split = ContextSplit(ctx.mesh_for("batch")["cp"])
-        done.model.eval()
 
-        def logits(ids: torch.Tensor) -> torch.Tensor:
-            return split.join(done.forward(split.split(ids), position_ids=split.positions(ids.shape[1])))
+def continue_text(
+    done: Finished, prompt: str, *, max_context: int, max_new_tokens: int = 200, temperature: float = 0.7
+) -> str:
+    """Generate a continuation of a prompt, in any layout. Collective."""
+    ctx = done.ctx
+    split = ContextSplit(ctx.mesh_for("batch")["cp"])
+    done.model.eval()
 
-        written = generate(
-            logits,
-            torch.tensor([list(b"def ")], device=ctx.device),
-            max_new_tokens=200,
-            max_context=self.max_context,
-            pad_to_multiple_of=2 * ctx.size("batch", "cp") * ctx.size("batch", "tp"),
-            temperature=0.7,
-            generator=torch.Generator(ctx.device).manual_seed(0),
-        )
-        return bytes(written[0].tolist()).decode(errors="replace")
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return split.join(done.forward(split.split(ids), position_ids=split.positions(ids.shape[1])))
+
+    written = generate(
+        logits,
+        torch.tensor([list(prompt.encode())], device=ctx.device),
+        max_new_tokens=max_new_tokens,
+        max_context=max_context,
+        pad_to_multiple_of=2 * ctx.size("batch", "cp") * ctx.size("batch", "tp"),
+        temperature=temperature,
+        generator=torch.Generator(ctx.device).manual_seed(0),
+    )
+    return bytes(written[0].tolist()).decode(errors="replace")
 
 
 def main() -> None:

@@ -11,14 +11,17 @@ import torch.distributed as dist
 from mutants import Mutant, list_in
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 import d9d_dist.context_parallel.all_to_all
 import d9d_dist.context_parallel.ring
 import d9d_dist.tensor_styles
+import d9d_modules.attention
+import d9d_modules.attention_backends.sdpa
 import d9d_modules.chunked_cross_entropy
 import d9d_modules.models.decoder_tensor_plan
 import d9d_modules.pooling
-from d9d_dist import gather_from_axis
+from d9d_dist import SequenceParallel, gather_from_axis
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
 from d9d_modules import (
     AttentionOptions,
@@ -28,10 +31,13 @@ from d9d_modules import (
     DecayParallel,
     DecoderModel,
     GatedDeltaNet,
+    Gemma3Params,
     HeadParallel,
+    Linear,
     Qwen3Params,
     RMSNorm,
 )
+from d9d_modules.delta_context import DeltaContext
 from d9d_pipeline import SharedParameters
 
 DECODER_MUTANTS: list[Mutant] = []
@@ -110,6 +116,58 @@ def a_window_belongs_to_the_layer_of_the_stage_not_of_the_model() -> AbstractCon
     return mock.patch.object(Qwen3Params, "mixer", lambda self, index: real(self, 0))
 
 
+# --- parts of families
+
+
+@caught_by("qwen2,tp=2")
+def a_projection_drops_its_bias() -> AbstractContextManager[object]:
+    return mock.patch.object(Linear, "forward", lambda self, x: F.linear(x, self.weight))
+
+
+@caught_by("mistral,cp_shard=2")
+def a_window_ends_at_the_chunk_of_a_rank() -> AbstractContextManager[object]:
+    real = d9d_modules.attention_backends.sdpa.visible
+
+    def of_chunk(length: int, key_length: int, **options: Any) -> Tensor:
+        seen = real(length, key_length, **options)
+        return seen & (torch.arange(key_length, device=seen.device) >= key_length - length)
+
+    return mock.patch.object(d9d_modules.attention_backends.sdpa, "visible", of_chunk)
+
+
+@caught_by("glm4,pp=2")
+def interleaved_features_are_rotated_as_halves() -> AbstractContextManager[object]:
+    real = d9d_modules.attention.apply_rotary
+    return mock.patch.object(
+        d9d_modules.attention, "apply_rotary", lambda x, tables, *, layout: real(x, tables, layout="half")
+    )
+
+
+@caught_by("glm4,tp=2")
+def output_norms_have_the_gradient_of_one_rank() -> AbstractContextManager[object]:
+    real = SequenceParallel.has_partial_gradients
+    assert real
+    return mock.patch.object(SequenceParallel, "has_partial_gradients", False)
+
+
+@caught_by("gemma3,pp=2")
+def the_base_of_positions_is_that_of_the_first_layer() -> AbstractContextManager[object]:
+    real = Gemma3Params.rope
+    return mock.patch.object(Gemma3Params, "rope", lambda self, index: real(self, 0))
+
+
+@caught_by("gemma3,tp=2")
+def embeddings_are_scaled_on_every_rank() -> AbstractContextManager[object]:
+    real = DecoderModel._scaled
+    return mock.patch.object(DecoderModel, "_scaled", lambda self, x: real(self, x) * dist.get_world_size())
+
+
+@caught_by("encoder,cp_shard=2,method=all_to_all")
+def an_encoder_does_not_see_later_positions() -> AbstractContextManager[object]:
+    real = AttentionOptions.within
+    return mock.patch.object(AttentionOptions, "within", lambda self, n: replace(real(self, n), is_causal=True))
+
+
 # --- norms and heads
 
 
@@ -156,6 +214,32 @@ def exchanged_heads_have_the_sinks_of_the_first() -> AbstractContextManager[obje
             return real(self, num_heads)
 
     return mock.patch.object(AllToAllAttention, "_attention_for_local_heads", first)
+
+
+@caught_by("delta,cp_shard=2")
+def chunks_start_with_an_empty_state() -> AbstractContextManager[object]:
+    real = DeltaContext.state_before
+
+    def empty(self: DeltaContext, *args: Any, **options: Any) -> Tensor:
+        return 0 * real(self, *args, **options)
+
+    return mock.patch.object(DeltaContext, "state_before", empty)
+
+
+@caught_by("delta,cp_shard=2")
+def convolutions_start_anew_in_each_chunk() -> AbstractContextManager[object]:
+    real = DeltaContext.extended
+
+    def extended(self: DeltaContext, x_BLF: Tensor) -> Tensor:
+        extended_MCF = real(self, x_BLF)
+        return torch.cat([0 * extended_MCF[:, : self._num_before], extended_MCF[:, self._num_before :]], dim=1)
+
+    return mock.patch.object(DeltaContext, "extended", extended)
+
+
+@caught_by("delta,cp_shard=2,rows=packed")
+def states_pass_from_document_to_document_between_chunks() -> AbstractContextManager[object]:
+    return mock.patch.object(DeltaContext, "_continues", return_value=None)
 
 
 @caught_by("delta,tp=2")
@@ -207,8 +291,8 @@ def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContex
 def of_a_tied_weight_only_the_head_has_a_gradient() -> AbstractContextManager[object]:
     real = d9d_dist.tensor_styles.embed_vocab_shard
 
-    def detached(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
-        return real(ids, weight_VD.detach(), mesh).requires_grad_()
+    def detached(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+        return real(ids, num_rows, mesh, lookup).detach().requires_grad_()
 
     return mock.patch.object(d9d_dist.tensor_styles, "embed_vocab_shard", detached)
 

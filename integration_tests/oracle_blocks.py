@@ -100,7 +100,10 @@ def blocks_plan(model: nn.Module) -> dict[str, TensorStyle]:
 def _mixer(kind: str, size: int) -> nn.Module:
     match kind:
         case "delta":
-            return GatedDeltaNet(size, num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, init_std=STD)
+            # Chunks of four context-parallel ranks have two positions, which a width of 3 needs.
+            return GatedDeltaNet(
+                size, num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_width=3, init_std=STD
+            )
         case "latent":
             return MultiHeadLatentAttention(
                 size, num_heads=4, kv_rank=7, q_rank=6, head_dim=3, rotary_dim=ROTARY_DIM, value_dim=5, init_std=STD

@@ -1,9 +1,11 @@
-"""Grid of the oracle for `d9d_modules`: both dense families, their heads, and other blocks, by `parallelize_decoder`.
+"""Grid of the oracle for `d9d_modules`: the dense families, their heads, and other blocks, by `parallelize_decoder`.
 
 The layouts have two to four ranks; layouts of eight ranks are covered by the main job's models.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -24,9 +26,13 @@ from d9d_modules import (
     DecoderParams,
     DecoderWithHeads,
     EmbeddingHead,
+    Gemma3Params,
+    Glm4Params,
     LinearScaling,
     Llama3Params,
     Llama3Scaling,
+    MistralParams,
+    Qwen2Params,
     Qwen3Params,
     RopeScaling,
     YarnScaling,
@@ -38,6 +44,9 @@ from d9d_pipeline import Inputs
 NUM_CLASSES = 3
 IGNORED = -100
 FAMILIES = ("qwen3", "llama3")
+MORE_FAMILIES = ("qwen2", "mistral", "glm4", "gemma3", "encoder")
+"""Families that are combined with layouts and batches only; the encoder is a bidirectional Qwen3."""
+
 POOLED = ("classifier", "embedder", "heads")
 BLOCKS = ("delta", "latent", "sinks")
 SCALINGS: dict[str, RopeScaling | None] = {
@@ -89,10 +98,20 @@ class DecoderProvider(ModelProvider):
             "rope_scaling": SCALINGS[self.rope],
             "initializer_range": 0.2,
         }
-        if self.model == "llama3":
-            return Llama3Params(**sizes)
-        layers = () if self.window is None else tuple(range(1, self.num_layers, 2))
-        return Qwen3Params(**sizes, sliding_window=self.window, sliding_layers=layers)
+        windows = () if self.window is None else tuple(range(1, self.num_layers, 2))
+        every_second = {"sliding_window": 5, "sliding_layers": tuple(range(0, self.num_layers, 2))}
+        families: dict[str, Callable[[], DecoderParams]] = {
+            "llama3": lambda: Llama3Params(**sizes),
+            "qwen2": lambda: Qwen2Params(**sizes),
+            "mistral": lambda: MistralParams(**sizes, sliding_window=5, sliding_layers=tuple(range(self.num_layers))),
+            "glm4": lambda: Glm4Params(**sizes, rotary_dim=4),
+            "gemma3": lambda: Gemma3Params(
+                **sizes, **every_second, sliding_rope_theta=10.0, query_pre_attn_scalar=9, final_softcap=3.0
+            ),
+            "encoder": lambda: Qwen3Params(**sizes, is_causal=False),
+        }
+        qwen3 = partial(Qwen3Params, **sizes, sliding_window=self.window, sliding_layers=windows)
+        return families.get(self.model, qwen3)()
 
     def build(self, stage: StageInfo) -> nn.Module:
         match self.model:
@@ -239,13 +258,16 @@ def _is_served(values: Values) -> bool:
     """Return True if the model supports the values; `test_oracle.py` checks the errors of the other combinations."""
     model = values.get("model", FAMILIES[0])
     has_context = values.get("cp_shard", "1") != "1" or values.get("cp_replicate", "1") != "1"
-    if has_context and model in (*POOLED, "delta"):
+    if has_context and model in POOLED:
         return False
-    if values.get("method") == "ring" and (model == "sinks" or values.get("window", "none") != "none"):
+    if has_context and model == "encoder" and values.get("method", "all_to_all") != "all_to_all":
+        return False
+    has_options = model in {"sinks", "mistral", "gemma3", "encoder"} or values.get("window", "none") != "none"
+    if values.get("method") == "ring" and has_options:
         return False
     if values.get("method") == "all_to_all" and values.get("tp") == "2" and values.get("cp_shard") == "4":
         return False
-    only = {"window": ("qwen3",), "rope": FAMILIES, "head": (*FAMILIES, "heads")}
+    only = {"window": ("qwen3",), "rope": FAMILIES, "head": (*FAMILIES, *MORE_FAMILIES, "heads")}
     return all(values.get(key, default) == default or model in only[key] for key, default in _MODEL_DEFAULTS.items())
 
 
@@ -257,7 +279,7 @@ def _is_paired(first: Value, second: Value) -> bool:
     keys, values = {first[0], second[0]}, {first[1], second[1]}
     if "schedule" in keys:
         return "pp" in keys
-    if values & {*POOLED, *BLOCKS}:
+    if values & {*POOLED, *BLOCKS, *MORE_FAMILIES}:
         return bool(keys & {*DEGREES, "rows"})
     if "rope" in keys:
         return bool(keys & {"model", "pp", "rows"}) or ("cp_shard", "2") in (first, second)
@@ -266,7 +288,7 @@ def _is_paired(first: Value, second: Value) -> bool:
 
 DECODERS = Grid(
     factors={
-        "model": (*FAMILIES, *POOLED, *BLOCKS),
+        "model": (*FAMILIES, *MORE_FAMILIES, *POOLED, *BLOCKS),
         "pp": ("1", "2"),
         "schedule": ("1f1b", "zb1p", "zbv"),
         "dp_replicate": ("1", "2"),

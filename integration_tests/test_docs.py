@@ -7,7 +7,8 @@ import torch.distributed as dist
 from snippets import MAIN_GUARD, blocks, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
-_WITHOUT_SNIPPETS = {"decisions.md"}  # a table
+_WITHOUT_SNIPPETS = {"comparison.md", "decisions.md", "glossary.md", "releasing.md"}
+_WITH_OTHER_LIBRARIES = {"coming_from.md"}  # their code is shown beside ours, and does not run
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in _WITHOUT_SNIPPETS)
 PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("README.md"))]
 
@@ -22,7 +23,8 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
 def test_every_guide_has_snippets_and_all_of_them_run(page: Path) -> None:
     shown = [block for block in blocks(page.read_text(encoding="utf-8")) if block.is_python]
     assert shown
-    assert all(block.runs for block in shown)
+    if page.name not in _WITH_OTHER_LIBRARIES:
+        assert all(block.runs for block in shown)
 
 
 def test_there_are_pages() -> None:

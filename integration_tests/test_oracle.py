@@ -92,7 +92,7 @@ def test_the_grid_has_every_axis_at_2_4_and_8_ranks() -> None:
 REFUSED = {
     "classifier,cp_shard=2": "head, a ClassificationHead, pools whole rows, but 2 context-parallel ranks shard",
     "heads,cp_replicate=2": "heads.topic, a ClassificationHead, pools whole rows, but 2 context-parallel ranks shard",
-    "delta,cp_shard=2": "backbone.layers.0.attention, a GatedDeltaNet, carries a recurrent state through the whole row",
+    "encoder,cp_shard=2": "with method = 'all_gather'; expected causal attention, because each rank attends only to",
     "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
     "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
 }
@@ -131,7 +131,7 @@ def test_a_name_is_parsed_to_its_cell() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sparse,tp=2", "got model=sparse; expected one of dense, tied, moe, plain, qwen3, llama3, classifier,"),
+        ("sparse,tp=2", "got model=sparse; expected one of dense, tied, moe, plain, qwen3, llama3, qwen2, mistral,"),
         ("dense,tp=3", "got tp=3; expected one of 1, 2, 4."),
         ("llama3,tp=4", "got tp=4; expected one of 1, 2."),
         ("dense,fsdp=2", "got fsdp=2; expected one of model, pp, schedule, dp_replicate,"),

@@ -1,11 +1,13 @@
 """Fine-tuning in every layout: LoRA and DoRA give the results of one process, through the Trainer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, final
 
 import pytest
 import torch
+from oracle import parse_cell
+from oracle_decoders import MORE_FAMILIES
 from oracle_grid import RTOL
 from oracle_models import VOCAB, MaskedNextToken, decoder, samples
 from torch import Tensor, nn
@@ -28,9 +30,13 @@ DENSE = r"attention\.(q|k|v|o)_proj|feed_forward\.\w+_proj"
 METHODS: dict[str, PeftMethod] = {
     "lora": LoRA(DENSE, rank=3, alpha=12),
     "dora": DoRA(DENSE, rank=3, alpha=12, rank_stabilized=True),
+    "vocabulary": LoRA(r"embedding$|lm_head$|attention", rank=3, alpha=12),
+    "tied vocabulary": LoRA(r"embedding$|lm_head$|attention", rank=3, alpha=12),
+    "dora experts": Stack(DoRA(r"experts", rank=3, alpha=12), LoRA("attention", rank=2)),
     "experts": Stack(LoRA(r"experts", rank=3, alpha=12), LoRA("attention", rank=2), FullTune("norm")),
     "ends": Stack(LoRA(r"layers\.0\.attention", rank=3), FullTune("lm_head")),
     "new tokens": Stack(LoRA("layers", rank=2), FullTune(r"weight_new$")),
+    **dict.fromkeys(MORE_FAMILIES, LoRA(DENSE, rank=2, alpha=6)),
 }
 
 
@@ -80,7 +86,9 @@ def provider(method: str) -> ModelProvider:
     match method:
         case "new tokens":
             return SplitProvider()
-        case "experts":
+        case "tied vocabulary":
+            return decoder("tied", method="all_gather", checkpointing="full", num_layers=4)
+        case "experts" | "dora experts":
             return decoder("moe", method="all_gather", checkpointing="none", num_layers=4)
         case _:
             return decoder("dense", method="all_gather", checkpointing="full", num_layers=4)
@@ -98,13 +106,28 @@ ROWS = (
     ("experts", "ep=2,dp_shard=2"),
     ("experts", "pp=2,ep=2,tp=2,microbatch=2"),
     ("new tokens", "dp_shard=2,tp=2"),
+    ("tied vocabulary", "dp_shard=2,tp=2"),
+    ("vocabulary", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2"),
+    ("dora experts", "tp=2,dp_shard=2"),
+    ("dora experts", "pp=2,ep=2,tp=2,microbatch=2"),
+)
+FAMILY_ROWS = (
+    ("gemma3", "dp_shard=2,tp=2"),
+    ("encoder", "pp=2,dp_shard=2"),
+    *(
+        pytest.param(family, layout, marks=pytest.mark.full)
+        for family in MORE_FAMILIES
+        for layout in ("tp=2", "pp=2", "dp_replicate=2,dp_shard=2")
+    ),
 )
 
 
 def trace(method: str, layout: str) -> dict[str, Any]:
-    experiment = Experiment(
-        model=Adapted(provider(method), METHODS[method]), batch=samples(ragged=True), task=MaskedNextToken()
-    )
+    if method in MORE_FAMILIES:
+        experiment = parse_cell(f"{method},rows=packed").experiment
+    else:
+        experiment = Experiment(model=provider(method), batch=samples(ragged=True), task=MaskedNextToken())
+    experiment = replace(experiment, model=Adapted(experiment.model, METHODS[method]))
     return trace_layout(experiment, parse_layout(layout))
 
 
@@ -113,7 +136,7 @@ def one_process(method: str) -> dict[str, Any]:
     return trace(method, "")
 
 
-@pytest.mark.parametrize(("method", "layout"), ROWS)
+@pytest.mark.parametrize(("method", "layout"), [*ROWS, *FAMILY_ROWS])
 def test_a_row_equals_one_process(method: str, layout: str) -> None:
     expected = one_process(method)
     found = list(differences(trace(method, layout), expected, rtol=RTOL))
@@ -125,7 +148,8 @@ def test_only_selected_parameters_are_trained(method: str) -> None:
     first, last = (one_process(method)[f"step {step}"]["gradients"] for step in (1, 3))
     assert first.keys() == last.keys()
     with torch.device("meta"):
-        model = Adapted(provider(method), METHODS[method]).build(StageInfo(0, 1))
+        base = parse_cell(method).experiment.model if method in MORE_FAMILIES else provider(method)
+        model = Adapted(base, METHODS[method]).build(StageInfo(0, 1))
     assert last.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # After the first steps every parameter affects the loss, A as well as B.
     assert all(gradient.abs().max() > 1e-9 for gradient in last.values())

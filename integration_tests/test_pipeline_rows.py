@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from engine_rows import build_pipeline
 from oracle_models import BATCH_SIZE, MaskedNextToken, PackedNextToken, PlainProvider, decoder, samples
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, MeshConfig, StageInfo, materialize
+from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.testing import differences, full_gradients, full_parameters, run_ranks
-from d9d_loop import AdamWConfig, Engine, GradientsReady, ModelProvider, Pipeline, ScheduleConfig, Task
+from d9d_loop import AdamWConfig, Engine, GradientsReady, ModelProvider, ScheduleConfig, Task
 from d9d_loop.config.schedule_config import KINDS
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_pipeline import Schedule, ranks_of_stages, shared_names
+from d9d_pipeline import Schedule
 
 NUM_LAYERS = 4
 MODELS = ("dense", "tied", "plain")
@@ -55,18 +56,7 @@ def _rows(dp_size: int) -> Iterator[Row]:
 def _train(model: str, schedule: Schedule, num_microbatches: int, ctx: DistributedContext) -> dict[str, Any]:
     """Return the trace of a step, with the tensors of this rank's stages."""
     provider, task = _provider(model)
-    num_stages = ctx.size("regular", "pp") * schedule.stages_per_rank
-    with torch.device("meta"):
-        everywhere = [provider.build(StageInfo(index, num_stages)).double() for index in range(num_stages)]
-    shared = shared_names([dict(stage.named_parameters()) for stage in everywhere])
-    holders = ranks_of_stages(
-        schedule.placement, num_ranks=ctx.size("regular", "pp"), stages_per_rank=schedule.stages_per_rank
-    )
-    own = [index for index, holder in enumerate(holders) if holder == ctx.coordinate("regular", "pp")]
-    for index in own:
-        provider.parallelize(everywhere[index], ctx)
-        materialize(everywhere[index], device=ctx.device, seed=0)
-    pipeline = Pipeline({index: everywhere[index] for index in own}, ctx=ctx, schedule=schedule, shared_names=shared)
+    pipeline = build_pipeline(provider, schedule, ctx)
     optimizer = AdamWConfig(learning_rate=1e-2).build(pipeline.model)
     engine = Engine(pipeline, optimizer, ctx=ctx, task=task, max_norm=1.0, num_microbatches=num_microbatches)
     trace: dict[str, Any] = {}

@@ -2,7 +2,8 @@
 # A job that resumes after Slurm stops it: sbatch examples/clusters/slurm.sh
 #
 # Two minutes before the end of the time limit, and when the job is preempted, every rank gets SIGUSR1. They agree on a
-# step, save, and exit with code 75; then this script requeues the job.
+# step, save, and exit with code 75; then this script requeues the job. The model is sharded over the ranks of a node and
+# replicated over nodes; for another model, choose another mesh (docs/which_layout.md).
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -18,7 +19,8 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 # One task a rank: srun signals tasks, but not what a launcher has started in them. The name of the run stays that of the
 # job, so the requeued job finds its checkpoints.
-srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLURM_JOB_ID"
+srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLURM_JOB_ID" \
+    --mesh.data_parallel_replicate "$SLURM_JOB_NUM_NODES" --mesh.data_parallel_shard -1 --batch.global_size 64
 code=$?
 
 case $code in

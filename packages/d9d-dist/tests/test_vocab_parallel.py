@@ -59,7 +59,7 @@ def _embed_on_ranks() -> tuple[torch.Tensor, torch.Tensor]:
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         mesh = ctx.mesh_for("dense")["tp"]
         weight = _table().chunk(mesh.size())[ctx.rank].to(ctx.device).requires_grad_()
-        rows = embed_vocab_shard(_ids().to(ctx.device), weight, mesh)
+        rows = embed_vocab_shard(_ids().to(ctx.device), len(weight), mesh, lambda ids: F.embedding(ids, weight))
         (rows * _upstream().to(ctx.device)).sum().backward()
         assert weight.grad is not None
         return rows.detach().cpu(), weight.grad.cpu()
@@ -97,7 +97,7 @@ def _out_of_range() -> list[str]:
                 function(torch.zeros(2, VOCAB // mesh.size()), torch.tensor([wrong, -100]))
             messages.append(str(caught.value))
         with pytest.raises(UserError) as caught:
-            embed_vocab_shard(torch.tensor([0, VOCAB]), torch.zeros(VOCAB // mesh.size(), SIZE), mesh)
+            embed_vocab_shard(torch.tensor([0, VOCAB]), VOCAB // mesh.size(), mesh, torch.nn.Identity())
         messages.append(str(caught.value))
     return messages
 

@@ -1,7 +1,9 @@
+import pytest
 import torch
 from torch.nn import functional as F
 
-from d9d_modules.decay_gate import DecayGate
+from d9d_dist import UserError
+from d9d_modules.decay_gate import DecayGate, LogSigmoidDecayGate
 
 
 def test_it_is_the_equation_in_float64() -> None:
@@ -32,3 +34,14 @@ def test_rates_and_steps_start_in_their_ranges() -> None:
     assert 0.09 < steps.max() < 0.1001
     assert abs(steps.log10().mean() + 2) < 0.05
     assert gate.bias.requires_grad
+
+
+def test_log_sigmoid_gate_is_the_equation() -> None:
+    gate = LogSigmoidDecayGate(3, normalizer=4.0).double()
+    assert gate.bias.eq(0).all()
+    torch.nn.init.normal_(gate.bias)
+    x = 5 * torch.randn(2, 4, 3, dtype=torch.float64)
+    torch.testing.assert_close(gate(x).exp(), (x + gate.bias).sigmoid() ** 0.25, rtol=1e-12, atol=1e-12)
+    assert gate.bfloat16()(x.bfloat16()).dtype == torch.float32
+    with pytest.raises(UserError, match=r"normalizer = 0; expected a number above 0"):
+        LogSigmoidDecayGate(3, normalizer=0)

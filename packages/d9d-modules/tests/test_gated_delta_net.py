@@ -1,38 +1,31 @@
+import math
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from d9d_dist import (
+    ContextSplit,
     MeshConfig,
     SplitBackward,
     UserError,
     materialize,
     parallelize_context,
+    parallelize_hsdp,
     parallelize_tensor,
     sync_gradients,
 )
-from d9d_dist.testing import assert_rounds_like, assert_trees_close, full_gradients, run_ranks
-from d9d_modules import DecoderLayer, GroupedQueryAttention, SwiGLU, checkpoint_activations, rotary_tables
+from d9d_dist.testing import KeepFloat64, assert_rounds_like, assert_trees_close, full_gradients, run_ranks
+from d9d_modules import DecoderLayer, SwiGLU, checkpoint_activations, rotary_tables
+from d9d_modules.decay_gate import LogSigmoidDecayGate
 from d9d_modules.gated_delta_net import GatedDeltaNet
-
-
-class _KeepsFloat64(TorchFunctionMode):
-    """Patch transformers, which rounds to float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            if func is Tensor.to:
-                args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-        return func(*args, **(kwargs or {}))
 
 
 def _in_their_layout(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -96,7 +89,7 @@ def test_outputs_and_gradients_as_in_qwen3_next(
     weights = {name: weight.detach().double().requires_grad_() for name, weight in ours.named_parameters()}
     x = torch.randn(2, length, 8).double().requires_grad_()
     direction = torch.randn(2, length, 8)
-    with _KeepsFloat64():
+    with KeepFloat64():
         expected = functional_call(theirs, _in_their_layout(weights, config), (x,))
         gradients = torch.autograd.grad((expected * direction).sum(), [x, *weights.values()])
     exact = [each.detach() for each in (expected, *gradients)]
@@ -198,23 +191,94 @@ def test_two_ranks_equal_one(sequence_parallel: bool) -> None:
         assert_trees_close(found, gradients, rtol=1e-11)
 
 
-def _ask_for_context_parallelism(method: Any) -> str:
-    model = nn.ModuleList([_layer(), GroupedQueryAttention(12, num_heads=2, num_kv_heads=1, head_dim=4)])
+LENGTH = 24
+DOCUMENTS = {
+    "one": None,
+    # Starts: within a chunk, at the start of a chunk, two in the positions that the next chunk's convolution needs.
+    "packed": [0] * 4 + [1] * 2 + [2] * 7 + [3] * 4 + [4] * 1 + [5] * 5 + [4] * 1,
+}
+
+
+def _context_parallel(kind: str, degrees: dict[str, int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output of whole rows and the full gradients."""
+    torch.manual_seed(3)
+    with MeshConfig(**degrees).build() as ctx:
+        gate = LogSigmoidDecayGate(4, normalizer=2.0)
+        nn.init.normal_(gate.bias)
+        layer = GatedDeltaNet(
+            12, num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, init_std=0.4, decay_gate=gate
+        )
+        model = nn.ModuleDict({"mixer": layer}).double().to(ctx.device)
+        x, direction = torch.randn(2, 2, LENGTH, 12, dtype=torch.float64).to(ctx.device)
+        ids = DOCUMENTS[kind]
+        documents = None if ids is None else torch.tensor([ids, ids[::-1]], device=ctx.device)
+        cp, dense = ctx.mesh_for("batch")["cp"], ctx.mesh_for("dense")
+        parallelize_tensor(model, dense["tp"], layer.tensor_plan("mixer"))
+        parallelize_context(model, cp)
+        parallelize_hsdp(layer, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
+        split = ContextSplit(cp)
+        part, part_of_direction = split.split((x, direction))
+        out = model["mixer"](part, document_ids_BL=None if documents is None else split.split(documents))
+        (out * part_of_direction).sum().backward()
+        sync_gradients(model)
+        return split.join(out.detach()).cpu(), full_gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        ("packed", {"context_parallel_shard": 2}),
+        ("one", {"context_parallel_shard": 2}),
+        ("packed", {"context_parallel_shard": 2, "tensor_parallel": 2}),
+        pytest.param("packed", {"context_parallel_shard": 2, "context_parallel_replicate": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_context_parallel_ranks_equal_one(kind: str, degrees: dict[str, int]) -> None:
+    ((expected, gradients),) = run_ranks(_context_parallel, kind, {}, world_size=1)
+    for out, found in run_ranks(_context_parallel, kind, degrees, world_size=math.prod(degrees.values())):
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+        assert_trees_close(found, gradients, rtol=1e-10)
+
+
+def _received(length: int) -> int:
+    """Return the numbers that a rank receives from other ranks in forward, for two rows."""
+    received = 0
+    real = dist.all_gather_into_tensor
+
+    def counting(output: Tensor, shard: Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal received
+        received += output.numel() - shard.numel()
+        return real(output, shard, *args, **options)
+
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
+        layer = _layer().to(ctx.device)
+        parallelize_context(layer, ctx.mesh_for("batch")["cp"])
+        with mock.patch.object(dist, "all_gather_into_tensor", counting):
+            layer(torch.randn(2, length, 12, device=ctx.device))
+    return received
+
+
+def test_ranks_exchange_states_and_not_sequences() -> None:
+    """For each chunk of another rank, a state [H, K, V], its transition [H, K, K], and three positions [F]."""
+    per_chunk = 4 * 3 * (5 + 3) + 3 * (2 * 6 + 20)
+    for length in (12, 96):
+        assert run_ranks(_received, length, world_size=2) == [2 * 2 * per_chunk] * 2
+
+
+def test_short_chunks_are_refused() -> None:
+    messages = run_ranks(_short, world_size=2)
+    assert messages == ["got 4 positions of a row; expected two chunks of at least 3 positions"] * 2
+
+
+def _short() -> str:
+    with MeshConfig(context_parallel_shard=-1).build() as ctx:
+        layer = _layer().to(ctx.device)
+        parallelize_context(layer, ctx.mesh_for("batch")["cp"])
         try:
-            parallelize_context(model, ctx.mesh_for("batch")["cp"], method=method)
+            layer(torch.randn(1, 4, 12, device=ctx.device))
         except UserError as error:
-            return str(error)
-    return "parallelized"
-
-
-def test_context_parallelism_raises() -> None:
-    assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=1) == ["parallelized"]  # nothing to do
-    message = (
-        "0, a GatedDeltaNet, carries a recurrent state through the whole row, but 2 context-parallel "
-        "ranks shard each sequence; expected one. Set the degree to 1, or use other parallelism."
-    )
-    assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=2) == [message] * 2
+            return str(error).split(", which")[0]
+    return "computed"
 
 
 def test_invalid_input_raises() -> None:

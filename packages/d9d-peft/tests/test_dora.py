@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import SplitBackward, UserError
-from d9d_peft import DoRA, DoraAdapter, inject, merge_
+from d9d_moe import GroupedLinear
+from d9d_peft import DoRA, DoraAdapter, inject, load_adapters, merge_, save_adapters
+from d9d_state import stack
 
 
 def layer(method: DoRA | None = None, dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, DoraAdapter]:
@@ -130,3 +134,58 @@ def test_extra_repr_has_the_options() -> None:
 def test_refuses_rank_zero() -> None:
     with pytest.raises(UserError, match="DoRA got rank = 0; expected an integer of at least 1"):
         DoRA("q", rank=0)
+
+
+COUNTS = torch.tensor([3, 0, 4])
+
+
+def grouped() -> GroupedLinear:
+    torch.manual_seed(0)
+    layer = GroupedLinear(3, 6, 5, init_std=0.5).double()
+    inject(DoRA(GroupedLinear, rank=2, alpha=6), layer)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer
+
+
+def of_group(layer: GroupedLinear, group: int) -> nn.Linear:
+    """Return one group as a linear layer with its own adapter."""
+    linear = nn.Linear(6, 5, bias=False, dtype=torch.float64)
+    inject(DoRA(nn.Linear, rank=2, alpha=6), linear)
+    linear.load_state_dict({name: tensor[group] for name, tensor in layer.state_dict().items()})
+    return linear
+
+
+def test_each_group_computes_as_a_linear_layer() -> None:
+    layer, x = grouped(), torch.randn(7, 6, dtype=torch.float64)
+    linears = [of_group(layer, group) for group in range(3)]
+    expected = torch.cat([linear(part) for linear, part in zip(linears, x.split(COUNTS.tolist()), strict=True)])
+    y = layer(x, COUNTS)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for name in ("lora_a", "lora_b", "magnitude_offset"):
+        gradient = layer.get_parameter(f"adapter.{name}").grad
+        gradients = [linear.get_parameter(f"adapter.{name}").grad for linear in linears]
+        for group in (0, 2):
+            assert gradient is not None
+            torch.testing.assert_close(gradient[group], gradients[group], rtol=1e-11, atol=1e-12)
+
+
+def test_merged_groups_have_the_same_output() -> None:
+    layer, x = grouped(), torch.randn(7, 6, dtype=torch.float64)
+    before = layer(x, COUNTS)
+    merge_(layer)
+    torch.testing.assert_close(layer(x, COUNTS), before, rtol=1e-12, atol=1e-12)
+    assert not layer.get_parameter("adapter.magnitude_offset").any()
+
+
+def test_adapters_of_experts_are_saved_and_loaded(tmp_path: Path) -> None:
+    mapper = stack([f"experts.{i}.up.weight" for i in range(3)], "up.weight", dim=0)
+    model = nn.ModuleDict({"up": grouped()})
+    save_adapters(model, tmp_path, mapper)
+    other = nn.ModuleDict({"up": GroupedLinear(3, 6, 5).double()})
+    inject(DoRA("up", rank=2, alpha=6), other)
+    other["up"].get_parameter("weight").data.copy_(model["up"].get_parameter("weight"))
+    load_adapters(other, tmp_path, mapper)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-12)

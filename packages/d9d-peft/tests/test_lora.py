@@ -242,7 +242,8 @@ def test_adapts_linear_layers_and_skips_others(
 def test_refuses_a_pattern_that_matches_nothing() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
     message = (
-        r"LoRA got the pattern 'q_proj', which matches no module; expected nn\.Linear or d9d_moe\.GroupedLinear\. "
+        r"LoRA got the pattern 'q_proj', which matches no module; expected nn\.Linear, nn\.Embedding, "
+        r"d9d_moe\.GroupedLinear or a language-model head\. "
         r"This model has 0, 1, 2, 3, 4, 5, 6, 7 and 2 more\."
     )
     with pytest.raises(UserError, match=message):
@@ -256,7 +257,7 @@ def test_refuses_a_pattern_that_matches_nothing() -> None:
 def test_refuses_a_target_that_matches_other_modules_only(
     target: str | type[nn.Module] | tuple[type[nn.Module], ...], what: str
 ) -> None:
-    message = rf"LoRA got {what}, which matches only act \(SiLU\); expected nn\.Linear or .* This model has q, k\."
+    message = rf"LoRA got {what}, which matches only act \(SiLU\); expected nn\.Linear, .* This model has q, k\."
     with pytest.raises(UserError, match=message):
         inject(LoRA(target), Attention())
 

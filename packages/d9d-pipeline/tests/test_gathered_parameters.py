@@ -1,27 +1,29 @@
-"""FSDP parameters of a pipeline stage are gathered once per step, and freed at its end and after a forward alone."""
+"""How often a step of a pipeline stage gathers FSDP parameters and reduces their gradients."""
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import MeshConfig, full_tensor, local_tensor, parallelize_hsdp
+from d9d_dist import MeshConfig, UserError, full_tensor, local_tensor, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_pipeline import Executor, ForwardOnly, Inputs, OneForwardOneBackward, build
+from d9d_pipeline import Executor, ForwardOnly, Inputs, OneForwardOneBackward, ZeroBubble1P, build
 
 SIZE, MICROBATCHES = 4, 3
 
 
-class _Gathers(TorchDispatchMode):
-    """Count the all-gathers."""
+class _Calls(TorchDispatchMode):
+    """Count the calls of an operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: Any) -> None:
         super().__init__()
         self.count = 0
+        self._operator = operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.c10d._allgather_base_.default
+        self.count += func is self._operator
         return func(*args, **(kwargs or {}))
 
 
@@ -50,7 +52,7 @@ def _train(reshard_after_forward: bool) -> tuple[list[int], list[bool], list[Ten
         inputs = [Inputs(torch.full((2, SIZE), 0.1 * index, dtype=torch.float64)) for index in range(MICROBATCHES)]
         counts, sharded = [], []
         for step in (training, evaluation, training):
-            with _Gathers() as gathers:
+            with _Calls(torch.ops.c10d._allgather_base_.default) as gathers:
                 step.step(inputs, lambda output, _: output.square().sum())
             counts.append(gathers.count)
             sharded.append(_is_sharded(stage))
@@ -66,3 +68,34 @@ def test_a_stage_gathers_its_parameters_once_per_step() -> None:
         assert counts_freed[0] > 2 * MICROBATCHES
         assert sharded == [True] * 3
         torch.testing.assert_close(values, values_freed, rtol=0, atol=0)
+
+
+def _accumulate(reduce_each_microbatch: bool) -> tuple[int, Tensor]:
+    """Return the reduce-scatters of a step, and the gradient."""
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        draws = torch.Generator().manual_seed(0)
+        stage = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
+        stage.weight.data.copy_(torch.randn(SIZE, SIZE, generator=draws, dtype=torch.float64))
+        mesh = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        parallelize_hsdp(stage, mesh, shard_axis="dp_cp_shard")
+        program = build(OneForwardOneBackward(), num_ranks=1, num_microbatches=MICROBATCHES)
+        executor = Executor(program, {0: stage}, reduce_each_microbatch=reduce_each_microbatch)
+        x = torch.randn(2, MICROBATCHES, 2, SIZE, generator=draws, dtype=torch.float64)[ctx.rank]
+        with _Calls(torch.ops.c10d._reduce_scatter_base_.default) as reductions:
+            executor.step([Inputs(part) for part in x], lambda output, _: output.square().sum())
+        assert stage.weight.grad is not None
+        return reductions.count, full_tensor(stage.weight.grad)
+
+
+def test_gradients_are_reduced_once_or_in_each_microbatch() -> None:
+    (once, expected), _ = run_ranks(_accumulate, False)
+    (each, found), _ = run_ranks(_accumulate, True)
+    assert (once, each) == (1, MICROBATCHES)
+    # The sums of 3 microbatches, 2 ranks and 2 rows are the same, in another order.
+    torch.testing.assert_close(found, expected, rtol=12 * torch.finfo(torch.float64).eps, atol=1e-14)
+
+
+def test_split_backwards_cannot_be_reduced_in_each_microbatch() -> None:
+    program = build(ZeroBubble1P(), num_ranks=1, num_microbatches=MICROBATCHES)
+    with pytest.raises(UserError, match="a schedule with split backward passes; expected whole ones"):
+        Executor(program, {0: nn.Linear(1, 1)}, reduce_each_microbatch=True)

@@ -1,6 +1,7 @@
 """Distributed training for PyTorch: device meshes, collectives, parallelism and gradient reduction."""
 
 from d9d_dist.batch_norm import synchronize_batch_norm
+from d9d_dist.block_gather import gather_in_blocks
 from d9d_dist.collectives import (
     all_gather,
     all_gather_variadic,
@@ -19,8 +20,10 @@ from d9d_dist.context_parallel import (
     AttentionOfHeads,
     ContextMethod,
     ContextSplit,
+    DeclaresCausality,
     DeclaresStandardSdpa,
     HasAttention,
+    HasContextMesh,
     RequiresFullSequence,
     RingAttention,
     context_parallel_attention,
@@ -43,6 +46,7 @@ from d9d_dist.errors import UserError
 from d9d_dist.expert_parallel import parallelize_experts
 from d9d_dist.follows_weight import FollowsWeight
 from d9d_dist.gathered_parameters import free_gathered, free_gathered_after_backward
+from d9d_dist.grad_dtype import grad_dtype_of, set_grad_dtype
 from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
 from d9d_dist.gradients import (
@@ -114,12 +118,14 @@ __all__ = [
     "ColumnParallel",
     "ContextMethod",
     "ContextSplit",
+    "DeclaresCausality",
     "DeclaresStandardSdpa",
     "DeferredWeightGrads",
     "DistributedContext",
     "FollowsWeight",
     "GradientSync",
     "HasAttention",
+    "HasContextMesh",
     "HasTokenLoss",
     "HasVocabParallelForm",
     "Launch",
@@ -180,9 +186,11 @@ __all__ = [
     "full_tensor",
     "gather",
     "gather_from_axis",
+    "gather_in_blocks",
     "gather_json",
     "gather_variadic",
     "global_grad_norm",
+    "grad_dtype_of",
     "grad_norm_parts",
     "indexed_blocks",
     "is_first_replica",
@@ -214,6 +222,7 @@ __all__ = [
     "scatter_to_axis",
     "sdpa_attention",
     "seed_everything",
+    "set_grad_dtype",
     "set_gradient_sync",
     "shard_spec",
     "shard_tree",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from d9d_dist._local_parameters import PartialParameter
+from d9d_dist.grad_dtype import grad_dtype_of
 
 _GROUP_NAME = "gradient_sync"
 
@@ -21,6 +22,7 @@ class Slot:
         placements: Placements of the gradient before the reduction.
         ranks: Ranks that sum the gradient, in ascending order; includes this rank.
         reduced: Placements of the gradient after the reduction.
+        dtype: dtype of the gradient.
         wire_dtype: dtype of the all-reduce.
         shape: Local shape of the gradient.
         num_received: Number of gradients accumulated in this step.
@@ -33,7 +35,8 @@ class Slot:
         self.placements = found.placements
         self.ranks = _ranks(found.parameter, found.placements)
         self.reduced = tuple(Replicate() if p.is_partial() else p for p in found.placements)
-        self.wire_dtype = dtype or found.reduce_dtype or found.parameter.dtype
+        self.dtype = grad_dtype_of(found.parameter)
+        self.wire_dtype = dtype or found.reduce_dtype or self.dtype
         self.shape = found.parameter.to_local().shape
         self.num_received = 0
         self.before: torch.Tensor | None = None
@@ -106,7 +109,7 @@ class Bucket:
         assert self._buffer is not None
         assert self._work is not None
         self._work.wait()
-        total = self._buffer.to(self.slots[0].parameter.dtype)
+        total = self._buffer.to(self.slots[0].dtype)
         for slot, local, used in zip(self.slots, self._views(total), is_used, strict=True):
             if used:
                 slot.give(local)
@@ -149,7 +152,7 @@ def plan_buckets(slots: Sequence[Slot], *, bucket_bytes: int) -> list[list[Slot]
         if slot.num_bytes >= bucket_bytes:
             closed.append([index])
             continue
-        key = (slot.ranks, slot.wire_dtype, slot.parameter.dtype)
+        key = (slot.ranks, slot.wire_dtype, slot.dtype)
         bucket, num_bytes = filling.get(key, ([], 0))
         if num_bytes + slot.num_bytes > bucket_bytes:
             closed.append(bucket)

@@ -116,10 +116,11 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
+def local_positions(tensor: Tensor, name: str = "a tensor", *, coordinate: Sequence[int] | None = None) -> list[Tensor]:
     """Return, for each dim, the ascending positions of this rank's shard in the full tensor, int64 on the CPU.
 
-    A rank outside the mesh of a DTensor has no positions. `name` is for the error.
+    A rank outside the mesh of a DTensor has no positions. `name` is for the error. With `coordinate`, return the
+    positions of the rank at this coordinate of the mesh.
 
     Raises:
         UserError: If a placement is Partial, or the local shape disagrees with the placements because several mesh axes
@@ -129,8 +130,10 @@ def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
     if not isinstance(tensor, DTensor):
         return positions
     mesh = tensor.device_mesh
-    if mesh.get_coordinate() is None:
+    mine = mesh.get_coordinate()
+    if mine is None:
         return [places[:0] for places in positions]
+    coordinate = mine if coordinate is None else coordinate
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
             raise UserError(
@@ -142,9 +145,9 @@ def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
             parts, _ = placement._split_tensor(
                 positions[dim].view(*(1,) * dim, -1), mesh.size(axis), with_padding=False
             )
-            positions[dim] = parts[mesh.get_local_rank(axis)].flatten()
+            positions[dim] = parts[coordinate[axis]].flatten()
     held = tuple(tensor.to_local().shape)
-    if held != tuple(map(len, positions)):
+    if list(coordinate) == list(mine) and held != tuple(map(len, positions)):
         raise UserError(
             f"{name} has the shape {tuple(tensor.shape)}, and this rank holds {held}, but its placements say "
             f"{tuple(map(len, positions))}: the size does not divide by the axes that split one dim, each rounding up "
@@ -154,14 +157,14 @@ def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
     return positions
 
 
-def local_region(tensor: Tensor, name: str = "a tensor") -> Region:
-    """Return this rank's region of the full tensor. No collectives.
+def local_region(tensor: Tensor, name: str = "a tensor", *, coordinate: Sequence[int] | None = None) -> Region:
+    """Return this rank's region of the full tensor, or that of the rank at a coordinate of the mesh. No collectives.
 
     Raises `UserError`, with `name`, if the positions have gaps, and as `local_positions` does.
     """
     if not isinstance(tensor, DTensor):
         return Region.whole(tensor.shape)
-    positions = local_positions(tensor, name)
+    positions = local_positions(tensor, name, coordinate=coordinate)
     if not all(map(_is_consecutive, positions)):
         raise UserError(
             f"{name} has the placements {tensor.placements}, which give this rank rows that are not consecutive; "

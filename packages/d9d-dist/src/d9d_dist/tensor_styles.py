@@ -203,7 +203,7 @@ class VocabParallelEmbedding(TensorStyle):
         ids = _first_arg(args, self, module)
         weight_VD = module.weight
         assert isinstance(weight_VD, Tensor)
-        return _redistribute_output(embed_vocab_shard(ids, weight_VD, mesh), self.output, mesh)
+        return _redistribute_output(embed_vocab_shard(ids, len(weight_VD), mesh, inner), self.output, mesh)
 
 
 @final

@@ -43,15 +43,15 @@ def token_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     return F.cross_entropy(logits_TV, labels_T, reduction="none")
 
 
-def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
+def embed_vocab_shard(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Callable[[Tensor], Tensor]) -> Tensor:
     """Embed this rank's ids; other ids give zeros. The sum over ranks is the embedding. No collectives.
 
-    `ids` are int64 of any shape, `weight_VD` is this rank's rows [V_local, D]. An id of at least V raises `UserError`
-    on the CPU; on an accelerator the device raises later.
+    `ids` are int64 of any shape. `lookup` returns the vectors [..., D] of ids below `num_rows`, which count from this
+    rank's first row. An id of at least V raises `UserError` on the CPU; on an accelerator the device raises later.
     """
-    check_token_ids(ids, mesh.size() * len(weight_VD), what="token ids")
-    local_ids, is_here = _local_ids(ids, weight_VD.shape[0], mesh)
-    return F.embedding(local_ids, weight_VD).masked_fill(~is_here.unsqueeze(-1), 0.0)
+    check_token_ids(ids, mesh.size() * num_rows, what="token ids")
+    local_ids, is_here = _local_ids(ids, num_rows, mesh)
+    return lookup(local_ids).masked_fill(~is_here.unsqueeze(-1), 0.0)
 
 
 @final

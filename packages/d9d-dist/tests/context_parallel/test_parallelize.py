@@ -210,8 +210,9 @@ def _other_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, document
 class _Declared:
     """A user's attention function that declares to compute the same as `sdpa_attention`."""
 
-    def __init__(self, *, is_standard_sdpa: bool) -> None:
+    def __init__(self, *, is_standard_sdpa: bool, is_causal: bool = True) -> None:
         self.is_standard_sdpa = is_standard_sdpa
+        self.is_causal = is_causal
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
         return sdpa_attention(q_BLHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
@@ -232,7 +233,8 @@ def _messages() -> list[str]:
         parallelize_context(twice, mesh)
         half_other = _Model()
         half_other.blocks[1].attention_function = _other_attention
-        not_plain, hybrid = _Model(), _Model()
+        not_plain, hybrid, bidirectional = _Model(), _Model(), _Model()
+        bidirectional.blocks[1].attention_function = _Declared(is_standard_sdpa=False, is_causal=False)
         not_plain.blocks[1].attention_function = _Declared(is_standard_sdpa=False)
         hybrid.layers.append(_Recurrence())
         other.blocks[1].attention_function = _AttentionModule()
@@ -242,6 +244,7 @@ def _messages() -> list[str]:
             lambda: parallelize_context(twice, mesh, method="ring"),
             lambda: parallelize_context(half_other, mesh, method="ring"),
             lambda: parallelize_context(not_plain, mesh, method="ring"),
+            lambda: parallelize_context(bidirectional, mesh),
             lambda: parallelize_context(hybrid, mesh),
             lambda: parallelize_context(other, mesh),
             lambda: parallelize_context(model, mesh, method=unknown),  # ty: ignore[invalid-argument-type]
@@ -274,6 +277,7 @@ def test_messages() -> None:
         "got the attention function AllGatherAttention, which is already context parallel; .* Apply .* once",
         "got the attention function .*_other_attention.* with method = 'ring'; expected sdpa_attention or one whose",
         "got the attention function .*_Declared.* with method = 'ring'; expected sdpa_attention or one whose is_",
+        "got the bidirectional attention function .*_Declared.* with method = 'all_gather'; .* Use 'all_to_all'",
         "layers.2, a _Recurrence, reads from left to right, but 2 context-parallel ranks shard each sequence; expected",
         "the attention_function of layers.1 is the module _AttentionModule; expected a function",
         "got method = 'striped'; expected 'all_gather', 'all_to_all' or 'ring'",

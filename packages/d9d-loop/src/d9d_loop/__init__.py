@@ -63,6 +63,7 @@ from d9d_loop.job.trainer import Trainer
 from d9d_loop.lr.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
 from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.model.pretrained_model import PretrainedProvider, pretrained_model
 from d9d_loop.optimizers.optimizer import (
     AdamConfig,
     AdamWConfig,
@@ -141,6 +142,7 @@ __all__ = [
     "Pipeline",
     "PipelineConfig",
     "PresetConfig",
+    "PretrainedProvider",
     "ProfileConfig",
     "Profiler",
     "ResilienceConfig",
@@ -172,6 +174,7 @@ __all__ = [
     "plan_job",
     "preset_inference",
     "preset_trainer",
+    "pretrained_model",
     "read_config_file",
     "run_job",
     "validate_config",

@@ -1,18 +1,57 @@
-"""Command `d9d-train` (`python -m d9d_loop` under torchrun), which runs the training job of a preset file."""
+"""Command `d9d-train` (`python -m d9d_loop` under torchrun), which runs the training job of a configuration file."""
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
+from d9d_loop.config.config_file import read_config_file
+from d9d_loop.config.config_source import split_words
 from d9d_loop.config.preset import PresetConfig, look_beside_preset, preset_trainer
+from d9d_loop.jobs import STARTERS, TextJobConfig, text_trainer, write_starter
 
 
 def main() -> None:
-    """Run training: `d9d-train PRESET.toml [--section.key VALUE ...]`.
+    """Run training: `d9d-train FILE.toml [--section.key VALUE ...]`.
 
-    The import paths of a preset are also resolved in the current folder and in the preset's folder.
+    A file with the key `job` is a job on text (`TextJobConfig`). Other files are presets, which name their model, task
+    and data by import path; these are also resolved in the current folder and in the preset's folder. `--init JOB`
+    writes a commented file to start from, `--init` lists them.
     """
+    words = sys.argv[1:]
     with cli_main():
-        config = PresetConfig.from_cli()
-        look_beside_preset()
-        print(preset_trainer(config).train())
+        if "--init" in words:
+            _init(words[words.index("--init") + 1 :])
+        elif _is_text_job(words):
+            print(text_trainer(TextJobConfig.from_cli()).train())
+        else:
+            config = PresetConfig.from_cli()
+            look_beside_preset()
+            print(preset_trainer(config).train())
+
+
+def _init(words: Sequence[str]) -> None:
+    if not words:
+        for job, text in STARTERS.items():
+            print(f"d9d-train --init {job:<9} {text.splitlines()[0].removeprefix('# ').partition(':')[0]}")
+        return
+    path = write_starter(words[0], Path.cwd())
+    print(f"wrote {path.name}. Edit it, then run: d9d-train {path.name}")
+
+
+def _is_text_job(words: Sequence[str]) -> bool:
+    if "--help" in words or "-h" in words:
+        files = [word for word in words if not word.startswith("-") and Path(word).is_file()]
+        return bool(files) and "job" in read_config_file(files[0])
+    if "--schema" in words:
+        return False
+    file, overrides = split_words(words)
+    if file is None:
+        raise UserError(
+            "no configuration file; expected d9d-train FILE.toml. d9d-train --init lists files to start from."
+        )
+    return "job" in read_config_file(file) or any(key == "job" for key, _ in overrides)
 
 
 if __name__ == "__main__":

@@ -211,7 +211,6 @@ def test_a_long_value_is_truncated() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (BATCH, "steps is missing; set it in the configuration file, or with --steps VALUE."),
         (
             {"steps": 1},
             "batch.global_size is missing; set it in the configuration file, or with --batch.global_size VALUE.",
@@ -242,7 +241,6 @@ def test_a_missing_section_is_named_by_the_keys_it_needs() -> None:
 
 def test_all_errors_are_listed_at_once() -> None:
     assert _problems(TrainerConfig, {"stps": 1, "batch": {"global_size": 0}, "mesh": {"data_parallel_shard": 0}}) == [
-        "steps is missing; set it in the configuration file, or with --steps VALUE.",
         "batch.global_size = 0; expected a number greater than 0. Change it in the configuration file, or with "
         "--batch.global_size VALUE.",
         "mesh.data_parallel_shard: got 0; expected a positive number of ranks, or -1 for all remaining ranks.",

@@ -2,8 +2,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pytest
 from pydantic import Field, PositiveInt
 
+from d9d_dist import UserError
 from d9d_loop import Section, TrainerConfig
 from d9d_loop.config._config_help import describe_fields, tabulate_fields
 from d9d_loop.config._config_keys import all_keys, sections_of
@@ -11,6 +13,13 @@ from d9d_loop.config._config_keys import all_keys, sections_of
 
 @dataclass
 class Shape:
+    """A shape.
+
+    Attributes:
+        width: How wide it is, in units that
+            need a second line.
+    """
+
     width: int
     depth: int = 2
     heads: list[int] = field(default_factory=list)
@@ -50,11 +59,41 @@ class Grown(Small):
     choice: Rate
 
 
-def test_every_key_has_one_entry() -> None:
-    assert describe_fields(Job).splitlines() == [
+def test_the_overview_has_a_line_for_each_key_of_the_default_kinds() -> None:
+    assert [" ".join(line.split()) for line in describe_fields(Job).splitlines()] == [
         "usage: [FILE] [--section.key VALUE ...]",
+        "--help SECTION for all keys, kinds and descriptions",
         "",
+        "folder Path | null = null Where it is",
+        "limit int | null = 3",
+        "on bool = true",
+        'items [A | B, ...] = [{"kind": "b", "rat...',
+        "table dict[str, int] = computed",
+        "",
+        "[shape]",
+        "width int required How wide it is, in units that need a second line",
+        "depth int = 2",
+        "heads [int] = computed",
+        "",
+        "[choice]",
+        "kind a | x = a",
+        "rate float = 0.5 How much",
+    ]
+
+
+def test_unknown_sections_are_refused() -> None:
+    with pytest.raises(UserError, match=r"--help choise: no such section; did you mean choice\?"):
+        describe_fields(Job, section="choise")
+    with pytest.raises(UserError, match=r"--help zzz: no such section; expected one of choice, folder, "):
+        describe_fields(Job, section="zzz")
+
+
+def test_a_section_has_all_kinds_and_items() -> None:
+    sections = ("shape", "choice", "folder", "limit", "on", "items", "table")
+    lines = [line for section in sections for line in describe_fields(Job, section=section).splitlines()]
+    assert lines == [
         "  --shape.width int (required)",
+        "        How wide it is, in units that need a second line.",
         "  --shape.depth int (default 2)",
         "  --shape.heads [int] (default computed)",
         "  --choice.kind a | x | b (default a)",

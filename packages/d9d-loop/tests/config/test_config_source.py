@@ -100,8 +100,8 @@ def test_a_list_may_be_written_as_json() -> None:
         ),
         (["--optimzer.learning_rate", "1"], "optimzer is not a configuration key; did you mean optimizer?"),
         (
-            ["--steps", "null"],
-            "steps = None; expected a valid integer. Change it in the configuration file, or with --steps VALUE.",
+            ["--seed", "null"],
+            "seed = None; expected a valid integer. Change it in the configuration file, or with --seed VALUE.",
         ),
     ],
 )

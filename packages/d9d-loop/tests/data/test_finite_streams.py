@@ -88,11 +88,25 @@ def test_a_mixture_needs_endless_sources() -> None:
         MixtureStream({"a": _indexed(None), "b": _indexed(1)}, weights={"a": 1.0, "b": 1.0}, seed=0)
 
 
-def test_training_does_not_stop_in_the_middle_of_a_step() -> None:
-    loader = StreamLoader(_indexed(1), Share(4), seed=0, collate=list)
-    assert len([*zip(range(2), loader, strict=False)]) == 2
-    with pytest.raises(UserError, match=r"data end after 10 samples, in the middle of a step of 4; expected an endl"):
-        next(loader)
+def test_the_last_step_of_training_has_the_remaining_samples() -> None:
+    """10 samples in steps of 8, on 2 ranks with 2 microbatches of 2: rank 1 has no samples in the last step."""
+    seen = []
+    for rank in range(2):
+        loader = StreamLoader(_indexed(1), Share(2, 2, rank, 2), seed=0, collate=list)
+        steps = [(batches, loader.num_own) for batches in loader]
+        assert [[len(batch) for batch in batches] for batches, _ in steps] == [[2, 2], [2, 1] if rank == 0 else [1, 1]]
+        assert [num_own for _, num_own in steps] == [2, 1 if rank == 0 else 0]
+        seen += [sample for batches, num_own in steps for batch in batches[:num_own] for sample in batch]
+        with pytest.raises(StopIteration):
+            next(loader)
+        assert loader.state_dict() == {"position": 10, "stream": {"position": 10}}
+    stream = _indexed(1)
+    expected = [stream.read(entry) for entry in stream.cursor().take(10)]
+    assert sorted(map(str, seen)) == sorted(map(str, expected))
+
+
+def test_finite_streams_count_their_samples() -> None:
+    assert _indexed(3).count() == 30
 
 
 @pytest.mark.parametrize(

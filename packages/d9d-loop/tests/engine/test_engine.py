@@ -333,6 +333,15 @@ def test_wrong_calls_are_refused(ctx: DistributedContext) -> None:
         engine.forward_backward([], LOSS)
 
 
+def test_stand_ins_and_batch_norms_are_refused(ctx: DistributedContext) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    engine = _engine(model, _sgd(model), ctx)
+    with pytest.raises(UserError, match="the model has batch norms in training mode, whose statistics would count st"):
+        engine.accumulate([_batch(0), _batch(1)], LOSS, num_own=1)
+    model[0].eval()
+    engine.accumulate([_batch(0), _batch(1)], LOSS, num_own=1)
+
+
 def _different_batches() -> str:
     with MeshConfig(tensor_parallel=2).build() as ctx:
         model = _model()

@@ -1,4 +1,5 @@
 import io
+import re
 from contextlib import redirect_stderr
 
 import pytest
@@ -24,7 +25,8 @@ def _draw(*, visible: bool = True, bar: bool = True) -> str:
 def test_a_terminal_shows_a_bar_with_values(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = _draw()
     assert "2/4" in drawn
-    assert "loss=2.5, learning_rate=1e-05" in drawn
+    assert re.search(r"loss=2\.5, memory=\d+\.\dGiB", drawn)
+    assert "learning_rate" not in drawn
     assert capsys.readouterr().out == "held-out loss 3\n"
 
 
@@ -43,3 +45,23 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
 def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert _draw(visible=False) == ""
     assert capsys.readouterr().out == ""
+
+
+def test_a_log_file_gets_a_line_at_most_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=4, done=0, visible=True, bar=False, line_seconds=3600)
+    for step in range(1, 5):
+        progress.values(step, {"loss": float(step)})
+    progress.close()
+    assert capsys.readouterr().out == "step 1/4:  loss 1\nstep 4/4:  loss 4\n"
+
+
+def test_evaluations_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=4, done=0, visible=True, bar=False)
+    for step in (2, 4):
+        progress.evaluation(step, {"loss": 1.5 * step, "accuracy": 0.25})
+    progress.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "    held-out            loss        accuracy",
+        "      step 2          3.0000          0.2500",
+        "      step 4          6.0000          0.2500",
+    ]

@@ -57,6 +57,7 @@ class _Run:
             config,
             {"steps": 10},
             record=self.record,
+            num_steps=config.steps or 0,
             metrics={"total": self.total},
             weight_unit="tokens",
             ctx=ctx,
@@ -150,7 +151,10 @@ def test_evaluations_are_tracked_and_shown(
         run.record.evaluation = {"loss": 0.5, "accuracy": 0.25}
         run.reports.evaluation()
     assert run.lines()[-1] == {"step": 2, "evaluation_loss": 0.5, "evaluation_accuracy": 0.25}
-    assert capsys.readouterr().out.endswith("step 2: held-out loss 0.5000  accuracy 0.2500\n")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        ["held-out", "loss", "accuracy"],
+        ["step", "2", "0.5000", "0.2500"],
+    ]
 
 
 def test_only_the_main_process_writes(

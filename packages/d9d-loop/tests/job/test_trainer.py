@@ -1,3 +1,4 @@
+import math
 import os
 import shutil
 import signal
@@ -149,7 +150,8 @@ def test_a_run_leaves_everything_it_should(tmp_path: Path) -> None:
     result, weights = _weights(_trainer(tmp_path, evaluate=True))
     run = tmp_path / "run"
     assert (result.steps, result.run_dir, result.export_dir) == (6, run, run / "export")
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.json", "export", "metrics.jsonl"]
+    files = ["checkpoints", "config.json", "environment.json", "export", "metrics.jsonl", "report.html"]
+    assert sorted(path.name for path in run.iterdir()) == files
     assert [info.step for info in CheckpointStore(run / "checkpoints").complete()] == [6, 3]
     assert TrainerConfig.from_cli(run / "config.json", []) == _config(tmp_path)
     lines = read_metrics(run / "metrics.jsonl")
@@ -403,6 +405,25 @@ def test_a_loss_that_is_no_number_can_be_saved(tmp_path: Path) -> None:
     first, again = (train() for train in trainers)
     assert str(first.train_loss) == str(again.train_loss)
     assert first.train_loss != pytest.approx(0, abs=1e300)
+
+
+def test_only_an_evaluation_needs_evaluation_data(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"evaluation\.only = true, but there are no evaluation data"):
+        _trainer(tmp_path, evaluation={"only": True}).train()
+
+
+def test_a_run_is_evaluated_without_training(tmp_path: Path) -> None:
+    only = {"every": 2, "only": True}
+    before = _trainer(tmp_path, evaluate=True, evaluation=only).train()
+    assert before.steps == 0
+    assert math.isnan(before.train_loss)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    trained = _trainer(tmp_path, evaluate=True, evaluation={"every": 2}).train()
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    after = _trainer(tmp_path, evaluate=True, evaluation=only, steps=1).train()
+    assert (after.steps, after.evaluation) == (trained.steps, trained.evaluation)
+    assert before.evaluation["loss"] > after.evaluation["loss"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_resumed_job_needs_its_initial_weights_no_more(tmp_path: Path) -> None:

@@ -31,3 +31,27 @@ def _steps(make: Callable[..., Optimizer], **settings: object) -> torch.Tensor:
 )
 def test_updates_equal_torch(ours: type[Optimizer], theirs: type[Optimizer], settings: dict[str, object]) -> None:
     torch.testing.assert_close(_steps(ours, **settings), _steps(theirs, **settings), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("settings", [{}, {"maximize": True}, {"amsgrad": True}])
+def test_joined_groups_give_the_same_bits(settings: dict[str, object]) -> None:
+    """Groups with and without decay share kernels; one has another learning rate, and one parameter no gradient."""
+
+    def trained(make: Callable[..., Optimizer]) -> torch.Tensor:
+        draws = torch.Generator().manual_seed(0)
+        weights = [torch.randn(7, generator=draws).requires_grad_() for _ in range(5)]
+        groups = [
+            {"params": weights[:2]},
+            {"params": weights[2:3], "weight_decay": 0.0},
+            {"params": weights[3:4], "lr": 0.01},
+            {"params": weights[4:]},
+        ]
+        optimizer = make(groups, lr=0.1, weight_decay=0.2, foreach=True, **settings)
+        for _ in range(4):
+            for weight in weights[:4]:
+                weight.grad = torch.randn(weight.shape, generator=draws)
+            optimizer.step()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 1, 1]
+        return torch.cat([weight.detach() for weight in weights])
+
+    assert torch.equal(trained(LocalAdamW), trained(torch.optim.AdamW))

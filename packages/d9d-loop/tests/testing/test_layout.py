@@ -12,7 +12,7 @@ def test_reads_degrees_and_the_microbatch() -> None:
 
 
 def test_an_empty_layout_is_one_process() -> None:
-    assert parse_layout("") == Layout(MeshConfig())
+    assert parse_layout("") == Layout(MeshConfig(data_parallel_shard=1))
     assert parse_layout("").world_size == 1
 
 

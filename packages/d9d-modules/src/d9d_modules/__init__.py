@@ -30,7 +30,7 @@ from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.compiling import compile_layers
 from d9d_modules.convolution import CausalConvolution, causal_convolution
 from d9d_modules.cross_entropy import PLAIN_CROSS_ENTROPY, CrossEntropy
-from d9d_modules.decay_gate import DecayGate, DecayParallel
+from d9d_modules.decay_gate import DecayGate, DecayParallel, LogSigmoidDecayGate
 from d9d_modules.decoder import DecoderLayer, HasExperts, Hidden, HiddenAndLosses
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
@@ -65,6 +65,15 @@ from d9d_modules.models.decoder_hugging_face import (
     decoder_from_hugging_face,
 )
 from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
+from d9d_modules.models.decoder_mtp import (
+    DEEPSEEK_MTP,
+    QWEN_MTP,
+    DecoderWithMtp,
+    MtpLayer,
+    MtpNames,
+    mtp_from_hugging_face,
+    mtp_targets,
+)
 from d9d_modules.models.decoder_parallelize import ParallelizeExperts, parallelize_decoder
 from d9d_modules.models.decoder_params import (
     AuxiliaryLosses,
@@ -77,6 +86,8 @@ from d9d_modules.models.decoder_params import (
     swiglu_from_hugging_face,
 )
 from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
+from d9d_modules.models.gemma3 import GEMMA3, Gemma3Params
+from d9d_modules.models.glm4 import GLM4, Glm4Params
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of, require_value
 from d9d_modules.models.hugging_face_family import (
@@ -87,20 +98,40 @@ from d9d_modules.models.hugging_face_family import (
     HuggingFaceFamily,
 )
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
+from d9d_modules.models.hybrid import (
+    HYBRID_FIXED,
+    HYBRID_OWN,
+    HybridParams,
+    hybrid_entries,
+    read_full_layers,
+    written_full_layers,
+)
 from d9d_modules.models.llama3 import (
+    LLAMA3,
     Llama3ForCausalLM,
     Llama3Params,
     llama3_from_hugging_face,
     llama3_hugging_face_config,
     llama3_params_from_hugging_face,
 )
+from d9d_modules.models.mistral import MISTRAL, MistralParams
+from d9d_modules.models.pretrained import (
+    FAMILY_ENTRY_POINTS,
+    PretrainedDecoder,
+    PretrainedHead,
+    from_pretrained_config,
+    known_families,
+)
+from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
 from d9d_modules.models.qwen3 import (
+    QWEN3,
     Qwen3ForCausalLM,
     Qwen3Params,
     qwen3_from_hugging_face,
     qwen3_hugging_face_config,
     qwen3_params_from_hugging_face,
 )
+from d9d_modules.models.qwen3_5 import QWEN3_5, Qwen35Params, text_config
 from d9d_modules.norm import RMSNorm, add_rms_norm, rms_norm
 from d9d_modules.pooling import Pooling, pool
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, rotary_tables
@@ -109,20 +140,33 @@ from d9d_modules.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     RotaryScaling,
     YarnScaling,
 )
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
-from d9d_modules.token_scores import TokenScores, token_scores
+from d9d_modules.vocabulary_scores import TokenScores, token_scores
 
 __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
+    "DEEPSEEK_MTP",
+    "FAMILY_ENTRY_POINTS",
     "FIXED_ENTRIES",
+    "GEMMA3",
+    "GLM4",
     "GROUPED_QUERY_ENTRIES",
+    "HYBRID_FIXED",
+    "HYBRID_OWN",
     "IGNORED_LABEL",
+    "LLAMA3",
+    "MISTRAL",
     "PLAIN_CROSS_ENTROPY",
+    "QWEN2",
+    "QWEN3",
+    "QWEN3_5",
+    "QWEN_MTP",
     "WHOLE_MODEL",
     "AttentionBackend",
     "AttentionBackendName",
@@ -145,6 +189,7 @@ __all__ = [
     "DecoderModel",
     "DecoderParams",
     "DecoderWithHeads",
+    "DecoderWithMtp",
     "DeltaRuleBackend",
     "DynamicNtkScaling",
     "EagerBackend",
@@ -159,6 +204,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "GeGLU",
+    "Gemma3Params",
+    "Glm4Params",
     "GroupedQueryAttention",
     "GroupedQueryParams",
     "HasExperts",
@@ -171,6 +218,7 @@ __all__ = [
     "HiddenAndLosses",
     "HuggingFaceConfig",
     "HuggingFaceFamily",
+    "HybridParams",
     "LanguageModelHead",
     "LayerMeans",
     "Linear",
@@ -178,17 +226,26 @@ __all__ = [
     "Llama3ForCausalLM",
     "Llama3Params",
     "Llama3Scaling",
+    "LogSigmoidDecayGate",
     "LongRopeScaling",
     "LossBackend",
+    "MistralParams",
     "MixerCache",
     "MixerKind",
+    "MtpLayer",
+    "MtpNames",
     "MultiHeadLatentAttention",
+    "NtkScaling",
     "Operator",
     "ParallelizeExperts",
     "Pooling",
     "PositionCache",
+    "PretrainedDecoder",
+    "PretrainedHead",
+    "Qwen2Params",
     "Qwen3ForCausalLM",
     "Qwen3Params",
+    "Qwen35Params",
     "RMSNorm",
     "Received",
     "RecurrentCache",
@@ -227,25 +284,33 @@ __all__ = [
     "default_attention_backends",
     "default_saved_operators",
     "documents_of_lengths",
+    "from_pretrained_config",
     "gated_delta_rule",
     "generate",
+    "hybrid_entries",
+    "known_families",
     "language_model_head",
     "layer_types_of",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
+    "mtp_from_hugging_face",
+    "mtp_targets",
     "parallelize_decoder",
     "pool",
     "quantization_from_hugging_face",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
     "qwen3_params_from_hugging_face",
+    "read_full_layers",
     "require_value",
     "rms_norm",
     "rollout",
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",
+    "text_config",
     "token_scores",
+    "written_full_layers",
 ]

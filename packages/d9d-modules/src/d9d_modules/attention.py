@@ -1,4 +1,4 @@
-"""Causal grouped-query attention, with multi-head and multi-query attention as special cases.
+"""Grouped-query attention, with multi-head and multi-query attention as special cases.
 
 Shape legend: B batch, L length, D hidden size, H query heads, G key/value heads, K head dim.
 """
@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
-from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
-from d9d_modules.attention_backends.visibility import check_documents
+from d9d_modules.attention_backends import (
+    AttentionBackend,
+    AttentionBackendName,
+    AttentionOptions,
+    ChosenAttention,
+    chosen_attention,
+)
+from d9d_modules.attention_backends.visibility import check_documents, check_mask
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear
 from d9d_modules.mixer_cache import PositionCache, why_no_attention_cache, window_of
@@ -22,7 +28,7 @@ from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_rot
 
 @final
 class GroupedQueryAttention(nn.Module):
-    """Causal grouped-query attention ("GQA", arXiv:2305.13245).
+    """Grouped-query attention ("GQA", arXiv:2305.13245), causal unless `options.is_causal` is False.
 
     Each key/value head is shared by `num_heads / num_kv_heads` query heads.
 
@@ -38,7 +44,7 @@ class GroupedQueryAttention(nn.Module):
         sinks: If True, each query head has a learnable attention sink; see `AttentionSinks`.
         rotary_dim: Number of leading features of each head to rotate; None rotates all.
         rotary_layout: Pairing of the rotated features.
-        options: Sliding window, softmax scale and softcap; None for plain causal attention.
+        options: Causality, sliding window, softmax scale and softcap; None for plain causal attention.
         backends: Allowed attention backends in order of preference; None selects the best installed one per call.
             The environment variable `D9D_ATTENTION`, read when the layer is built, overrides `backends`.
         init_std: Standard deviation of the initial projection weights and sinks.
@@ -95,21 +101,31 @@ class GroupedQueryAttention(nn.Module):
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
         self._cache: PositionCache | None = None
 
-    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
-        """Compute causal self-attention of hidden states [B, L, D]; shape and dtype are unchanged.
+    def forward(
+        self,
+        x_BLD: Tensor,
+        rotary: RotaryTables,
+        *,
+        document_ids_BL: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Compute self-attention of hidden states [B, L, D]; shape and dtype are unchanged.
 
         Args:
             x_BLD: Hidden states.
             rotary: Rotary tables of the positions. The causal mask follows the order in the row, not the positions.
             document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
                 within its document. None: each row is one document.
+            attention_mask: Boolean mask [B, L, L] or [1, L, L], True where a query (dim 1) attends to a key (dim 2), in
+                addition to causality, window and documents. Each query needs a visible key. None: no mask.
 
         Raises:
-            UserError: If the shape of `rotary` or `document_ids_BL` does not match, or no allowed backend supports the
-                call.
+            UserError: If the shape of `rotary`, `document_ids_BL` or `attention_mask` does not match, no allowed
+                backend supports the call, or another attention function gets a mask (context parallelism).
         """
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
         check_documents(document_ids_BL, x_BLD.shape[:2])
+        check_mask(attention_mask, x_BLD.shape[:2])
         q_BLHK = self._split_heads(self.q_proj(x_BLD))
         k_BLGK = self._split_heads(self.k_proj(x_BLD))
         v_BLGK = self._split_heads(self.v_proj(x_BLD))
@@ -119,7 +135,19 @@ class GroupedQueryAttention(nn.Module):
         k_BLGK = apply_rotary(k_BLGK, rotary, layout=self.rotary_layout)
         if self._cache is not None:
             document_ids_BL, (k_BLGK, v_BLGK) = self._cache.extend(document_ids_BL, k_BLGK, v_BLGK)
-        attended = self.attention_function(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL).flatten(start_dim=-2)
+        attention = self.attention_function
+        if attention_mask is None:
+            attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL)
+        elif isinstance(attention, ChosenAttention) and self._cache is None:
+            attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL, mask_BLS=attention_mask)
+        else:
+            function = type(attention).__name__ if self._cache is None else "with a key/value cache"
+            raise UserError(
+                f"got an attention_mask for the attention function {function}; expected None, because context-parallel "
+                "and custom functions and generation with a cache take no mask. Use document_ids_BL, or a "
+                "context-parallel degree of 1."
+            )
+        attended = attended_BLHK.flatten(start_dim=-2)
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)

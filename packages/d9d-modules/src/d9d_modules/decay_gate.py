@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 from torch.nn import functional as F
 
-from d9d_dist import TensorStyle
+from d9d_dist import TensorStyle, UserError
 
 _LARGEST_RATE = 16.0
 _SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
@@ -48,10 +48,48 @@ class DecayGate(nn.Module):
 
 
 @final
+class LogSigmoidDecayGate(nn.Module):
+    """Decay gate `log(alpha) = log(sigmoid(x + bias)) / normalizer`, with one bias per head; alpha < 1.
+
+    The gate of "Gated Linear Attention" (arXiv:2312.06635), section 4.4, with one decay per head. It computes in
+    float32 (float64 for float64 input).
+
+    Args:
+        normalizer: Divisor, above 0. Larger values keep the state longer.
+
+    Raises:
+        UserError: If `normalizer` is not above 0.
+    """
+
+    def __init__(self, num_heads: int, *, normalizer: float = 16.0) -> None:
+        super().__init__()
+        if normalizer <= 0:
+            raise UserError(f"normalizer = {normalizer}; expected a number above 0.")
+        self.normalizer = normalizer
+        self.bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the biases to 0."""
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x_BLH: Tensor) -> Tensor:
+        """Return the logarithms of the decays [B, L, H], float32 or float64, for gate inputs [B, L, H]."""
+        dtype = torch.promote_types(x_BLH.dtype, torch.float32)
+        return F.logsigmoid(x_BLH.to(dtype) + self.bias) / self.normalizer
+
+
+@final
 @dataclass(frozen=True)
 class DecayParallel(TensorStyle):
-    """Tensor-parallel style that shards both parameters [H] of a `DecayGate` by heads, as `Shard(0)`."""
+    """Tensor-parallel style that shards the parameters [H] of a decay gate by heads, as `Shard(0)`.
+
+    Attributes:
+        names: Names of the gate's parameters.
+    """
+
+    names: tuple[str, ...] = ("log_rate", "bias")
 
     def placements(self) -> Mapping[str, Placement]:
         """See `d9d_dist.TensorStyle.placements`."""
-        return {"log_rate": Shard(0), "bias": Shard(0)}
+        return dict.fromkeys(self.names, Shard(0))

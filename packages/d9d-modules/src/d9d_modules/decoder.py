@@ -30,7 +30,8 @@ Hidden: TypeAlias = Tensor | HiddenAndLosses
 class HasExperts(Protocol):
     """Feed-forward block that routes tokens to experts and needs expert parallelism.
 
-    The method `forward` takes the keyword argument `mask_BL`, the token mask [B, L].
+    The method `forward` takes the keyword arguments `mask_BL`, the token mask [B, L], and `expert_indices`, recorded
+    experts of each token [B, L, A].
     """
 
     num_experts: int
@@ -47,7 +48,8 @@ class DecoderLayer(nn.Module):
 
     Args:
         attention: Token mixer, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
-            For packed sequences it also receives the keyword argument `document_ids_BL`.
+            For packed sequences it also receives the keyword argument `document_ids_BL`, and with an attention mask
+            `attention_mask`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
             A block that `HasExperts` also receives the token mask, if any.
         norm_eps: Epsilon of the RMS norms.
@@ -73,27 +75,37 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = norm()
         self.feed_forward = feed_forward
         self.feed_forward_output_norm = norm() if sandwich_norms else None
-        self._takes_mask = isinstance(feed_forward, HasExperts)
+        self._has_experts = isinstance(feed_forward, HasExperts)
 
     def forward(
-        self, x: Hidden, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None, mask_BL: Tensor | None = None
+        self,
+        x: Hidden,
+        rotary: RotaryTables,
+        *,
+        document_ids_BL: Tensor | None = None,
+        mask_BL: Tensor | None = None,
+        expert_indices: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Hidden:
         """Apply the layer; shape and dtype of the hidden states [B, L, D] are unchanged.
 
         `x` is a `HiddenAndLosses` if the model has auxiliary losses. `document_ids_BL` are the document ids of packed
         sequences, integer; None: each row is one document. `mask_BL` is the token mask for a feed-forward block with
-        experts; None if there is no padding.
+        experts; None if there is no padding. `expert_indices` are its recorded experts [B, L, A]; None lets it choose.
+        `attention_mask` is the boolean mask [B, L, L] of `GroupedQueryAttention.forward`.
         """
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
-        # Token mixers without a `document_ids_BL` argument work as long as no sequences are packed.
-        documents = {} if document_ids_BL is None else {"document_ids_BL": document_ids_BL}
+        # Token mixers without these arguments work as long as no sequences are packed or masked.
+        optional = {"document_ids_BL": document_ids_BL, "attention_mask": attention_mask}
+        given = {name: value for name, value in optional.items() if value is not None}
         # With autocast, or a custom mixer, the output dtype may differ from the residual stream's.
-        attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents).to(x_BLD.dtype)
+        attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **given).to(x_BLD.dtype)
         if self.attention_output_norm is not None:
             attention_BLD = self.attention_output_norm(attention_BLD)
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD, x_BLD)
-        mask = {"mask_BL": mask_BL} if self._takes_mask and mask_BL is not None else {}
-        y_BLD = self.feed_forward(normed_BLD, **mask)
+        of_experts = {"mask_BL": mask_BL, "expert_indices": expert_indices} if self._has_experts else {}
+        given = {name: value for name, value in of_experts.items() if value is not None}
+        y_BLD = self.feed_forward(normed_BLD, **given)
         if isinstance(y_BLD, HiddenAndLosses):
             assert losses is not None, "auxiliary losses need an input of HiddenAndLosses"
             y_BLD, losses = y_BLD.hidden, losses + y_BLD.losses

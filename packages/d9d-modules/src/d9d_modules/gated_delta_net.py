@@ -3,10 +3,12 @@
 Shape legend: B batch, L length, D hidden size, G query/key heads, H value heads, K features of a key, V of a value.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
@@ -20,7 +22,8 @@ from d9d_dist import (
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.attention_sinks import HeadParallel
 from d9d_modules.convolution import CausalConvolution
-from d9d_modules.decay_gate import DecayGate, DecayParallel
+from d9d_modules.decay_gate import DecayGate, DecayParallel, LogSigmoidDecayGate
+from d9d_modules.delta_context import DeltaContext
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.linear import Linear
@@ -39,15 +42,19 @@ class GatedDeltaNet(nn.Module):
     queries and keys are L2-normalized. The output is RMS-normalized and gated. Time and memory are linear in the
     sequence length.
 
-    Context parallelism is not supported: `parallelize_context` rejects models with this layer. Each rank would need one
-    contiguous part of each row, but `ContextSplit` assigns two. The rank would also need the last `conv_width - 1`
-    positions and the final state of the previous rank; a scan over ranks can compute the states.
+    Context-parallel ranks exchange the last `conv_width - 1` positions of their chunks and the states after them; see
+    `DeltaContext`.
 
     Args:
         num_key_heads: Number of query and key heads; divides `num_value_heads`.
         num_value_heads: Number of value heads; each has its own state.
         conv_width: Kernel width of the causal convolutions of queries, keys and values.
+        decay_gate: Module that maps the outputs of `decay_proj` [B, L, H] to logarithms of decays [B, L, H], at most 0;
+            None for a `DecayGate`.
         backend: Implementation of the delta rule; see `gated_delta_rule`.
+
+    Attributes:
+        context_mesh: Mesh over which rows are split; see `d9d_dist.HasContextMesh`.
 
     Raises:
         UserError: If `num_key_heads` does not divide `num_value_heads`.
@@ -63,6 +70,7 @@ class GatedDeltaNet(nn.Module):
         value_dim: int,
         conv_width: int = 4,
         norm_eps: float = 1e-6,
+        decay_gate: DecayGate | LogSigmoidDecayGate | None = None,
         backend: DeltaRuleBackend | None = None,
         init_std: float = 0.02,
     ) -> None:
@@ -72,7 +80,8 @@ class GatedDeltaNet(nn.Module):
                 f"num_key_heads = {num_key_heads}, num_value_heads = {num_value_heads}; value heads are divided evenly "
                 "among key heads: use a num_key_heads that divides num_value_heads."
             )
-        self.key_dim, self.value_dim = key_dim, value_dim
+        self.key_dim, self.value_dim, self.conv_width = key_dim, value_dim, conv_width
+        self.context_mesh: DeviceMesh | None = None
         self.backend: DeltaRuleBackend | None = backend
         key_size, value_size = num_key_heads * key_dim, num_value_heads * value_dim
         self.q_proj = Linear(hidden_size, key_size, init_std=init_std)
@@ -83,17 +92,11 @@ class GatedDeltaNet(nn.Module):
         self.v_conv = CausalConvolution(value_size, width=conv_width)
         self.beta_proj = Linear(hidden_size, num_value_heads, init_std=init_std)
         self.decay_proj = Linear(hidden_size, num_value_heads, init_std=init_std)
-        self.decay_gate = DecayGate(num_value_heads)
+        self.decay_gate = DecayGate(num_value_heads) if decay_gate is None else decay_gate
         self.gate_proj = Linear(hidden_size, value_size, init_std=init_std)
         self.norm = GatedRMSNorm(value_dim, eps=norm_eps)
         self.o_proj = Linear(value_size, hidden_size, init_std=init_std)
-        self._conv_width = conv_width
         self._cache: RecurrentCache | None = None
-
-    @property
-    def full_sequence_reason(self) -> str:
-        """See `d9d_dist.RequiresFullSequence`."""
-        return "carries a recurrent state through the whole row"
 
     def forward(
         self, x_BLD: Tensor, rotary: RotaryTables | None = None, *, document_ids_BL: Tensor | None = None
@@ -104,37 +107,38 @@ class GatedDeltaNet(nn.Module):
         attention layer. `document_ids_BL` as in `gated_delta_rule`.
 
         Raises:
-            UserError: If the shape of `document_ids_BL` does not match, or the backend does not support the call.
+            UserError: If the shape of `document_ids_BL` does not match, or the backend does not support the call. With
+                context parallelism, if this rank has fewer than `2 * (conv_width - 1)` positions of each row.
         """
         check_documents(document_ids_BL, x_BLD.shape[:2])
-        # Infer the numbers of heads: tensor-parallel projections return only this rank's heads.
-        projected = [self.q_proj(x_BLD), self.k_proj(x_BLD), self.v_proj(x_BLD)]
-        conv_ids, length = document_ids_BL, x_BLD.shape[1]
-        if self._cache is not None:
-            conv_ids, projected = self._cache.extend_inputs(document_ids_BL, *projected)
-        q_BLGK, k_BLGK, v_BLHV = (
-            F.silu(conv(x, document_ids_BL=conv_ids)[:, x.shape[1] - length :]).unflatten(-1, (-1, head_dim))
-            for x, conv, head_dim in zip(
-                projected,
-                (self.q_conv, self.k_conv, self.v_conv),
-                (self.key_dim, self.key_dim, self.value_dim),
-                strict=True,
-            )
-        )
-        beta_BLH = self.beta_proj(x_BLD)
+        features = [projection(x_BLD) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        log_decay_BLH, beta_BLH = self.decay_gate(self.decay_proj(x_BLD)), self.beta_proj(x_BLD)
         beta_BLH = beta_BLH.to(torch.promote_types(beta_BLH.dtype, torch.float32)).sigmoid()
-        log_decay_BLH, state_BHKV, backend = self.decay_gate(self.decay_proj(x_BLD)), None, self.backend
+        if self.context_mesh is None:
+            read_BLHV = self._read(features, log_decay_BLH, beta_BLH, document_ids_BL)
+        else:
+            read_BLHV = self._read_with_context(features, log_decay_BLH, beta_BLH, document_ids_BL, self.context_mesh)
+        gate_BLHV = self.gate_proj(x_BLD).unflatten(-1, (-1, self.value_dim))
+        return self.o_proj(self.norm(read_BLHV, gate_BLHV).flatten(start_dim=-2))
+
+    def _read(
+        self, features: Sequence[Tensor], log_decay_BLH: Tensor, beta_BLH: Tensor, document_ids_BL: Tensor | None
+    ) -> Tensor:
+        """Apply convolutions and delta rule to whole rows; returns [B, L, H, V]."""
+        conv_ids, length, state_BHKV, backend = document_ids_BL, beta_BLH.shape[1], None, self.backend
         if self._cache is not None:
+            conv_ids, features = self._cache.extend_inputs(document_ids_BL, *features)
             # Positions after the new ones are padding: without decay and writes they do not change the state.
-            is_padding_L = torch.arange(length, device=x_BLD.device) >= self._cache.num_new
+            is_padding_L = torch.arange(length, device=beta_BLH.device) >= self._cache.num_new
             log_decay_BLH = log_decay_BLH.masked_fill(is_padding_L[:, None], 0.0)
             beta_BLH = beta_BLH.masked_fill(is_padding_L[:, None], 0.0)
             state_BHKV = self._cache.state
             # One position is too short for chunks.
             backend = "sequential" if length == 1 and backend is None else backend
+        q_BLGK, k_BLGK, v_BLHV = (x[:, x.shape[1] - length :] for x in self._convolved(features, conv_ids))
         read_BLHV, state_BHKV = gated_delta_rule(
-            _l2_normalized(q_BLGK),
-            _l2_normalized(k_BLGK),
+            q_BLGK,
+            k_BLGK,
             v_BLHV,
             log_decay_BLH=log_decay_BLH,
             beta_BLH=beta_BLH,
@@ -144,8 +148,50 @@ class GatedDeltaNet(nn.Module):
         )
         if self._cache is not None:
             self._cache.state = state_BHKV
-        gate_BLHV = self.gate_proj(x_BLD).unflatten(-1, (-1, self.value_dim))
-        return self.o_proj(self.norm(read_BLHV, gate_BLHV).flatten(start_dim=-2))
+        return read_BLHV
+
+    def _read_with_context(
+        self,
+        features: Sequence[Tensor],
+        log_decay_BLH: Tensor,
+        beta_BLH: Tensor,
+        document_ids_BL: Tensor | None,
+        mesh: DeviceMesh,
+    ) -> Tensor:
+        """Compute the same as `_read` for this rank's chunks of each row."""
+        num_before = self.conv_width - 1
+        batch, length = features[0].shape[:2]
+        context = DeltaContext(mesh, (batch, length), document_ids_BL, num_before=num_before)
+        extended = context.extended(torch.cat([*features], dim=-1)).split([each.shape[-1] for each in features], dim=-1)
+        q_MCGK, k_MCGK, v_MCHV = (x[:, num_before:] for x in self._convolved(extended, context.extended_ids))
+        decay_MCH, beta_MCH = context.chunked(log_decay_BLH), context.chunked(beta_BLH)
+        read_MCHV, _ = gated_delta_rule(
+            q_MCGK,
+            k_MCGK,
+            v_MCHV,
+            log_decay_BLH=decay_MCH,
+            beta_BLH=beta_MCH,
+            document_ids_BL=context.document_ids_MC,
+            initial_state_BHKV=context.state_before(
+                k_MCGK, v_MCHV, log_decay_MCH=decay_MCH, beta_MCH=beta_MCH, backend=self.backend
+            ),
+            backend=self.backend,
+        )
+        return context.joined(read_MCHV)
+
+    def _convolved(self, features: Sequence[Tensor], document_ids_BL: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the convolutions; return normalized queries and keys [B, L, G, K], and values [B, L, H, V]."""
+        # Infer the numbers of heads: tensor-parallel projections return only this rank's heads.
+        q_BLGK, k_BLGK, v_BLHV = (
+            F.silu(conv(x_BLF, document_ids_BL=document_ids_BL)).unflatten(-1, (-1, head_dim))
+            for conv, x_BLF, head_dim in zip(
+                (self.q_conv, self.k_conv, self.v_conv),
+                features,
+                (self.key_dim, self.key_dim, self.value_dim),
+                strict=True,
+            )
+        )
+        return _l2_normalized(q_BLGK), _l2_normalized(k_BLGK), v_BLHV
 
     def why_no_cache(self) -> str | None:
         """See `SupportsCache`."""
@@ -154,7 +200,7 @@ class GatedDeltaNet(nn.Module):
     def start_cache(self, capacity: int) -> RecurrentCache:
         """See `SupportsCache`. Holds the state and the last inputs of the convolutions, whatever the capacity."""
         del capacity
-        self._cache = RecurrentCache(self._conv_width)
+        self._cache = RecurrentCache(self.conv_width)
         return self._cache
 
     def drop_cache(self) -> None:
@@ -180,7 +226,7 @@ class GatedDeltaNet(nn.Module):
             f"{name}.v_conv": HeadParallel(),
             f"{name}.beta_proj": ColumnParallel(input=None),
             f"{name}.decay_proj": ColumnParallel(input=None),
-            f"{name}.decay_gate": DecayParallel(),
+            f"{name}.decay_gate": DecayParallel(tuple(self.decay_gate._parameters)),
             f"{name}.gate_proj": values,
             f"{name}.o_proj": RowParallel(output=activation),
         }

@@ -19,7 +19,7 @@ from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_
 from d9d_modules._vocabulary_splits import VocabularySplits
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
-from d9d_modules.token_scores import token_scores
+from d9d_modules.vocabulary_scores import token_scores
 
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 """Implementation of the cross entropy: `linear_cross_entropy` of this package, or the package `cut-cross-entropy`."""

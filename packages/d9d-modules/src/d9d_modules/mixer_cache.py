@@ -9,7 +9,7 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from d9d_dist import AllGatherAttention, AllToAllAttention, Attention, RingAttention
+from d9d_dist import AllGatherAttention, AllToAllAttention, Attention, DeclaresCausality, RingAttention
 from d9d_modules.attention_backends import ChosenAttention
 
 
@@ -106,6 +106,8 @@ def why_no_attention_cache(function: Attention) -> str | None:
     """Return the reason why an attention function cannot use keys of a cache; None if it can."""
     if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
         return "is context parallel: no rank has all keys of a row"
+    if isinstance(function, DeclaresCausality) and not function.is_causal:
+        return "is bidirectional: earlier positions attend to later ones"
     return None
 
 

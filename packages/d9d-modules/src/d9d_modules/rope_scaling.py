@@ -84,11 +84,43 @@ class DynamicNtkScaling:
         Raises:
             UserError: If `rotary_dim` is 2, for which the base is undefined.
         """
-        if rotary_dim <= 2:
-            raise UserError(f"{rotary_dim} rotated features with dynamic NTK scaling; expected at least 4.")
+        _require_pairs(rotary_dim)
         growth = self.factor * length.clamp(min=self.original_max_positions) / self.original_max_positions
         base = theta * (growth - (self.factor - 1)) ** (rotary_dim / (rotary_dim - 2))
         return plain_frequencies(base, rotary_dim=rotary_dim, device=length.device)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NtkScaling:
+    """Static NTK scaling, which raises the base once: "NTK-aware", YaRN (arXiv:2309.00071), section 3.1, equation 16.
+
+    The base is `theta * factor ** (rotary_dim / (rotary_dim - 2))`, so the lowest frequency is divided by `factor`.
+
+    Attributes:
+        factor: Ratio of the new to the pretraining sequence length; above 0.
+    """
+
+    attention_factor: ClassVar[float] = 1.0
+
+    kind: Literal["ntk"] = "ntk"
+    factor: float
+
+    def __post_init__(self) -> None:
+        _require_positive(self, factor=self.factor)
+
+    def base(self, theta: float, *, rotary_dim: int) -> float:
+        """Return the scaled base, as exported to a Hugging Face `config.json`.
+
+        Raises:
+            UserError: If `rotary_dim` is 2, for which the base is undefined.
+        """
+        _require_pairs(rotary_dim)
+        return theta * self.factor ** (rotary_dim / (rotary_dim - 2))
+
+    def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
+        """See `RotaryScaling`; errors as in `base`."""
+        return plain_frequencies(self.base(theta, rotary_dim=rotary_dim), rotary_dim=rotary_dim, device=length.device)
 
 
 @final
@@ -286,3 +318,8 @@ def _require_positive(scaling: RotaryScaling, **values: float) -> None:
     for name, value in values.items():
         if not value > 0:  # also rejects NaN
             raise UserError(f"{type(scaling).__name__} got {name} = {value}; expected above 0.")
+
+
+def _require_pairs(rotary_dim: int) -> None:
+    if rotary_dim <= 2:
+        raise UserError(f"{rotary_dim} rotated features with NTK scaling; expected at least 4.")

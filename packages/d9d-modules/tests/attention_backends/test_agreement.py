@@ -32,6 +32,7 @@ class Case:
     options: AttentionOptions = field(default_factory=AttentionOptions)
     documents: str | None = None
     has_sinks: bool = False
+    has_mask: bool = False
 
 
 def _documents(kind: str, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -50,10 +51,14 @@ def _call(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
     documents = None
     if case.documents is not None:
         documents = _documents(case.documents, (2, key_length), generator).to(device)
+    mask = torch.rand((2, length, key_length), generator=generator) < 0.5
+    own = torch.arange(length)
+    mask[:, own, own + key_length - length] = True  # each query needs a visible key, here itself
     return [*inputs, sinks], {
         "options": case.options,
         "documents_BS": documents,
         "sinks_H": sinks if case.has_sinks else None,
+        "mask_BLS": mask.to(device) if case.has_mask else None,
     }
 
 
@@ -63,7 +68,11 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 def _serves(backend: AttentionBackend, case: Case, inputs: list[Tensor], documents: Tensor | None) -> bool:
     request = request_of(
-        *inputs[:3], options=case.options, has_documents=documents is not None, has_sinks=case.has_sinks
+        *inputs[:3],
+        options=case.options,
+        has_documents=documents is not None,
+        has_sinks=case.has_sinks,
+        has_mask=case.has_mask,
     )
     return backend.rejection(request) is None
 
@@ -91,10 +100,15 @@ CASES = st.builds(
     head_dim=st.sampled_from([5, 8]),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     options=st.builds(
-        AttentionOptions, window=st.sampled_from([None, 2, 20]), scale=st.sampled_from([None, 0.2]), softcap=st.none()
+        AttentionOptions,
+        is_causal=st.booleans(),
+        window=st.sampled_from([None, 2, 20]),
+        scale=st.sampled_from([None, 0.2]),
+        softcap=st.none(),
     ),
     documents=st.sampled_from([None, None, "packed", "scattered"]),
     has_sinks=st.booleans(),
+    has_mask=st.booleans(),
 )
 
 
@@ -110,8 +124,9 @@ def test_sdpa(case: Case) -> None:
     [
         Case(lengths=(4, 9), options=AttentionOptions(window=3, scale=0.4), documents="scattered", has_sinks=True),
         Case(heads=(3, 1), dtype=torch.float32, options=AttentionOptions(softcap=2.0), documents="packed"),
+        Case(lengths=(4, 9), options=AttentionOptions(is_causal=False, window=3), has_mask=True),
     ],
-    ids=["window, documents, sinks", "softcap, documents"],
+    ids=["window, documents, sinks", "softcap, documents", "bidirectional, window, mask"],
 )
 def test_flex_forward(case: Case) -> None:
     inputs, rest = _call(case, "cpu")
@@ -128,8 +143,15 @@ def test_flex_forward(case: Case) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("is_causal", "has_mask"), [(True, False), (False, False), (False, True)])
 def test_all_on_an_accelerator(
-    documents: str | None, window: int | None, softcap: float | None, has_sinks: bool
+    *,
+    documents: str | None,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    is_causal: bool,
+    has_mask: bool,
 ) -> None:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
@@ -139,8 +161,9 @@ def test_all_on_an_accelerator(
                 lengths=lengths,
                 head_dim=64,
                 dtype=torch.bfloat16,
-                options=AttentionOptions(window=window, softcap=softcap),
+                options=AttentionOptions(is_causal=is_causal, window=window, softcap=softcap),
                 documents=documents,
                 has_sinks=has_sinks,
+                has_mask=has_mask,
             )
             _compare(backend, case, accelerator.type)

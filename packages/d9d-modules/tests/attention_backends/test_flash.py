@@ -25,9 +25,9 @@ BOTH: list[Callable[[], AttentionBackend]] = [Flash2Backend, Flash4Backend]
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     left, right = settings["window_size"]
-    assert settings["causal"]
-    assert right in {-1, None} if left in {-1, None} else right == 0
+    assert right == (left if left in {-1, None} or not settings["causal"] else 0)
     options = AttentionOptions(
+        is_causal=settings["causal"],
         window=None if left in {-1, None} else left + 1,
         scale=settings["softmax_scale"],
         softcap=settings["softcap"] or None,
@@ -59,7 +59,15 @@ def _packages() -> dict[str, ModuleType]:
 
 @pytest.mark.parametrize("make", BOTH)
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize("options", [AttentionOptions(), AttentionOptions(window=3, scale=0.3, softcap=2.0)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        AttentionOptions(),
+        AttentionOptions(window=3, scale=0.3, softcap=2.0),
+        AttentionOptions(is_causal=False),
+        AttentionOptions(is_causal=False, window=3),
+    ],
+)
 @pytest.mark.parametrize("length", [9, 4])
 def test_package_calls_have_the_same_meaning(
     make: Callable[[], AttentionBackend], has_documents: bool, options: AttentionOptions, length: int
@@ -122,6 +130,7 @@ def test_what_both_reject(make: Callable[[], AttentionBackend]) -> None:
         assert _rejection(make, _request(device=torch.device("xpu"))) == "does not support xpu"
     assert _rejection(make, _request(dtype=torch.float32)) == ("supports bfloat16 and float16, not torch.float32")
     assert "needs a head dim that is a multiple of 8 and at most" in str(_rejection(make, _request(head_dim=20)))
+    assert _rejection(make, _request(has_mask=True)) == "takes no mask"
     assert "a multiple of 8 and at most" in str(_rejection(make, _request(head_dim=264)))
     assert "needs a device of compute capability" in str(_rejection(make, _request(), capability=7))
     assert make().is_fast(_request())

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,8 @@ def test_options_out_of_range_raise(options: dict[str, float], message: str) -> 
 
 def test_plain_is_without_any_option() -> None:
     assert AttentionOptions().is_standard_sdpa
-    for options in (AttentionOptions(window=1), AttentionOptions(scale=1.0), AttentionOptions(softcap=1.0)):
+    one_each: list[dict[str, Any]] = [{"window": 1}, {"scale": 1.0}, {"softcap": 1.0}, {"is_causal": False}]
+    for options in (AttentionOptions(**each) for each in one_each):
         assert not options.is_standard_sdpa
 
 
@@ -67,3 +70,7 @@ def test_a_request_in_words() -> None:
         "causal attention with a window of 4, a softcap of 30.0, sinks, packed documents "
         "(head dim 8, torch.bfloat16, cpu)"
     )
+    masked = AttentionRequest(
+        options=AttentionOptions(is_causal=False), has_mask=True, dtype=torch.float32, device=CPU, head_dim=8
+    )
+    assert str(masked) == "bidirectional attention with a mask (head dim 8, torch.float32, cpu, with backward)"

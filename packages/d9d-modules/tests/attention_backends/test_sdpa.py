@@ -19,7 +19,10 @@ def test_rejections() -> None:
     assert sdpa.rejection(_request(has_sinks=True, has_prefix_keys=True)) is None
     assert sdpa.rejection(_request(options=AttentionOptions(softcap=2.0))) == "has no softcap"
     for request in (_request(has_sinks=True, options=window), _request(has_sinks=True, has_documents=True)):
-        assert sdpa.rejection(request) == "returns no log-sum-exp for a window or packed documents, as sinks need"
+        assert (
+            sdpa.rejection(request)
+            == "returns no log-sum-exp for a window, a mask, packed documents or without causality, as sinks need"
+        )
 
 
 @pytest.mark.parametrize(

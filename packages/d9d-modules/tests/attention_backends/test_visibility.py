@@ -7,16 +7,30 @@ from d9d_modules.attention_backends.visibility import document_runs, visible
 
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @pytest.mark.parametrize(("length", "key_length"), [(7, 7), (3, 7)])
-@pytest.mark.parametrize("has_documents", [False, True])
-def test_each_pair_by_itself(length: int, key_length: int, window: int | None, has_documents: bool) -> None:
+@pytest.mark.parametrize(("has_documents", "has_mask"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_each_pair_by_itself(
+    *, length: int, key_length: int, window: int | None, has_documents: bool, has_mask: bool, is_causal: bool
+) -> None:
     documents = torch.randint(0, 3, (2, key_length)) if has_documents else None
-    seen = visible(length, key_length, window=window, documents_BS=documents, device=torch.device("cpu"))
-    assert seen.shape == ((2, 1, length, key_length) if has_documents else (length, key_length))
+    mask = torch.rand(2, length, key_length) < 0.5 if has_mask else None
+    seen = visible(
+        length,
+        key_length,
+        is_causal=is_causal,
+        window=window,
+        documents_BS=documents,
+        mask_BLS=mask,
+        device=torch.device("cpu"),
+    )
+    assert seen.shape == ((2, 1, length, key_length) if has_documents or has_mask else (length, key_length))
     for row in range(2):
         for query in range(length):
             now = key_length - length + query
             for key in range(key_length):
-                expected = key <= now and (window is None or key > now - window)
+                expected = (key <= now or not is_causal) and (window is None or abs(key - now) < window)
+                if mask is not None:
+                    expected = expected and bool(mask[row, query, key])
                 if documents is not None:
                     expected = expected and bool(documents[row, key] == documents[row, now])
                 assert seen.expand(2, 1, length, key_length)[row, 0, query, key] == expected

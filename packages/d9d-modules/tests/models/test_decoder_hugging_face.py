@@ -25,6 +25,7 @@ from d9d_modules import (
     Llama3Params,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     Qwen3Params,
     RopeScaling,
     YarnScaling,
@@ -74,8 +75,8 @@ def rope_scalings(draw: st.DrawFn, kind: type[RopeScaling] | None, head_dim: int
     factor, original = draw(st.floats(1.0, 8.0)), draw(st.sampled_from([4, 15]))
     if kind is None:
         return None
-    if kind is LinearScaling:
-        return LinearScaling(factor=factor)
+    if kind in {LinearScaling, NtkScaling}:
+        return kind(factor=factor)
     if kind is DynamicNtkScaling:
         return DynamicNtkScaling(factor=factor, original_max_positions=MAX_POSITIONS)
     if kind is YarnScaling:
@@ -95,7 +96,7 @@ def decoder_params(
     num_layers = draw(st.integers(1, 3))
     num_kv_heads = 1 if one_kv_head else draw(st.integers(2, 3))
     num_heads = num_kv_heads * (draw(st.integers(2, 3)) if is_grouped else 1)
-    head_dim = 2 * draw(st.integers(2 if scaling_kind is DynamicNtkScaling else 1, 8))
+    head_dim = 2 * draw(st.integers(2 if scaling_kind in (DynamicNtkScaling, NtkScaling) else 1, 8))
     scaling = draw(rope_scalings(scaling_kind, head_dim))
     sliding: dict[str, Any] = {}
     if family == "qwen3":

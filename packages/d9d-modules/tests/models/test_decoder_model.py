@@ -166,7 +166,8 @@ def test_a_custom_feed_forward_replaces_the_dense_one() -> None:
             built.append(index)
             return nn.Identity()
 
-    model = DecoderForCausalLM(Custom(**vars(PARAMS)), StageInfo(1, 2))
+    sizes = {name: value for name, value in vars(PARAMS).items() if name != "is_causal"}
+    model = DecoderForCausalLM(Custom(**sizes), StageInfo(1, 2))
     assert built == [3, 4]
     assert model(torch.randn(1, 2, 12)).shape == (1, 2, 19)
     assert not any("feed_forward." in name for name in model.state_dict())

@@ -1,9 +1,11 @@
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from d9d_dist import ContextSplit, MeshConfig, UserError, materialize, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
@@ -149,3 +151,28 @@ def test_a_length_dependent_scaling_requires_rope_length(scaling: LongRopeScalin
     alone, *_ = run_ranks(_train, fixed, {}, {}, world_size=1)
     for gradients in run_ranks(_train, fixed, {"context_parallel_shard": 2}, {}):
         assert_trees_close(gradients, alone)
+
+
+def _gathered_units(tied: bool) -> list[list[str]]:
+    """Return the parameters that FSDP gathers together."""
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        with torch.device("meta"):
+            model = DecoderForCausalLM(replace(LLAMA3, tie_word_embeddings=tied))
+        parallelize_decoder(model, ctx)
+        units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        inner = {name: sorted(below for below in units if below != name and below.startswith(name)) for name in units}
+        return [
+            [
+                name
+                for name, _ in model.named_parameters()
+                if name.startswith(unit) and not name.startswith(tuple(below))
+            ]
+            for unit, below in inner.items()
+            if "layers" not in unit
+        ]
+
+
+def test_embedding_and_head_are_gathered_apart_unless_tied() -> None:
+    (apart, _), (tied, _) = (run_ranks(_gathered_units, flag) for flag in (False, True))
+    assert apart == [["backbone.norm.weight"], ["backbone.embedding.weight"], ["lm_head.weight"]]
+    assert tied == [["backbone.embedding.weight", "backbone.norm.weight"]]

@@ -43,9 +43,16 @@ from d9d_moe.models.qwen3_moe import (
     qwen3_moe_hugging_face_config,
     qwen3_moe_params_from_hugging_face,
 )
+from d9d_moe.models.qwen3_next import (
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+    Qwen3NextParams,
+    Qwen35MoeParams,
+    SparseHybridParams,
+)
 from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
 from d9d_moe.moe_parallel import Dispatch, DispatchName, parallelize_moe
-from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
+from d9d_moe.router import ReplayRouter, Router, Routing, SigmoidRouter, TopKRouter
 from d9d_moe.router_losses import (
     BalanceDefinition,
     BalanceScope,
@@ -62,7 +69,9 @@ __all__ = [
     "GPT_OSS",
     "GROUPED_MATMUL_VARIABLE",
     "KIMI_K2",
+    "QWEN3_5_MOE",
     "QWEN3_MOE",
+    "QWEN3_NEXT",
     "AllToAllDispatcher",
     "BalanceDefinition",
     "BalanceScope",
@@ -91,11 +100,15 @@ __all__ = [
     "MoELayer",
     "Qwen3MoeForCausalLM",
     "Qwen3MoeParams",
+    "Qwen3NextParams",
+    "Qwen35MoeParams",
+    "ReplayRouter",
     "Router",
     "RouterLosses",
     "Routing",
     "SharedExperts",
     "SigmoidRouter",
+    "SparseHybridParams",
     "SparseParams",
     "TokenGroups",
     "TopKRouter",

@@ -11,7 +11,7 @@ from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import Experts, GroupedSwiGLU
 from d9d_moe.joint_balance import token_records
-from d9d_moe.router import Router, Routing
+from d9d_moe.router import ReplayRouter, Router, Routing
 from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses
 
 LOCAL = LocalDispatcher()
@@ -73,19 +73,24 @@ class MoELayer(nn.Module):
         if self.global_load is not None:
             nn.init.ones_(self.global_load)
 
-    def forward(self, x: Tensor, *, mask_BL: Tensor | None = None) -> Tensor | HiddenAndLosses:
+    def forward(
+        self, x: Tensor, *, mask_BL: Tensor | None = None, expert_indices: Tensor | None = None
+    ) -> Tensor | HiddenAndLosses:
         """Apply the experts to hidden states. Issues collectives only if the dispatcher or the router losses do.
 
         Args:
             x: Hidden states [..., hidden_size]; [B, L, hidden_size] if there are router losses.
             mask_BL: Token mask [...] (the leading shape of `x`), bool or 0 and 1; None if there is no padding. Padding
                 is routed, but excluded from the tokens per expert, and has router loss 0.
+            expert_indices: Recorded experts of each token [..., A] to use instead of the router's choice; see
+                `ReplayRouter`. None for the router's choice.
 
         Returns:
             Hidden states of the shape and dtype of `x`; with router losses a `HiddenAndLosses`.
 
         Raises:
-            UserError: If the shape of the mask is not the leading shape of `x`.
+            UserError: If the shape of the mask is not the leading shape of `x`, or experts are recorded and the router
+                cannot replay them.
         """
         if mask_BL is not None and mask_BL.shape != x.shape[:-1]:
             raise UserError(
@@ -95,13 +100,23 @@ class MoELayer(nn.Module):
             )
         mask_T = None if mask_BL is None else mask_BL.flatten().bool()
         tokens_TD = x.flatten(0, -2)
-        routing = self.router(tokens_TD)
+        routing = self._route(tokens_TD, expert_indices)
         dispatched = self.dispatcher.dispatch(tokens_TD, routing, num_experts=self.num_experts)
         combine_handle = dispatched.combine(self.experts(dispatched.rows, dispatched.counts))
         shared = None if self.shared is None else self.shared(x)  # overlaps with the combine
         y = combine_handle.wait().view_as(x)
         y = self.counter(y if shared is None else y + shared, routing.indices, mask_T)
         return HiddenAndLosses(y, self._losses(routing, x, mask_T)) if self.losses.any else y
+
+    def _route(self, tokens_TD: Tensor, expert_indices: Tensor | None) -> Routing:
+        if expert_indices is None:
+            return self.router(tokens_TD)
+        if not isinstance(self.router, ReplayRouter):
+            raise UserError(
+                f"got recorded experts for a {type(self.router).__name__}, which cannot replay them; expected a router "
+                "that does. Implement ReplayRouter, or omit expert_indices."
+            )
+        return self.router(tokens_TD, expert_indices.flatten(0, -2))
 
     def _losses(self, routing: Routing, x: Tensor, mask_T: Tensor | None) -> Tensor:
         """Compute the router losses of each token [...], or the records [..., R] for a loss over all layers."""

@@ -5,7 +5,7 @@ The forward pass of a router has no side effects, so evaluation and recomputatio
 Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), G groups of experts.
 """
 
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,31 @@ class Router(Protocol):
         ...
 
 
+@runtime_checkable
+class ReplayRouter(Protocol):
+    """Router that can also use recorded experts instead of its own choice; both routers of this package can.
+
+    Reinforcement learning replays the routing of the inference engine: small numerical differences between the engines
+    would otherwise choose other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement
+    Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
+    """
+
+    @property
+    def can_replay(self) -> bool:
+        """True: the router takes recorded experts."""
+        ...
+
+    def __call__(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
+        """Route each token of `x_TD` [T, D] to recorded experts, with weights from the current scores.
+
+        Args:
+            x_TD: Tokens [T, D].
+            recorded_TA: Recorded experts [T, A], integer, distinct in each row. The router chooses the experts of
+                tokens with an index below 0. None to choose those of all tokens.
+        """
+        ...
+
+
 @final
 class TopKRouter(nn.Module):
     """Router of Qwen3-MoE and Mixtral: softmax over all experts, then the `top_k` largest, computed in float32.
@@ -82,6 +107,7 @@ class TopKRouter(nn.Module):
     ) -> None:
         super().__init__()
         check_top_k(top_k, num_experts)
+        self.can_replay = True
         self.num_experts = num_experts
         self.top_k = top_k
         self.renormalize = renormalize
@@ -99,8 +125,8 @@ class TopKRouter(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        """Choose the experts of each token of `x_TD` [T, D]."""
+    def forward(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
+        """Choose the experts of each token of `x_TD` [T, D], or use the recorded ones; see `ReplayRouter`."""
         logits_TE = _logits(x_TD, self.weight, self.bias)
         scores_TE = logits_TE.softmax(dim=-1)
         if self.selection_bias is None:
@@ -108,6 +134,9 @@ class TopKRouter(nn.Module):
         else:
             biased_TE = scores_TE.detach() + self.selection_bias.to(scores_TE.dtype)
             indices_TA = biased_TE.topk(self.top_k, dim=-1).indices
+            probabilities_TA = scores_TE.gather(1, indices_TA)
+        if recorded_TA is not None:
+            indices_TA = _replayed(indices_TA, recorded_TA)
             probabilities_TA = scores_TE.gather(1, indices_TA)
         if self.renormalize:
             probabilities_TA = probabilities_TA / probabilities_TA.sum(dim=-1, keepdim=True)
@@ -152,6 +181,7 @@ class SigmoidRouter(nn.Module):
         super().__init__()
         check_top_k(top_k, num_experts)
         check_groups(num_experts=num_experts, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
+        self.can_replay = True
         self.num_experts = num_experts
         self.top_k = top_k
         self.num_groups, self.top_groups = num_groups, top_groups
@@ -168,13 +198,15 @@ class SigmoidRouter(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
         nn.init.zeros_(self.selection_bias)
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        """Choose the experts of each token of `x_TD` [T, D]."""
+    def forward(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
+        """Choose the experts of each token of `x_TD` [T, D], or use the recorded ones; see `ReplayRouter`."""
         logits_TE = _logits(x_TD, self.weight)
         scores_TE = logits_TE.sigmoid()
         with torch.no_grad():
             biased_TE = self._mask_other_groups(scores_TE + self.selection_bias.to(scores_TE.dtype))
             indices_TA = biased_TE.topk(self.top_k, dim=-1).indices
+        if recorded_TA is not None:
+            indices_TA = _replayed(indices_TA, recorded_TA)
         probabilities_TA = scores_TE.gather(1, indices_TA)
         if self.renormalize:
             probabilities_TA = probabilities_TA / (probabilities_TA.sum(dim=-1, keepdim=True) + 1e-20)
@@ -190,6 +222,17 @@ class SigmoidRouter(nn.Module):
         chosen_TG = torch.zeros_like(best_TG, dtype=torch.bool)
         chosen_TG.scatter_(1, best_TG.topk(self.top_groups, dim=-1).indices, value=True)
         return grouped_TGE.masked_fill(~chosen_TG.unsqueeze(-1), float("-inf")).flatten(start_dim=1)
+
+
+def _replayed(chosen_TA: Tensor, recorded_TA: Tensor) -> Tensor:
+    """Return the recorded experts, or the chosen ones of tokens without a record."""
+    if recorded_TA.shape != chosen_TA.shape:
+        raise UserError(
+            f"the recorded experts have shape {tuple(recorded_TA.shape)}; expected {tuple(chosen_TA.shape)}, the top_k "
+            "experts of each token of this rank."
+        )
+    has_record_T1 = (recorded_TA >= 0).all(dim=-1, keepdim=True)
+    return torch.where(has_record_T1, recorded_TA.to(chosen_TA.dtype), chosen_TA)
 
 
 def check_top_k(top_k: int, num_experts: int) -> None:

@@ -31,14 +31,15 @@ class Adapter(nn.Module, ABC):
     is_active: bool = True
 
     @abstractmethod
-    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
+    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the output of the layer with the adapter; replaces the layer's forward.
 
         Args:
             layer: The layer. Its parameters are plain tensors here: full tensors under FSDP, this rank's shards under
                 tensor parallelism.
             inner: Original forward of the layer.
-            args: Arguments of the call.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call. An adapter of layers without keyword arguments need not take any.
 
         Returns:
             The adapted output, with the shape and dtype of the layer's output.

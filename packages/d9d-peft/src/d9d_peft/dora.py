@@ -8,7 +8,8 @@ There are two differences from the paper. First, the trained parameter is the of
 It starts at zero, so its initialization does not need the weight. The gradients of $d$ and $m$ are equal, but weight
 decay pulls $m$ to its initial value. Second, dropout is applied only to the input of $B A$, as in LoRA.
 
-Shape legend: O output features, I input features.
+Shape legend: O output features, I input features. A grouped layer (experts) has weights [G, O, I]: each expert is a
+matrix of its own. N rows of all groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +24,15 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional as F
 
 from d9d_dist import full_tensor, local_region, local_tensor, reduce_from_axis
+from d9d_peft._grouped import Product, grouped_product
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_placements
 
 
 @final
 class DoraAdapter(LowRankAdapter):
-    """Adapter that updates direction and magnitude of the weight rows of a linear layer, initially without effect.
+    """Adapter that updates direction and magnitude of a layer's weight rows, initially without effect.
+
+    All attributes of a grouped layer have a leading dim of groups.
 
     Attributes:
         lora_a: $A$ [rank, in].
@@ -37,13 +41,15 @@ class DoraAdapter(LowRankAdapter):
         low_rank: Rank, scale and dropout.
     """
 
-    def __init__(self, layer: nn.Linear, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
-        """Create an adapter for a layer with the forward of `nn.Linear`, on the device of the layer's weight.
+    def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
+        """Create an adapter for a layer that `DoRA` supports, on the device of the layer's weight.
 
         `dtype` is that of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
         """
-        super().__init__(layer.weight, low_rank, dtype)
-        self.magnitude_offset = nn.Parameter(self.lora_b.new_empty(layer.out_features))
+        weight = layer._parameters["weight"]
+        assert weight is not None
+        super().__init__(weight, low_rank, dtype)
+        self.magnitude_offset = nn.Parameter(self.lora_b.new_empty(weight.shape[:-1]))
         self._row_mesh: DeviceMesh | None = None
         self.reset_parameters()
 
@@ -52,19 +58,30 @@ class DoraAdapter(LowRankAdapter):
         self._reset_factors()
         nn.init.zeros_(self.magnitude_offset)
 
-    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
+    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Compute `m / ||W + s B A|| * (W x + s B A x)` plus the bias; see `Adapter.forward`.
 
         If tensor parallelism splits the input features: one all-reduce of squared norms [2, out].
         """
-        (x,) = args
-        weight_OI, bias_O = layer._parameters["weight"], layer._parameters["bias"]
+        (x, *rest) = args
+        weight_OI, bias_O = layer._parameters["weight"], layer._parameters.get("bias")
         assert weight_OI is not None
+        product = grouped_product(layer)
+        if product is not None:
+            return self._grouped(product, weight_OI, x, *rest)
         dropped = F.dropout(x.to(self.lora_a.dtype), self.low_rank.dropout, self.training)
         update = F.linear(F.linear(dropped, self.lora_a), self.lora_b)
         base = F.linear(x, weight_OI)
         y = self._row_scale(weight_OI).to(update.dtype) * (base + self.low_rank.scaling * update)
         return (y if bias_O is None else y + bias_O).to(base.dtype)
+
+    def _grouped(self, product: Product, weight_GOI: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
+        dropped = F.dropout(x_NI, self.low_rank.dropout, self.training)
+        reduced = product(dropped, self.lora_a.to(x_NI.dtype), counts_G)
+        update = product(reduced, self.lora_b.to(x_NI.dtype), counts_G)
+        base = product(x_NI, weight_GOI, counts_G)
+        scale_NO = self._row_scale(weight_GOI).repeat_interleave(counts_G, dim=0, output_size=len(x_NI))
+        return (scale_NO * (base + self.low_rank.scaling * update)).to(base.dtype)
 
     def _row_scale(self, weight_OI: Tensor) -> Tensor:
         """Compute `m / ||W + s B A||` [out], in at least float32."""
@@ -76,7 +93,7 @@ class DoraAdapter(LowRankAdapter):
         """Compute the norms of the rows of W [out] and of W + s B A [out], in at least float32."""
         updated_OI = weight_OI + self.low_rank.scaling * (self.lora_b @ self.lora_a)
         dtype = torch.promote_types(updated_OI.dtype, torch.float32)
-        norms_2O = torch.stack([torch.linalg.vector_norm(w, dim=1, dtype=dtype) for w in (weight_OI, updated_OI)])
+        norms_2O = torch.stack([torch.linalg.vector_norm(w, dim=-1, dtype=dtype) for w in (weight_OI, updated_OI)])
         if self._row_mesh is not None:
             norms_2O = reduce_from_axis(norms_2O.square(), self._row_mesh).sqrt()
         return norms_2O.unbind()
@@ -86,11 +103,11 @@ class DoraAdapter(LowRankAdapter):
         """Set the weight to `W'`, computed in at least float32, and set B and `d` to zero; see `Adapter.merge_`."""
         weight_OI = layer._parameters["weight"]
         assert weight_OI is not None
-        local, (rows, _) = local_tensor(weight_OI), local_region(weight_OI).slices
+        local, (*rows, _) = local_tensor(weight_OI), local_region(weight_OI).slices
         magnitude_O = self.magnitude(layer)
         updated = self._update_part(weight_OI).mul_(self.low_rank.scaling).add_(local)
         scale_O = magnitude_O / row_norms(weight_OI, updated)
-        local.copy_(updated.mul_(scale_O[rows, None]))
+        local.copy_(updated.mul_(scale_O[tuple(rows)].unsqueeze(-1)))
         self.lora_b.zero_()
         self.magnitude_offset.zero_()
 
@@ -102,47 +119,48 @@ class DoraAdapter(LowRankAdapter):
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
         """See `factor_placements`; `magnitude_offset` is split with the rows of the weight."""
-        factors = factor_placements(weight, 2)
+        factors = factor_placements(weight, self.lora_a.ndim)
         return {**factors, "magnitude_offset": weight} if "lora_b" in factors else factors
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
         """Keep the mesh axis if it splits the rows' elements: squared norms are then summed over it."""
-        if isinstance(weight, Shard) and weight.dim == 1:
+        if isinstance(weight, Shard) and weight.dim == self.lora_a.ndim - 1:
             self._row_mesh = mesh
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class DoRA(LowRankMethod):
-    """Method that puts a `DoraAdapter` into each linear layer that a target matches.
+    """Method that puts a `DoraAdapter` into each linear layer and each layer of experts that a target matches.
 
     Attributes:
         target: Regular expression, searched in the qualified names of the model's modules, or module types such as
-            `nn.Linear`. Matches that are not `nn.Linear`, or that override its forward, are skipped.
+            `nn.Linear`. Matches that are neither `nn.Linear` nor `d9d_moe.GroupedLinear`, or that override the forward
+            of `nn.Linear`, are skipped.
         rank, alpha, dropout, rank_stabilized, dtype: See `LoRA`.
     """
 
-    _expected = "nn.Linear"
+    _expected = "nn.Linear or d9d_moe.GroupedLinear"
 
     def _supports(self, layer: nn.Module) -> bool:
-        return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+        is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+        return is_linear or grouped_product(layer) is not None
 
     def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> DoraAdapter:
-        assert isinstance(layer, nn.Linear)
         return DoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
 @torch.no_grad()
 def row_norms(weight_OI: Tensor, part: Tensor | None = None) -> Tensor:
-    """Compute the norms [O] of the full rows of a weight [O, I] on all ranks, in at least float32.
+    """Compute the norms [..., O] of the full rows of a weight [..., O, I] on all ranks, in at least float32.
 
     `part` replaces the values of this rank's part of the weight. Collective over the mesh of a sharded weight: one
-    all-reduce of [O] per mesh axis that shards it.
+    all-reduce of [..., O] per mesh axis that shards it.
     """
-    values, (rows, _) = local_tensor(weight_OI) if part is None else part, local_region(weight_OI).slices
+    values, (*rows, _) = local_tensor(weight_OI) if part is None else part, local_region(weight_OI).slices
     dtype = torch.promote_types(values.dtype, torch.float32)
-    squares_O = torch.zeros(weight_OI.shape[0], dtype=dtype, device=values.device)
-    squares_O[rows] = torch.linalg.vector_norm(values, dim=1, dtype=dtype).square()
+    squares_O = torch.zeros(weight_OI.shape[:-1], dtype=dtype, device=values.device)
+    squares_O[tuple(rows)] = torch.linalg.vector_norm(values, dim=-1, dtype=dtype).square()
     if isinstance(weight_OI, DTensor):
         for axis, placement in enumerate(weight_OI.placements):
             if not placement.is_replicate():

@@ -1,4 +1,4 @@
-r"""LoRA: low-rank updates of linear layers and of grouped experts.
+r"""LoRA: low-rank updates of linear layers, grouped experts, embeddings and language-model heads.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (https://arxiv.org/abs/2106.09685), equation 3:
 $h = W x + \frac{\alpha}{r} B A x$ with a frozen $W$.
@@ -6,15 +6,15 @@ $h = W x + \frac{\alpha}{r} B A x$ with a frozen $W$.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 from torch.nn import functional as F
 
-from d9d_dist import local_tensor
-from d9d_peft._grouped import Product, grouped_product
+from d9d_dist import HasTokenLoss, local_tensor
+from d9d_peft._grouped import grouped_product
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_placements
 
 
@@ -24,38 +24,39 @@ class LoraAdapter(LowRankAdapter):
 
     Attributes:
         lora_a: $A$ [rank, in]; [groups, rank, in] in a grouped layer.
-        lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer. Initially zero.
+        lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer. Initially zero. For an embedding the weight
+            [vocabulary, features] is [out, in].
         low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
-        """Create an adapter for an `nn.Linear` or a `d9d_moe.GroupedLinear`, on the device of the layer's weight.
+        """Create an adapter for a layer that `LoRA` supports, on the device of the layer's weight.
 
         `dtype` is that of A and B; `None` for the dtype of the weight, but at least float32.
         """
-        product, weight = product_of(layer), layer._parameters["weight"]
-        assert product is not None
+        update, weight = update_of(layer), layer._parameters["weight"]
+        assert update is not None
         assert weight is not None
         super().__init__(weight, low_rank, dtype)
-        self._product = product
+        self._update = update
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw A uniformly from ±1 / sqrt(in), like the weight of `nn.Linear`, and set B to zero."""
         self._reset_factors()
 
-    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
+    @property
+    def is_embedding(self) -> bool:
+        """True if the layer is an embedding: B [vocabulary, rank] is looked up, and A [rank, features] multiplied."""
+        return self._update is _adapted_embedding
+
+    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Compute `inner(x) + s B A x`, where `x` is the first argument; see `Adapter.forward`.
 
-        The update is computed in the dtype of A; in a grouped layer in that of `x`, as in `peft` for experts. The sum
-        is computed in the wider dtype of both addends, then cast to the dtype of `inner(x)`.
+        The update is computed in the dtype of A; in grouped layers and heads in that of `x`, as in `peft` for experts.
+        The sum is computed in the wider dtype of both addends, then cast to the dtype of `inner(x)`.
         """
-        x, *rest = args
-        dtype = x.dtype if self.lora_a.ndim == 3 else self.lora_a.dtype
-        dropped = F.dropout(x.to(dtype), self.low_rank.dropout, self.training)
-        update = self._product(self._product(dropped, self.lora_a.to(dtype), *rest), self.lora_b.to(dtype), *rest)
-        y = inner(x, *rest)
-        return (y + self.low_rank.scaling * update).to(y.dtype)
+        return self._update(self, layer, inner, *args, **kwargs)
 
     @torch.no_grad()
     def merge_(self, layer: nn.Module) -> None:
@@ -73,12 +74,13 @@ class LoraAdapter(LowRankAdapter):
 @final
 @dataclass(frozen=True, slots=True)
 class LoRA(LowRankMethod):
-    """Method that puts a `LoraAdapter` into each linear layer and each layer of grouped experts that a target matches.
+    """Method that puts a `LoraAdapter` into each layer that a target matches.
 
     Attributes:
         target: Regular expression, searched in the qualified names of the model's modules (`r"attn.[qkvo]_proj$"`), or
-            module types such as `nn.Linear`. Matches that are neither `nn.Linear` nor `d9d_moe.GroupedLinear` are
-            skipped.
+            module types such as `nn.Linear`. Supported are `nn.Linear`, `d9d_moe.GroupedLinear`, `nn.Embedding` without
+            `max_norm`, and language-model heads with one `weight`: modules with a `token_loss`
+            (`d9d_dist.HasTokenLoss`) that use their input only in `x @ weight.T`. Other matches are skipped.
         rank: Rank of each update.
         alpha: Numerator of the scale alpha / rank of each update.
         dropout: Probability that an input element of an update is zeroed in training.
@@ -86,15 +88,77 @@ class LoRA(LowRankMethod):
         dtype: dtype of the adapters; `None` for the dtype of each layer's weight, but at least float32.
     """
 
-    _expected = "nn.Linear or d9d_moe.GroupedLinear"
+    _expected = "nn.Linear, nn.Embedding, d9d_moe.GroupedLinear or a language-model head"
 
     def _supports(self, layer: nn.Module) -> bool:
-        return product_of(layer) is not None
+        return update_of(layer) is not None
 
     def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> LoraAdapter:
         return LoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
-def product_of(layer: nn.Module) -> Product | None:
-    """Return the matmul function of a layer: `F.linear` or the grouped matmul. `None` if LoRA does not support it."""
-    return F.linear if isinstance(layer, nn.Linear) else grouped_product(layer)
+class Update(Protocol):
+    """Function that computes the output of a layer with a LoRA adapter."""
+
+    def __call__(
+        self, adapter: LoraAdapter, layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Return the adapted output; arguments as in `Adapter.forward`."""
+        ...
+
+
+def update_of(layer: nn.Module) -> Update | None:
+    """Return the function that computes a layer with an adapter. `None` if LoRA does not support the layer."""
+    if isinstance(layer, nn.Linear):
+        return _adapted_linear
+    if isinstance(layer, nn.Embedding):
+        # A renormalized table is changed by the lookup itself.
+        return _adapted_embedding if layer.max_norm is None else None
+    if isinstance(layer, HasTokenLoss) and layer._parameters.get("weight") is not None:
+        return _adapted_head
+    return _adapted_groups if grouped_product(layer) is not None else None
+
+
+def _adapted_linear(adapter: LoraAdapter, layer: nn.Module, inner: Callable[..., Tensor], x: Tensor) -> Tensor:
+    dropped = F.dropout(x.to(adapter.lora_a.dtype), adapter.low_rank.dropout, adapter.training)
+    return _sum(inner(x), F.linear(F.linear(dropped, adapter.lora_a), adapter.lora_b), adapter.low_rank)
+
+
+def _adapted_groups(
+    adapter: LoraAdapter, layer: nn.Module, inner: Callable[..., Tensor], x: Tensor, *rest: Any
+) -> Tensor:
+    product = grouped_product(layer)
+    assert product is not None
+    dropped = F.dropout(x, adapter.low_rank.dropout, adapter.training)
+    reduced = product(dropped, adapter.lora_a.to(x.dtype), *rest)
+    return _sum(inner(x, *rest), product(reduced, adapter.lora_b.to(x.dtype), *rest), adapter.low_rank)
+
+
+def _adapted_embedding(adapter: LoraAdapter, layer: nn.Module, inner: Callable[..., Tensor], ids: Tensor) -> Tensor:
+    """Add the rows of `s B A` to the looked-up rows of the table, without dropout, as in `peft`."""
+    assert isinstance(layer, nn.Embedding)
+    reduced = F.embedding(ids, adapter.lora_b, layer.padding_idx)
+    return _sum(inner(ids), reduced @ adapter.lora_a, adapter.low_rank)
+
+
+def _adapted_head(
+    adapter: LoraAdapter, layer: nn.Module, inner: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Call a head, which computes losses from its weight in chunks, with [x, s A x] and the weight [W, B].
+
+    The product of both is `W x + s B A x`, so the head never needs the full logits or `W + s B A`.
+    """
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    dropped = F.dropout(x.to(adapter.lora_a.dtype), adapter.low_rank.dropout, adapter.training)
+    reduced = adapter.low_rank.scaling * F.linear(dropped, adapter.lora_a)
+    # Also parallelism replaces parameters only while forward runs.
+    layer._parameters["weight"] = torch.cat((weight, adapter.lora_b.to(weight.dtype)), dim=1)  # ty: ignore[invalid-assignment]
+    try:
+        return inner(torch.cat((x, reduced.to(x.dtype)), dim=-1), *args, **kwargs)
+    finally:
+        layer._parameters["weight"] = weight
+
+
+def _sum(y: Tensor, update: Tensor, low_rank: LowRank) -> Tensor:
+    return (y + low_rank.scaling * update).to(y.dtype)

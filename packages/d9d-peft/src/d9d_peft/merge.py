@@ -7,6 +7,7 @@ from torch import nn
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers
+from d9d_peft.quantized_base import is_quantized
 
 
 def merge_(model: nn.Module, ctx: DistributedContext | None = None, *, adapter: str = DEFAULT_ADAPTER) -> None:
@@ -24,16 +25,27 @@ def merge_(model: nn.Module, ctx: DistributedContext | None = None, *, adapter: 
             weights.
 
     Raises:
-        UserError: If no rank has adapters of this name, or an adapted layer has a tied parameter. The model is then
-            unchanged.
+        UserError: If no rank has adapters of this name, or an adapted layer has a tied or quantised weight. The
+            model is then unchanged.
     """
     layers = adapted_layers(model, adapter)
-    agree(_tied_message(model, layers), alone=ctx is None)
+    agree(_quantized_message(layers) or _tied_message(model, layers), alone=ctx is None)
     if not any(gather_json(bool(layers), alone=ctx is None)):
         named = "" if adapter == DEFAULT_ADAPTER else f" named {adapter!r}"
         raise UserError(f"merge_ got a model without adapters{named}; expected a model after inject().")
     for adapted in layers.values():
         adapted.adapter.merge_(adapted.layer)
+
+
+def _quantized_message(layers: Mapping[str, AdaptedLayer]) -> str | None:
+    """Return an error message if a layer is quantised, else `None`."""
+    for name, adapted in layers.items():
+        if is_quantized(adapted.layer):
+            return (
+                f"{name}.weight is quantised, and merging would round the update; expected dense weights. Save the "
+                "adapters with save_adapters, load them into a model with dense weights, and merge there."
+            )
+    return None
 
 
 def _tied_message(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> str | None:

@@ -1,8 +1,9 @@
 """File layout of adapters in Hugging Face `peft`: tensors and their names.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint: `adapter_model.safetensors` holds
-`base_model.model.<layer>.lora_A.weight` and `...lora_B.weight` for each adapted layer, and for DoRA
-`...lora_magnitude_vector`. Parameters of fully fine-tuned modules have their own names after `base_model.model.`.
+`base_model.model.<layer>.lora_A.weight` and `...lora_B.weight` for each adapted layer, for embeddings
+`...lora_embedding_A` and `...lora_embedding_B`, and for DoRA `...lora_magnitude_vector`.
+Parameters of fully fine-tuned modules have their own names after `base_model.model.`.
 `d9d_peft.peft_config` documents `adapter_config.json`, `d9d_peft.stored_parameter` the adapters of parameters [experts,
 out, in].
 """
@@ -26,6 +27,8 @@ CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."
 A, B = "lora_A.weight", "lora_B.weight"
 _MAGNITUDE = "lora_magnitude_vector"
+# The tables of embeddings are transposed: A [rank, vocabulary] is our B, and B [features, rank] is our A.
+_EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 
 
 @final
@@ -50,7 +53,7 @@ class StoredLayer:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the layer's tensors in a file, by name."""
         return {
-            key: tuple(parameter.shape[parameter.ndim - num_dims :])
+            key: tuple(_stored_form(suffix, parameter).shape[parameter.ndim - num_dims :])
             for suffix, parameter, num_dims in self._parameters()
             for key in self._keys(suffix)
         }
@@ -59,7 +62,7 @@ class StoredLayer:
         """Return the full tensors of the layer for a file, by name. Collective if parameters are sharded."""
         tensors: dict[str, Tensor] = {}
         for suffix, parameter, _ in self._parameters():
-            values = full_tensor(parameter)
+            values = _stored_form(suffix, full_tensor(parameter))
             if suffix == _MAGNITUDE:
                 values = values + self._base_norms()
             keys = self._keys(suffix)
@@ -71,13 +74,15 @@ class StoredLayer:
         """Set the parameters by `read`, which returns a tensor by name. Collective for DoRA with sharded parameters."""
         for suffix, parameter, _ in self._parameters():
             parts = [read(key).to(parameter.device) for key in self._keys(suffix)]
-            values = torch.stack(parts) if len(parts) > 1 else parts[0]
+            values = _stored_form(suffix, torch.stack(parts) if len(parts) > 1 else parts[0])
             copy_from_full_(parameter, values - self._base_norms() if suffix == _MAGNITUDE else values)
 
     def _parameters(self) -> list[tuple[str, Tensor, int]]:
         """Return for each parameter of the adapter: its name suffix, the tensor and the number of dims in a file."""
         adapter = self.adapted.adapter
         assert isinstance(adapter, LoraAdapter | DoraAdapter)
+        if isinstance(adapter, LoraAdapter) and adapter.is_embedding:
+            return [(_EMBEDDING_A, adapter.lora_b, 2), (_EMBEDDING_B, adapter.lora_a, 2)]
         num_dims = 2 if len(self.names) > 1 else adapter.lora_a.ndim
         factors: list[tuple[str, Tensor, int]] = [(A, adapter.lora_a, num_dims), (B, adapter.lora_b, num_dims)]
         return [*factors, (_MAGNITUDE, adapter.magnitude_offset, 1)] if isinstance(adapter, DoraAdapter) else factors
@@ -90,6 +95,11 @@ class StoredLayer:
         weight_OI = self.adapted.layer._parameters["weight"]
         assert weight_OI is not None
         return row_norms(weight_OI)
+
+
+def _stored_form(suffix: str, tensor: Tensor) -> Tensor:
+    """Transpose the factors of an embedding; its own inverse."""
+    return tensor.mT if suffix in (_EMBEDDING_A, _EMBEDDING_B) else tensor
 
 
 def module_key(name: str) -> str:

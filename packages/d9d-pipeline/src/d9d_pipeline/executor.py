@@ -95,7 +95,7 @@ class Executor:
     """Interpreter of one rank of a program on the stages that this rank holds.
 
     Gradients are summed over microbatches. Data-parallel gradients are reduced over ranks once per step, in each
-    stage's last backward.
+    stage's last backward. With `reduce_each_microbatch`, those of FSDP are reduced in each backward instead.
 
     Args:
         program: The program.
@@ -104,9 +104,12 @@ class Executor:
         device: Device that the stages compute on; by default that of the first parameter, or the CPU without
             parameters.
         messages: Metadata of all messages between stages; by default, ranks send it with the first message.
+        reduce_each_microbatch: True to keep only this rank's shard of FSDP gradients between microbatches, for one
+            reduce-scatter per microbatch instead of one per step.
 
     Raises:
         UserError: If the sizes of the group and the program differ, or the program assigns other stages to this rank.
+            Also for `reduce_each_microbatch` with split backwards, whose weight gradients FSDP cannot reduce.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Executor:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         messages: Messages | None = None,
+        reduce_each_microbatch: bool = False,
     ) -> None:
         num_ranks = 1 if group is None else group.size()
         if len(program.ranks) != num_ranks:
@@ -132,7 +136,16 @@ class Executor:
                 f"stages that the program assigns to it. Pass the modules of program.stages_of({self._rank})."
             )
         self._program, self._group = program, group
-        self._stages = {index: _stage(program, self._rank, index, module) for index, module in stages.items()}
+        if reduce_each_microbatch and program.splits:
+            raise UserError(
+                "got reduce_each_microbatch = True and a schedule with split backward passes; expected whole ones, "
+                "because FSDP cannot reduce the deferred weight gradients. Choose another schedule, such as 1F1B."
+            )
+        accumulates = program.num_microbatches > 1 and not reduce_each_microbatch
+        self._stages = {
+            index: _stage(program, self._rank, index, module, accumulates=accumulates)
+            for index, module in stages.items()
+        }
         devices = (parameter.device for module in stages.values() for parameter in module.parameters())
         self._device = device or next(devices, torch.device("cpu"))
         self._channel = None if group is None else Channel(group, self._device, messages)
@@ -309,7 +322,7 @@ class Executor:
         )
 
 
-def _stage(program: Program, rank: int, index: int, module: nn.Module) -> Stage:
+def _stage(program: Program, rank: int, index: int, module: nn.Module, *, accumulates: bool) -> Stage:
     last_backward, splits = None, False
     for action in program.computed(rank):
         for part in parts(action):
@@ -322,7 +335,7 @@ def _stage(program: Program, rank: int, index: int, module: nn.Module) -> Stage:
         is_last=index == program.num_stages - 1,
         last_backward=last_backward,
         splits=splits,
-        accumulates=program.num_microbatches > 1,
+        accumulates=accumulates,
     )
 
 

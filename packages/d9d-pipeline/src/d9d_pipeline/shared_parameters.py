@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from d9d_dist import canonical_name, local_tensor
+from d9d_dist import canonical_name, grad_dtype_of, local_tensor
 
 
 def shared_names(names_of_stages: Sequence[Mapping[str, object]]) -> dict[str, tuple[int, ...]]:
@@ -89,17 +89,20 @@ class SharedParameters:
             gradient = self._to_owner(pair)
             if pair.owner is not None and gradient is not None:
                 if pair.owner.grad is None:
-                    pair.owner.grad = torch.zeros_like(pair.owner)
+                    pair.owner.grad = torch.zeros_like(pair.owner, dtype=grad_dtype_of(pair.owner))
                 local_tensor(pair.owner.grad).add_(gradient)
 
     def _to_owner(self, pair: _Pair) -> Tensor | None:
         gradient = None
         if pair.copy is not None:
             gradient = (
-                torch.zeros_like(local_tensor(pair.copy)) if pair.copy.grad is None else local_tensor(pair.copy.grad)
+                torch.zeros_like(local_tensor(pair.copy), dtype=grad_dtype_of(pair.copy))
+                if pair.copy.grad is None
+                else local_tensor(pair.copy.grad)
             )
             pair.copy.grad = None
-        return self._move(gradient, pair.copy_rank, pair.owner, pair.owner_rank)
+        dtype = None if pair.owner is None else grad_dtype_of(pair.owner)
+        return self._move(gradient, pair.copy_rank, pair.owner, pair.owner_rank, dtype=dtype)
 
     @torch.no_grad()
     def copy_values(self) -> None:
@@ -113,10 +116,19 @@ class SharedParameters:
             if pair.copy is not None and value is not None:
                 local_tensor(pair.copy).copy_(value)
 
-    def _move(self, tensor: Tensor | None, sender: int, like: nn.Parameter | None, receiver: int) -> Tensor | None:
+    def _move(
+        self,
+        tensor: Tensor | None,
+        sender: int,
+        like: nn.Parameter | None,
+        receiver: int,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor | None:
         """Send the local shard `tensor` from rank `sender` to rank `receiver`; no message if both are this rank.
 
-        Return the shard on the receiver, else `None`. `like` is the destination parameter, `None` on other ranks.
+        Return the shard on the receiver, else `None`. `like` is the destination parameter, `None` on other ranks;
+        `dtype` is that of the shard, if it differs from the parameter's.
         """
         if tensor is not None and like is not None:
             return tensor
@@ -125,7 +137,7 @@ class SharedParameters:
                 dist.send(tensor.contiguous(), group=self._group, group_dst=receiver)
             return None
         assert like is not None, "the sender or the receiver is this rank"
-        received = torch.empty_like(local_tensor(like))
+        received = torch.empty_like(local_tensor(like), dtype=dtype)
         if received.numel():
             dist.recv(received, group=self._group, group_src=sender)
         return received

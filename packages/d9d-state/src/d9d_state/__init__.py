@@ -35,6 +35,7 @@ from d9d_state.model_folder import ModelFolder
 from d9d_state.model_load import check_model_state, load_model_state
 from d9d_state.model_read import read_model_state
 from d9d_state.model_save import save_model_state
+from d9d_state.model_stream import gathered_weights, weight_shards
 from d9d_state.rng import rng_state, set_rng_state
 from d9d_state.tensor_info import TensorInfo
 
@@ -70,6 +71,7 @@ __all__ = [
     "distribute",
     "drop",
     "gather_full",
+    "gathered_weights",
     "group_values",
     "identity",
     "identity_of",
@@ -102,4 +104,5 @@ __all__ = [
     "transform",
     "transpose",
     "unstack",
+    "weight_shards",
 ]

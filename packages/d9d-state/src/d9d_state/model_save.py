@@ -1,6 +1,6 @@
 """Atomic export of a module's weights to a folder of safetensors files in the Hugging Face layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -9,17 +9,15 @@ from torch import Tensor, nn
 from d9d_dist import DistributedContext, UserError, full_tensor
 from d9d_state._carried_files import add_carried_files
 from d9d_state._export import Export, extra_texts, refuse_foreign
-from d9d_state._export_plan import Offer, Part, exchange_offers, plan_files
+from d9d_state._export_plan import Offer, exchange_offers, plan_files
 from d9d_state._progress import byte_bar
 from d9d_state._ranks import is_main, num_ranks
+from d9d_state._stage_offer import check_complete, groups_of, offer_of, part_of
 from d9d_state.errors import describe
 from d9d_state.json_value import JsonValue
-from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.names import identity_of
 from d9d_state.mapper.state_mapper import StateMapper
-from d9d_state.module_tensors import aliases, module_tensors
-from d9d_state.safetensors_header import dtype_name
-from d9d_state.tensor_info import TensorInfo
+from d9d_state.module_tensors import module_tensors
 
 
 def save_model_state(
@@ -67,7 +65,7 @@ def save_model_state(
     target = Path(folder).absolute()
     texts = extra_texts(extra_files or {})
     stage = 0 if ctx is None else ctx.coordinate("regular", "pp")
-    offer = _offer(model, mapper, stage)
+    offer = offer_of(model, mapper, stage)
     if is_main(ctx) and offer.problem is None:
         try:
             if source is not None:
@@ -76,9 +74,9 @@ def save_model_state(
         except (UserError, OSError) as error:
             offer = Offer(stage, problem=describe(error))
     parts = exchange_offers(offer, ctx)
-    _check_complete(mapper, parts)
-    mine = next(part for part in parts if (0 if ctx is None else ctx.rank) in part.ranks)
-    groups = [group for group in mapper.groups if not mine.tensors.keys().isdisjoint(group.outputs)]
+    check_complete(mapper, parts)
+    mine = part_of(parts, ctx)
+    groups = groups_of(mapper, mine)
     export = Export(target, plan_files(parts, max_bytes=max_shard_bytes), ctx)
     tensors = module_tensors(model)
     with byte_bar("saving", sum(info.num_bytes for info in mine.tensors.values()), visible=progress) as bar:
@@ -94,58 +92,3 @@ def save_model_state(
 
 def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -> None:
     export.write(mapper.apply(tensors))
-
-
-def _offer(model: nn.Module, mapper: StateMapper, stage: int) -> Offer:
-    tensors = module_tensors(model)
-    infos = {name: TensorInfo.of(tensors[name]) for name in mapper.inputs if name in tensors}
-    try:
-        produced = _produced(_held_groups(mapper, infos), mapper, infos)
-    except ValueError as error:
-        return Offer(stage, problem=str(error))
-    return Offer(stage, list(infos), produced, unconsumed=_unconsumed(model, mapper))
-
-
-def _unconsumed(model: nn.Module, mapper: StateMapper) -> list[str]:
-    first_names = aliases(model)
-    consumed = {first_names[name] for name in mapper.inputs if name in first_names}
-    return [name for name, first in first_names.items() if name == first and first not in consumed]
-
-
-def _held_groups(mapper: StateMapper, held: Mapping[str, TensorInfo]) -> list[StateGroup]:
-    return [group for group in mapper.groups if group.inputs and all(name in held for name in group.inputs)]
-
-
-def _produced(
-    groups: Sequence[StateGroup], mapper: StateMapper, infos: Mapping[str, TensorInfo]
-) -> dict[str, TensorInfo]:
-    """Infer shape and dtype of the tensors on disk, in the order in which they are written."""
-    produced: dict[str, TensorInfo] = {}
-    for group in groups:
-        outputs = mapper.apply({name: infos[name].to_meta() for name in group.inputs})
-        produced.update((name, TensorInfo.of(tensor)) for name, tensor in outputs.items())
-    for info in produced.values():
-        dtype_name(info.dtype)
-    return produced
-
-
-def _check_complete(mapper: StateMapper, parts: Sequence[Part]) -> None:
-    """Raise `UserError` if the mapper and the model do not match, or a group's inputs are on several stages."""
-    held = [frozenset(part.consumed) for part in parts]
-    everything = frozenset().union(*held)
-    absent = [name for name in mapper.inputs if name not in everything]
-    split = [
-        ", ".join(group.inputs)
-        for group in mapper.groups
-        if everything.issuperset(group.inputs) and not any(part.issuperset(group.inputs) for part in held)
-    ]
-    problems = {
-        "consumed, but not in the model": ", ".join(absent),
-        "in the model, but not consumed; drop() them if this is intended": ", ".join(
-            name for part in parts for name in part.unconsumed
-        ),
-        "consumed together, but on different pipeline stages": "; ".join(split),
-    }
-    report = [f"\n  {title}: {names}" for title, names in problems.items() if names]
-    if report:
-        raise UserError(f"the mapper does not match the model to export:{''.join(report)}")

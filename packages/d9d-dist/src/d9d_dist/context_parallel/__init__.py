@@ -2,11 +2,18 @@
 
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
-from d9d_dist.context_parallel.attention import Attention, AttentionOfHeads, DeclaresStandardSdpa, sdpa_attention
+from d9d_dist.context_parallel.attention import (
+    Attention,
+    AttentionOfHeads,
+    DeclaresCausality,
+    DeclaresStandardSdpa,
+    sdpa_attention,
+)
 from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, CpuFlashKernel, FlashKernel, MathKernel
 from d9d_dist.context_parallel.parallelize import (
     ContextMethod,
     HasAttention,
+    HasContextMesh,
     RequiresFullSequence,
     context_parallel_attention,
     parallelize_context,
@@ -24,9 +31,11 @@ __all__ = [
     "ContextMethod",
     "ContextSplit",
     "CpuFlashKernel",
+    "DeclaresCausality",
     "DeclaresStandardSdpa",
     "FlashKernel",
     "HasAttention",
+    "HasContextMesh",
     "MathKernel",
     "RequiresFullSequence",
     "RingAttention",

@@ -49,6 +49,17 @@ class DeclaresStandardSdpa(Protocol):
 
 
 @runtime_checkable
+class DeclaresCausality(Protocol):
+    """`Attention` that may attend to later positions: `is_causal` is False then.
+
+    Functions without the flag are causal.
+    """
+
+    @property
+    def is_causal(self) -> bool: ...  # noqa: D102  (see the class)
+
+
+@runtime_checkable
 class AttentionOfHeads(Protocol):
     """`Attention` with parameters per query head, such as sinks."""
 

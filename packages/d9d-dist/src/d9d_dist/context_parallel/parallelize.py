@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from d9d_dist._mesh_axes import only_axis
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
-from d9d_dist.context_parallel.attention import Attention, is_standard_sdpa
+from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, is_standard_sdpa
 from d9d_dist.context_parallel.ring import RingAttention
 from d9d_dist.errors import UserError
 
@@ -20,6 +20,16 @@ class HasAttention(Protocol):
     """Module whose attention function, `attention_function`, can be replaced."""
 
     attention_function: Attention
+
+
+@runtime_checkable
+class HasContextMesh(Protocol):
+    """Module that exchanges data with the ranks that hold the other parts of a row, such as a recurrent layer.
+
+    `parallelize_context` sets `context_mesh`, the mesh of one axis over which rows are split; None for whole rows.
+    """
+
+    context_mesh: DeviceMesh | None
 
 
 @runtime_checkable
@@ -42,13 +52,15 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
     Args:
         attention: Attention function over full sequences.
         mesh: One-axis mesh whose ranks share each sequence (`ContextSplit`), e.g. `ctx.mesh_for("batch")["cp"]`.
-        method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function and
-            sends less data if there are few query heads per key/value head. `"ring"` never holds a full sequence. Its
-            own kernels replace `sdpa_attention`, or a function that is marked as equivalent (`DeclaresStandardSdpa`).
+        method: `"all_gather"` supports any causal function and any number of heads. `"all_to_all"` supports any
+            function and sends less data if there are few query heads per key/value head. `"ring"` never holds a full
+            sequence. Its own kernels replace `sdpa_attention`, or a function that is marked as equivalent
+            (`DeclaresStandardSdpa`).
 
     Raises:
         UserError: If the mesh does not have exactly one axis, the function is already context parallel, or the method
-            is unknown. Also if the method is `"ring"` and the function does not compute the same as `sdpa_attention`.
+            is unknown. If the method is `"all_gather"` and the function is not causal (`DeclaresCausality`), or the
+            method is `"ring"` and the function does not compute the same as `sdpa_attention`.
     """
     only_axis(mesh, example="cp")
     if isinstance(attention, AllGatherAttention | AllToAllAttention | RingAttention):
@@ -60,6 +72,11 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
         return attention
     match method:
         case "all_gather":
+            if isinstance(attention, DeclaresCausality) and not attention.is_causal:
+                raise UserError(
+                    f"got the bidirectional attention function {attention!r} with method = 'all_gather'; expected "
+                    "causal attention, because each rank attends only to earlier positions. Use 'all_to_all'."
+                )
             return AllGatherAttention(attention, mesh)
         case "all_to_all":
             return AllToAllAttention(attention, mesh)
@@ -78,22 +95,24 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
 def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextMethod = "all_gather") -> None:
     """Split the positions of every row over the ranks of a mesh axis, in place; see `context_parallel_attention`.
 
-    Replaces the attention function of every `HasAttention` submodule; all other modules act on single positions and are
-    not changed. Split batches by `ContextSplit.split`; for batches without position ids use `ContextSplit.positions`.
-    Ranks compute different tokens with equal parameters, so gradients must be summed over this axis too: use
-    `dp_cp_shard` and `cp_replicate` of the dense mesh for data parallelism. Call this function before compiling. The
-    mesh has one axis, e.g. `ctx.mesh_for("batch")["cp"]`; if it has one rank, nothing is changed.
+    Replaces the attention function of every `HasAttention` submodule, and sets the mesh of every `HasContextMesh`
+    submodule. All other modules act on single positions and are not changed. Split batches by `ContextSplit.split`; for
+    batches without position ids use `ContextSplit.positions`. Ranks compute different tokens with equal parameters, so
+    gradients must be summed over this axis too: use `dp_cp_shard` and `cp_replicate` of the dense mesh for data
+    parallelism. Call this function before compiling. The mesh has one axis, e.g. `ctx.mesh_for("batch")["cp"]`; if it
+    has one rank, nothing is changed.
 
     Raises:
-        UserError: If no submodule is a `HasAttention`, or one is already context parallel or has a module as its
-            function. If the mesh has several ranks and a submodule is a `RequiresFullSequence` with a reason. If
-            `context_parallel_attention` rejects the mesh or method. Nothing is replaced then.
+        UserError: If no submodule is a `HasAttention` or `HasContextMesh`, or one is already context parallel or has a
+            module as its function. If the mesh has several ranks and a submodule is a `RequiresFullSequence` with a
+            reason. If `context_parallel_attention` rejects the mesh or method. Nothing is replaced then.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
         _check_supports_sequence_sharding(module, mesh.size())
     found = {name: each for name, each in module.named_modules() if isinstance(each, HasAttention)}
-    if not found and not any(isinstance(each, RequiresFullSequence) for each in module.modules()):
+    stateful = [each for each in module.modules() if isinstance(each, HasContextMesh)]
+    if not found and not stateful and not any(isinstance(each, RequiresFullSequence) for each in module.modules()):
         raise UserError(
             f"no submodule of {type(module).__name__} is a HasAttention; expected at least one, with the "
             "attribute attention_function. Add it to your attention module, for example sdpa_attention."
@@ -108,6 +127,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     forms = [context_parallel_attention(each.attention_function, mesh, method=method) for each in found.values()]
     for each, form in zip(found.values(), forms, strict=True):
         each.attention_function = form
+    for each in stateful:
+        each.context_mesh = mesh if mesh.size() > 1 else None
 
 
 def _check_supports_sequence_sharding(module: nn.Module, num_ranks: int) -> None:

@@ -1,5 +1,6 @@
 """Generators of the `--help` page and of the documentation's table from a configuration class."""
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType
@@ -7,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from d9d_dist import UserError
 from d9d_loop.config._config_keys import Key, arms_of, keys_of, sections_of
 
 
@@ -18,13 +20,66 @@ class _Variant:
     key: Key
 
 
-def describe_fields(model: type[BaseModel]) -> str:
-    """Return the `--help` page: for each key, a line with type and default, then its descriptions."""
-    lines = ["usage: [FILE] [--section.key VALUE ...]", ""]
-    for name, variants in _entries(model).items():
+def describe_fields(model: type[BaseModel], *, section: str = "") -> str:
+    """Return the `--help` page: an overview of all keys by section, or the details of one section.
+
+    The overview has a line for each key of the default kind of each section. The details have the keys of all kinds,
+    those of the items of lists, and all descriptions.
+
+    Args:
+        model: Configuration class.
+        section: Name of a section or of a key, such as `optimizer` or `optimizer.groups`; empty for the overview.
+
+    Raises:
+        UserError: If there is no such section.
+    """
+    entries = _entries(model)
+    if section:
+        return "\n".join(_details(entries, section))
+    groups: dict[str, list[str]] = {"": []}
+    for name, variants in entries.items():
+        shown = variants[0]
+        group, _, key = name.rpartition(".")
+        if "[]" in name or not _is_of_default_kind(group, shown, entries):
+            continue
+        default = "required" if shown.key.default is None else f"= {shown.key.default}"
+        types = " | ".join(_type_names(shown.key.annotation))
+        description = shown.key.description.partition(". ")[0].rstrip(".")
+        line = f"  {key:<22} {_shortened(types, 30)} {_shortened(default, 24)}".rstrip()
+        groups.setdefault(group, []).append(f"{line}  {description}".rstrip())
+    lines = ["usage: [FILE] [--section.key VALUE ...]", "       --help SECTION for all keys, kinds and descriptions"]
+    for group, keys in groups.items():
+        lines += ["", *([f"[{group}]"] if group else []), *keys]
+    return "\n".join(lines)
+
+
+def _details(entries: dict[str, list[_Variant]], section: str) -> list[str]:
+    """Return a line for each key of a section with its types and defaults, followed by its descriptions."""
+    chosen = {
+        name: each
+        for name, each in entries.items()
+        if name == section or name.startswith((f"{section}.", f"{section}["))
+    }
+    if not chosen:
+        known = sorted({name.partition(".")[0] for name in entries})
+        close = difflib.get_close_matches(section, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}."
+        raise UserError(f"--help {section}: no such section; {hint}")
+    lines: list[str] = []
+    for name, variants in chosen.items():
         lines.append(f"  --{name} {_types(variants)} ({_defaults(variants)}){_only_for(variants)}")
         lines += [f"        {description}" for description in _descriptions(variants)]
-    return "\n".join(lines)
+    return lines
+
+
+def _is_of_default_kind(group: str, variant: _Variant, entries: dict[str, list[_Variant]]) -> bool:
+    """Return True if a key belongs to the first kind of its section, which is the default."""
+    kinds = entries.get(f"{group}.kind", [])
+    return not variant.kind or not kinds or variant.kind == kinds[0].kind
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:

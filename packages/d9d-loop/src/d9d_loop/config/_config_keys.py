@@ -1,7 +1,9 @@
 """Introspection of configuration classes: their keys, and the key that a pydantic error location refers to."""
 
 import dataclasses
+import inspect
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -55,9 +57,28 @@ def keys_of(section: type) -> list[Key]:
     """Return the keys of one section, a pydantic model or a dataclass."""
     if issubclass(section, BaseModel):
         fields = section.model_fields.items()
-        return [Key(name, field.annotation, _default(field), field.description or "") for name, field in fields]
+        described = _attribute_descriptions(section)
+        return [
+            Key(name, field.annotation, _default(field), field.description or described.get(name, ""))
+            for name, field in fields
+        ]
     assert dataclasses.is_dataclass(section)
-    return [Key(field.name, field.type, _default(field), "") for field in dataclasses.fields(section)]
+    described = _attribute_descriptions(section)
+    return [
+        Key(field.name, field.type, _default(field), described.get(field.name, ""))
+        for field in dataclasses.fields(section)
+    ]
+
+
+def _attribute_descriptions(section: type) -> dict[str, str]:
+    """Return the descriptions of fields under `Attributes:` in the docstrings of a class and its base classes."""
+    described: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        _, _, text = (inspect.cleandoc(base.__dict__.get("__doc__") or "")).partition("Attributes:\n")
+        text = re.split(r"\n(?=\S)", text)[0]  # up to the next section
+        for name, description in re.findall(r"^ {4}(\w+): ((?:.|\n {5,})*)", text, re.MULTILINE):
+            described[name] = " ".join(description.split())
+    return described
 
 
 def sections_of(annotation: Any) -> list[type]:

@@ -22,13 +22,16 @@ M = TypeVar("M", bound=BaseModel)
 def parse_command_line(model: type[M], default_file: str | Path | None, arguments: Sequence[str] | None) -> M:
     """Parse the command line `[FILE] [--section.key VALUE ...]` to a configuration.
 
-    `--help` prints every key and exits; `--schema` prints the JSON Schema of configuration files and exits. The
+    `--help` prints an overview of the keys and exits, `--help SECTION` all about one section; `--schema` prints the
+    JSON Schema of configuration files and exits. The
     arguments and errors are those of `JobConfig.from_cli`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in words or "-h" in words:
-        print(describe_fields(model))
-        raise SystemExit(0)
+    for flag in ("--help", "-h"):
+        if flag in words:
+            after = words[words.index(flag) + 1 :]
+            print(describe_fields(model, section=after[0] if after and not Path(after[0]).suffix else ""))
+            raise SystemExit(0)
     if "--schema" in words:
         print(json.dumps(file_schema(model), indent=2))
         raise SystemExit(0)

@@ -14,7 +14,7 @@ from d9d_loop.resilience.resilience_config import BadStepConfig, HealthConfig, T
 class EngineConfig(JobConfig):
     """Configuration of an `Engine`. Data, steps and learning rates over steps are up to the caller."""
 
-    seed: int = Field(0, ge=0, description="Seed of initial weights and dropout.")
+    seed: int = Field(default=0, ge=0, description="Seed of initial weights and dropout.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     precision: PrecisionName = Field(
@@ -23,15 +23,19 @@ class EngineConfig(JobConfig):
         "parameters; auto: bfloat16 on accelerators.",
     )
     pipeline_schedule: PipelineScheduleConfig = Field(
-        ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
+        default=ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
     )
-    optimizer: OptimizerConfig = Field(AdamWConfig(), description="The optimizer and its hyperparameters.")
+    optimizer: OptimizerConfig = Field(default=AdamWConfig(), description="The optimizer and its hyperparameters.")
     gradients: GradientConfig = GradientConfig()
-    keep_last: PositiveInt | None = Field(2, description="Number of newest checkpoints to keep; null keeps all.")
+    keep_last: PositiveInt | None = Field(
+        default=2, description="Number of newest checkpoints to keep; null keeps all."
+    )
     bad_steps: BadStepConfig = BadStepConfig.model_validate({})
     health: HealthConfig = HealthConfig.model_validate({})
     timeouts: TimeoutConfig = TimeoutConfig.model_validate({})
     initial_weights: Path | None = Field(
-        None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
+        default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
     )
-    progress: bool = Field(True, description="Show the progress of reading weights if the output is a terminal.")
+    progress: bool = Field(
+        default=True, description="Show the progress of reading weights if the output is a terminal."
+    )

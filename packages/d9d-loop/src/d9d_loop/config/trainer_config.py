@@ -5,7 +5,7 @@ A subclass adds the settings of a particular job: `class PretrainConfig(TrainerC
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -28,7 +28,8 @@ class JobConfig(Section):
     def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
         """Read the configuration from the command line `script.py [FILE] [--section.key VALUE ...]`.
 
-        Values on the command line override those of the file. `--help` prints every key and exits; `--schema` prints
+        Values on the command line override those of the file. `--help` prints an overview of the
+        keys and exits, `--help optimizer` all about one section; `--schema` prints
         the JSON Schema of configuration files, for editors, and exits.
 
         Args:
@@ -83,10 +84,20 @@ class DataConfig(WorkerConfig):
 
 
 class GradientConfig(Section):
-    """Gradient clipping before the optimizer step."""
+    """Clipping of gradients before the optimizer step, and the dtype in which they accumulate."""
 
     max_norm: PositiveFloat | None = Field(
         default=None, description="Clip gradients to this global norm. Null computes the norm without clipping."
+    )
+    dtype: Literal["float32"] | None = Field(
+        default=None,
+        description="dtype in which gradients accumulate over microbatches and ranks; by default that of each "
+        "parameter. Needs torch 2.15.",
+    )
+    reduce_each_microbatch: bool = Field(
+        False,
+        description="Reduce the gradients of sharded parameters after each microbatch: memory of a shard instead of a "
+        "whole gradient, for one reduction per microbatch instead of one per step.",
     )
 
 
@@ -133,6 +144,10 @@ class EvaluationConfig(Section):
     num_samples: PositiveInt | None = Field(
         default=None, description="Number of samples, evenly spaced over the data; null uses all."
     )
+    only: bool = Field(
+        default=False,
+        description="Evaluate the newest checkpoint, or the initial weights without one, and train nothing.",
+    )
 
 
 class PipelineConfig(Section):
@@ -155,6 +170,7 @@ class LoggingConfig(Section):
         default=10, description="Steps between tracked values; the first and last step are tracked too."
     )
     progress: bool = Field(default=True, description="Show a progress bar if the output is a terminal.")
+    report: bool = Field(default=True, description="Write `report.html` at the end, from the values in metrics.jsonl.")
     draw_lr_schedule: bool = Field(
         default=False,
         description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step.",
@@ -173,7 +189,14 @@ class HostConfig(Section):
 class TrainerConfig(JobConfig):
     """Configuration of a training job."""
 
-    steps: PositiveInt = Field(description="Total number of optimizer steps, including those before a resume.")
+    steps: PositiveInt | None = Field(
+        default=None,
+        description="Total number of optimizer steps, including those before a resume; by default one pass over finite "
+        "training data.",
+    )
+    epochs: PositiveInt | None = Field(
+        default=None, description="Number of passes over the training data, if they are a dataset; null repeats them."
+    )
     batch: BatchConfig
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
     run: RunConfig = RunConfig()

@@ -48,6 +48,7 @@ class DatasetProvider(DataProvider):
     Args:
         samples: A dataset with a length. A Hugging Face dataset without a format returns tensors.
         shuffle: If True, shuffle each epoch, in a different order each time.
+        epochs: Number of epochs; `None` repeats them without end.
 
     Raises:
         UserError: If `samples` or `evaluation` has no length or no samples by index.
@@ -60,8 +61,10 @@ class DatasetProvider(DataProvider):
         shuffle: bool = True,
         evaluation: Samples | SampleStream | None = None,
         collate: Collate = default_collate,
+        epochs: int | None = None,
     ) -> None:
         self._samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
+        self._epochs = epochs
         is_plain = evaluation is not None and not isinstance(evaluation, SampleStream)
         self._evaluation = as_samples(evaluation, "evaluation_data") if is_plain else evaluation
         self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
@@ -75,7 +78,7 @@ class DatasetProvider(DataProvider):
         """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
         if len(self._samples) == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
-        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)
+        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle, epochs=self._epochs)
 
     def evaluation(self) -> Samples | SampleStream | None:
         """Return the held-out data, or `None`."""

@@ -1,7 +1,7 @@
 """Stream over a map-style dataset, shuffled in a new order each epoch. No permutation is stored or precomputed."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from pydantic import JsonValue, TypeAdapter
@@ -129,4 +129,4 @@ class OrderCursor(Cursor):
 
     def state_dict(self) -> JsonValue:
         """Return the position in the stream."""
-        return asdict(_Place(self._position))
+        return {"position": self._position}

@@ -29,8 +29,8 @@ class Cursor(ABC):
 class SampleStream(ABC):
     """Sequence of samples in a global order, which is a pure function of the constructor arguments.
 
-    Training reads endless streams, evaluation finite ones. Every rank must create an equal stream. A stream that
-    transforms another one, such as packing, takes it as a constructor argument.
+    Training reads endless streams, or a finite one once; evaluation reads finite ones. Every rank must create an equal
+    stream. A stream that transforms another one, such as packing, takes it as a constructor argument.
 
     Attributes:
         is_endless: False if the stream ends.
@@ -52,6 +52,14 @@ class SampleStream(ABC):
     @abstractmethod
     def length(self, entry: Entry) -> int:
         """Return the sample length in tokens, which packing and bucketing use."""
+
+    def count(self) -> int:
+        """Return the number of samples of a finite stream, without reading them. The default plans the whole stream."""
+        assert not self.is_endless, "an endless stream has no number of samples"
+        cursor, total = self.cursor(), 0
+        while entries := cursor.take(4096):
+            total += len(entries)
+        return total
 
     @abstractmethod
     def identity(self) -> JsonValue:

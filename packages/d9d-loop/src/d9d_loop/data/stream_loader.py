@@ -63,8 +63,14 @@ class StreamLoader:
     order, so `state_dict` is equal on all ranks. One copy suffices, and a job with any number of ranks can resume from
     it. Prefetched batches do not count as used.
 
+    The last step of a finite stream may have fewer samples: some of its microbatches are smaller, and the last ones of
+    a rank may be stand-ins, which must not count.
+
     With `draws`, the random numbers of samples and `collate` are a function of the seed and the position of the
     microbatch's first sample. They do not depend on `num_workers`.
+
+    Attributes:
+        num_own: Number of microbatches of the last returned step that are no stand-ins.
 
     Args:
         stream: Stream of samples; equal on every rank.
@@ -97,7 +103,9 @@ class StreamLoader:
             if value < least:
                 raise UserError(f"{name} = {value}; expected at least {least}.")
         self._stream, self._share, self._used = stream, share, _Place()
-        self._places: deque[_Place] = deque()  # ends of the planned steps that were not yet returned
+        # Ends of the planned steps that were not yet returned, and the numbers of microbatches that are no stand-ins.
+        self._places: deque[tuple[_Place, int]] = deque()
+        self.num_own = 0
         self._batches: BatchReader | None = None
         self._read: Callable[[Iterator[ReadJob]], BatchReader] = partial(
             BatchReader,
@@ -124,7 +132,10 @@ class StreamLoader:
         return self
 
     def __next__(self) -> list[Any]:
-        """Return the microbatches of the next step, without end. Failed samples and workers raise `DataError`."""
+        """Return the microbatches of the next step; raise `StopIteration` at the end of a finite stream.
+
+        Failed samples and workers raise `DataError`.
+        """
         if self._batches is None:
             self._places.clear()
             self._batches = self._read(self._jobs())
@@ -133,7 +144,9 @@ class StreamLoader:
         except BaseException:
             self.close()  # prefetched batches belong to later steps than the failed one
             raise
-        self._used = self._places.popleft()
+        if not microbatches:
+            raise StopIteration
+        self._used, self.num_own = self._places.popleft()
         return microbatches
 
     def close(self) -> None:
@@ -156,12 +169,12 @@ class StreamLoader:
         position, cursor = self._used.position, self._stream.cursor(self._used.stream)
         while True:
             entries = cursor.take(self._share.global_size)
-            if len(entries) < self._share.global_size:
-                raise UserError(
-                    f"the training data end after {position + len(entries)} samples, in the middle of a step of "
-                    f"{self._share.global_size}; expected an endless stream. Leave out its epochs."
-                )
-            self._places.append(_Place(position + len(entries), cursor.state_dict()))
-            for start in self._share.starts():
-                yield ReadJob(position + start, entries[start : start + size])
+            if not entries:
+                return
+            jobs = [ReadJob(position + start, entries[start : start + size]) for start in self._share.starts()]
+            own = [job for job in jobs if job.entries]
+            self._places.append((_Place(position + len(entries), cursor.state_dict()), len(own)))
+            yield from own
+            # In the last step of a finite stream, some ranks have fewer samples. Stand-ins keep the collectives equal.
+            yield from [ReadJob(position, entries[:1])] * (len(jobs) - len(own))
             position += len(entries)

@@ -4,16 +4,16 @@ The Trainer is its first client. Post-training methods with an outer loop of the
 use it directly.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Self, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, final, overload
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, ModuleOffloader, StageInfo, UserError
+from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.engine_parts import engine_parts
@@ -36,7 +36,7 @@ from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
-from d9d_state import StateMapper
+from d9d_state import StateMapper, gathered_weights, weight_shards
 
 
 class BadStepError(RuntimeError):
@@ -174,8 +174,8 @@ class Engine:
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.
 
-        Ranks may pass different numbers of batches, of different shapes: those with fewer run stand-ins of weight 0
-        (`BatchTask.stand_in`). Collectives: an all-gather of the numbers, those of the model, sends and receives
+        Ranks may pass different numbers of batches, of different shapes: those with fewer run stand-ins, whose loss is
+        0 (`BatchTask.stand_in`). Collectives: an all-gather of the numbers, those of the model, sends and receives
         between stages, the gradient reduction of each call, and those of the returned values.
 
         Args:
@@ -238,11 +238,44 @@ class Engine:
             finally:
                 self._is_reference = False
 
+    @overload
+    def weights(self, *, shards: Literal[False] = False) -> Iterator[tuple[str, Tensor]]: ...
+
+    @overload
+    def weights(self, *, shards: Literal[True]) -> Iterator[tuple[str, Tensor, Region]]: ...
+
+    def weights(self, *, shards: bool = False) -> Iterator[tuple[str, Tensor] | tuple[str, Tensor, Region]]:
+        """Yield the weights of this rank's stages under their names on disk, as an export would write them.
+
+        Without `shards`, whole tensors: the ranks of a stage gather one group of the state mapper at a time, such as
+        the projections of a layer that the model fuses. Collective; consume the iterator completely on all ranks. A
+        tensor may be a view of the group or of a parameter.
+
+        With `shards`, `(name, shard, region)` for each part of a tensor on disk that this rank holds: a view of the
+        parameter, and its place in the tensor. No collectives, nothing is copied. Replicas yield equal regions.
+
+        Raises:
+            UserError: If the state mapper does not match the model or has no inverse; with `shards` also if it computes
+                values.
+        """
+        free_gathered_parameters(self._whole)
+        if shards:
+            return weight_shards(self.model, self._state_mapper)
+        return gathered_weights(self.model, self._inverse(), self.ctx)
+
+    def _inverse(self) -> StateMapper | None:
+        try:
+            return self._state_mapper and self._state_mapper.inverse()
+        except ValueError as error:
+            raise UserError(f"the state mapper of the model has no inverse: {error} Add an inverse.") from None
+
     def _refuse_reference(self, call: str) -> None:
         if self._is_reference:
             raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
 
-    def accumulate(self, batches: Sequence[Any], loss: LossFunction, *, measured: bool = False) -> Timeline | None:
+    def accumulate(
+        self, batches: Sequence[Any], loss: LossFunction, *, num_own: int | None = None, measured: bool = False
+    ) -> Timeline | None:
         """Run forward and backward of prepared microbatches: `forward_backward` without its preparations and values.
 
         Collectives: those of the model, sends and receives between stages, and the gradient reduction.
@@ -251,12 +284,14 @@ class Engine:
             batches: Microbatches on this rank's device, split for context parallelism, equally many on all ranks: those
                 of a `StreamLoader`.
             loss: See `forward_backward`.
+            num_own: Number of microbatches that count; the later ones are stand-ins. `None` if all count.
             measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
 
         Returns:
             Start and end of every pipeline action, if `measured`.
         """
-        return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=len(batches), measured=measured)
+        num_own = len(batches) if num_own is None else num_own
+        return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=num_own, measured=measured)
 
     def step(self, learning_rate: float | None = None) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.

@@ -66,6 +66,8 @@ def engine_parts(
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
         pipeline = build_pipeline(plan, ctx, progress=config.progress)
+        pipeline.set_grad_dtype(config.gradients.dtype)
+        pipeline.reduces_each_microbatch = config.gradients.reduce_each_microbatch
         seed_everything(config.seed, ctx)
         built = optimizer(pipeline.model)
         pipeline.shared.copy_values()

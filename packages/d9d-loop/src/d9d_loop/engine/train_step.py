@@ -8,13 +8,17 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, UserError, clip_grad_norm_
 from d9d_loop.engine.step_executors import StepExecutors
+from d9d_loop.engine.wide_gradients import converted_gradients, wide_gradients
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import BatchTask, LossFunction, to_inputs
 from d9d_pipeline import Timeline
@@ -71,6 +75,7 @@ class TrainStep:
     ) -> None:
         self._model, self._shared, self._optimizer, self._task = pipeline.model, pipeline.shared, optimizer, task
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._wide = [] if isinstance(optimizer, StochasticAdamW) else wide_gradients(self._parameters)
         self._max_norm, self._ctx, self._events, self._guard = max_norm, ctx, events, guard
         self.executors = StepExecutors(pipeline, num_microbatches)
         if ctx.size("regular", "pp") > 1:  # pipeline ranks may have created different numbers of groups
@@ -101,13 +106,18 @@ class TrainStep:
             number: Number of the step, counted from 1.
             batches: Microbatches on this rank's device, equally many on all ranks.
             loss: Function of the model's outputs and the batch.
-            num_own: Number of microbatches that count; the loss of the others is multiplied by 0.
+            num_own: Number of microbatches that count; the others are stand-ins, whose loss is 0.
             values: Receives the values per token of the microbatches that count, by index.
             measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
 
         Returns:
             Start and end of every pipeline action, if `measured`.
+
+        Raises:
+            UserError: On this rank, if it has stand-ins, and batch norms would count them.
         """
+        if num_own < len(batches):
+            self._refuse_batch_norm()
         if self._totals is None:
             self._events.emit(StepStarted(number))
             self._totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
@@ -116,9 +126,9 @@ class TrainStep:
         total, weight = self._totals.unbind()  # views, so that one all-reduce sums both
 
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
-            taken = loss(outputs, batches[microbatch])
             if microbatch >= num_own:
-                return taken.total * 0.0
+                return _zero_loss(outputs)
+            taken = loss(outputs, batches[microbatch])
             total.add_(taken.total.detach())
             weight.add_(taken.weight)
             if values is not None:
@@ -131,6 +141,14 @@ class TrainStep:
             return executor.measured_step(inputs, take_loss)
         executor.step(inputs, take_loss)
         return None
+
+    def _refuse_batch_norm(self) -> None:
+        if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
+            raise UserError(
+                "this rank has fewer microbatches than others, and the model has batch norms in training mode, whose "
+                "statistics would count stand-ins; expected equally many. Pass equal numbers, or call eval() on the "
+                "batch norms."
+            )
 
     def update(self, number: int) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
@@ -146,16 +164,16 @@ class TrainStep:
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
             dist.all_reduce(totals, group=self._losses_group)
-        # With weight 0 the factor is 0, because 0 / 0 would be NaN. A NaN weight gives NaN.
-        per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
+        per_weight = _inverse(weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
         loss = total * per_weight
-        if self._guard is None:
-            self._optimizer.step()
-            taken = torch.ones_like(grad_norm, dtype=torch.bool)
-        else:
-            taken = self._guard.step(number, loss=loss, grad_norm=grad_norm)
+        with converted_gradients(self._wide):
+            if self._guard is None:
+                self._optimizer.step()
+                taken = torch.ones_like(grad_norm, dtype=torch.bool)
+            else:
+                taken = self._guard.step(number, loss=loss, grad_norm=grad_norm)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
         self._model.zero_grad()  # also for parameters without an optimizer, whose gradients would accumulate
@@ -179,6 +197,22 @@ class TrainStep:
         self.executors.gradient_sync.finish()
         self._shared.add_gradients()  # clears the gradients of copies, which model.parameters() omits
         self._model.zero_grad()
+
+
+def _inverse(weight: Tensor) -> Tensor:
+    """Return 1 / weight, but 0 for weight 0, because 0 / 0 would be NaN. A NaN weight gives NaN."""
+    if weight.device.type == "cpu":  # Python numbers are cheaper than tensors, and as exact
+        number = weight.item()
+        return torch.tensor(1.0 / number if number > 0 else 0.0 * number, dtype=weight.dtype)
+    return torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
+
+
+def _zero_loss(outputs: Any) -> Tensor:
+    """Return a loss of 0 that depends on all outputs, so that the backward pass runs."""
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise UserError("got outputs without gradients; expected some. Leave some parameters of the model trainable.")
+    return sum((leaf * 0.0).sum() for leaf in leaves)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Between `plan_job` and `build_job`, the caller starts the process group and locks the run folder, as `Trainer` does.
 """
 
+import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     """
     config, task = plan.config, plan.task
     pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
+    pipeline.set_grad_dtype(config.gradients.dtype)
+    pipeline.reduces_each_microbatch = config.gradients.reduce_each_microbatch
     model = pipeline.model
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(model)
@@ -159,8 +162,16 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         evaluate=_build_evaluator(plan, engine),
         state=state,
         record=record,
-        reports=Reports(config, plan.resolved, record=record, metrics=metrics, weight_unit=task.weight_unit, ctx=ctx),
-        profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=config.steps),
+        reports=Reports(
+            config,
+            plan.resolved,
+            num_steps=plan.steps,
+            record=record,
+            metrics=metrics,
+            weight_unit=task.weight_unit,
+            ctx=ctx,
+        ),
+        profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
         garbage=GarbageCollection(config.host.collect_garbage_every),
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
@@ -226,12 +237,12 @@ def run_job(job: Job) -> TrainResult | Stopped:
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
-        while record.step < config.steps:
+        while record.step < plan.steps:
             job.watchdog.beat(record.step + 1)
             before, batches = batches, next(job.loader)
             # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
-            timeline = engine.accumulate(batches, job.loss, measured=is_measured)
+            timeline = engine.accumulate(batches, job.loss, num_own=job.loader.num_own, measured=is_measured)
             engine.set_learning_rates(plan.lr_schedule(record.step))
             result = engine.step()
             record.step = engine.num_steps
@@ -251,7 +262,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 with job.reports.not_training():
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
                     draw_measured(timeline, config.run.dir, title=title)
-            is_last = record.step == config.steps
+            is_last = record.step == plan.steps
             _check_updates(job, since=ready.step)
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
@@ -270,6 +281,25 @@ def run_job(job: Job) -> TrainResult | Stopped:
         return _finish(job)
 
 
+def evaluate_job(job: Job) -> TrainResult:
+    """Evaluate a job's model in the state of its newest checkpoint, without a step. Collective.
+
+    Trackers receive nothing, and nothing is exported.
+    """
+    config, record = job.plan.config, job.record
+    assert job.evaluate is not None
+    with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
+        record.evaluation = job.evaluate()
+    return TrainResult(
+        steps=record.step,
+        train_loss=math.nan if record.train_loss is None else record.train_loss,
+        evaluation=dict(record.evaluation),
+        weight_per_second=record.weight_per_second or 0.0,
+        run_dir=config.run.dir,
+        export_dir=None,
+    )
+
+
 def _draw_plans(plan: JobPlan) -> None:
     """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables it."""
     config, folder = plan.config, plan.config.run.dir
@@ -278,7 +308,7 @@ def _draw_plans(plan: JobPlan) -> None:
         draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
     if config.logging.draw_lr_schedule:
         peak = config.optimizer.learning_rate
-        draw_lr_schedule(plan.lr_schedule, folder, num_steps=config.steps, peak=peak)
+        draw_lr_schedule(plan.lr_schedule, folder, num_steps=plan.steps, peak=peak)
 
 
 def _end_startup(job: Job, result: StepResult) -> None:
@@ -316,7 +346,7 @@ def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle:
 
 def _check_updates(job: Job, *, since: int) -> None:
     """After the last step, raise `BadStepError` on every rank if all updates since step `since` were skipped."""
-    if job.record.step == job.plan.config.steps and not job.guard.has_applied:
+    if job.record.step == job.plan.steps and not job.guard.has_applied:
         raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad.")
 
 
@@ -425,5 +455,5 @@ def _export(job: Job) -> Path:
             source=source,
             progress=config.logging.progress,
         )
-    job.events.emit(ModelExported(config.steps, folder))
+    job.events.emit(ModelExported(job.plan.steps, folder))
     return folder

@@ -11,6 +11,7 @@ from torch import nn
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
+from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_state import frozen_digest_of
 from d9d_loop.model.model_provider import ModelProvider
@@ -28,6 +29,8 @@ def check_data(data: Samples, what: str) -> None:
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
     """Raise `UserError` if a dataset is smaller than the global batch, so that a step would repeat samples."""
+    if config.epochs is not None:
+        return  # the last step of finite data has the remaining samples
     if not (isinstance(data, DatasetProvider) and 0 < data.num_samples < config.batch.global_size):
         return  # an empty dataset has a message of its own
     raise UserError(
@@ -47,6 +50,15 @@ def check_trainable(model: nn.Module) -> None:
         f"the model {type(model).__name__} has nothing to train: {found}; expected trainable parameters. Set "
         "requires_grad, register submodules as attributes or in nn.ModuleList, or inject adapters."
     )
+
+
+def check_evaluation_only(config: TrainerConfig, *, evaluates: bool) -> None:
+    """Raise `UserError` if a job only evaluates, but has no evaluation data."""
+    if config.evaluation.only and not evaluates:
+        raise UserError(
+            "evaluation.only = true, but there are no evaluation data; expected some. Pass evaluation_data to the "
+            "Trainer, or return them from DataProvider.evaluation."
+        )
 
 
 def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:
@@ -82,6 +94,26 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper |
             f"export = true, but the provider's state mapper has no inverse: {error} Add an inverse, or use "
             "--export false."
         ) from None
+
+
+def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
+    """Return the number of steps of a job; raise `UserError` if the training data do not determine or suffice it."""
+    if stream.is_endless:
+        if config.steps is None:
+            raise UserError(
+                "steps is missing, and the training data have no end; expected a number of steps or finite data. Set "
+                "--steps, or --epochs 1 for one pass over a dataset, or pass epochs=1 to the stream."
+            )
+        return config.steps
+    available = -(-stream.count() // config.batch.global_size)
+    if available == 0:
+        raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
+    if config.steps is not None and config.steps > available:
+        raise UserError(
+            f"steps = {config.steps}, but the finite training data have samples for {available} steps of "
+            f"batch.global_size = {config.batch.global_size}; expected at most that. Leave out steps, or add epochs."
+        )
+    return config.steps or available
 
 
 def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
@@ -134,7 +166,7 @@ def checkpoint_folder(config: TrainerConfig) -> Path:
     return config.run.dir / "checkpoints"
 
 
-def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
+def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue) -> bool:
     """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
 
     They are needed without such a checkpoint, or if checkpoints contain only trainable parameters. Raises `UserError`
@@ -145,9 +177,9 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: 
         return True
     trainable_only = frozen_digest_of(info) is not None
     check_same_model(info, model, trainable_only=trainable_only)
-    if info.step > config.steps:
+    if info.step > steps and not config.evaluation.only:
         raise UserError(
-            f"steps = {config.steps}, but the run in {config.run.dir} has already completed {info.step}. "
+            f"steps = {steps}, but the run in {config.run.dir} has already completed {info.step}. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
     state: Any = info.state

@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
+import torch
 from torch import nn
 
-from d9d_dist import DistributedContext, GradientSync
+from d9d_dist import DistributedContext, GradientSync, set_grad_dtype
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
@@ -28,6 +29,7 @@ class Pipeline:
     Attributes:
         model: This rank's part of the model, for the optimizer, checkpoints and export.
         stages: This rank's stage modules by global stage index.
+        reduces_each_microbatch: True to reduce FSDP gradients in each backward of training; see `Executor`.
         shared: Sums the gradients and copies the values of parameters that several stages share.
 
     Args:
@@ -50,6 +52,7 @@ class Pipeline:
         self.stages = dict(stages)
         self._schedule = schedule or OneForwardOneBackward()
         self._messages = messages
+        self.reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
@@ -71,13 +74,22 @@ class Pipeline:
 
     def training(self, num_microbatches: int) -> Executor:
         """Return an executor of training steps."""
-        return self._executor(self.program(num_microbatches))
+        return self._executor(self.program(num_microbatches), reduce_each_microbatch=self.reduces_each_microbatch)
 
     def gradient_sync(self, num_microbatches: int) -> GradientSync:
         """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups."""
         # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
         splits = self.program(num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
+
+    def set_grad_dtype(self, name: str | None) -> None:
+        """Accumulate gradients in a dtype, such as "float32"; see `d9d_dist.set_grad_dtype`. `None` changes nothing.
+
+        Call it before the first forward.
+        """
+        if name is not None:
+            for stage in self.stages.values():
+                set_grad_dtype(stage.parameters(), getattr(torch, name))
 
     def evaluation(self, num_microbatches: int) -> Executor:
         """Return an executor of forward passes."""
@@ -110,8 +122,15 @@ class Pipeline:
     def _program(self, schedule: Schedule, num_microbatches: int) -> Program:
         return build(schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches)
 
-    def _executor(self, program: Program) -> Executor:
-        return Executor(program, self.stages, group=self._group, device=self._device, messages=self._messages)
+    def _executor(self, program: Program, *, reduce_each_microbatch: bool = False) -> Executor:
+        return Executor(
+            program,
+            self.stages,
+            group=self._group,
+            device=self._device,
+            messages=self._messages,
+            reduce_each_microbatch=reduce_each_microbatch,
+        )
 
 
 def _forward_only(schedule: Schedule) -> ForwardOnly:

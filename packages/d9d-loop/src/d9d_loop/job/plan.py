@@ -5,7 +5,7 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from d9d_dist import Launch, UserError, read_launch
+from d9d_dist import Launch, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.evaluation_pass import check_evaluation_data
@@ -13,6 +13,7 @@ from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import (
     changed_settings,
     check_checkpoint,
+    check_evaluation_only,
     check_metric_names,
     check_num_samples,
     check_retention,
@@ -21,6 +22,7 @@ from d9d_loop.job.job_check import (
     check_writable,
     export_mapper_of,
     microbatch_size_of,
+    num_steps_of,
 )
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_plan import ModelPlan, plan_model
@@ -39,6 +41,7 @@ class JobPlan:
     Attributes:
         config: The job's configuration.
         resolved: The configuration as JSON.
+        steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
         task: Prepares inputs and computes the loss.
         data: Provides training and evaluation data.
@@ -55,6 +58,7 @@ class JobPlan:
 
     config: TrainerConfig
     resolved: dict[str, JsonValue]
+    steps: int
     model: ModelPlan
     task: Task
     data: DataProvider
@@ -69,7 +73,7 @@ class JobPlan:
 
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""
-        return step == self.config.steps or step % self.config.checkpoint.every == 0
+        return step == self.steps or step % self.config.checkpoint.every == 0
 
 
 def plan_job(
@@ -98,8 +102,8 @@ def plan_job(
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
     check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
-    if not stream.is_endless:
-        raise UserError("the training data are a finite stream; expected an endless one. Leave out its epochs.")
+    steps = num_steps_of(config, stream)
+    check_evaluation_only(config, evaluates=evaluation_data is not None)
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     check_retention(config, task, evaluates=evaluation_data is not None)
@@ -123,7 +127,7 @@ def plan_job(
     if optimizer is None:
         config.optimizer.check(whole)
     weights = config.initial_weights or model.initial_weights
-    needs_weights = check_checkpoint(config, whole, data_identity=stream.identity())
+    needs_weights = check_checkpoint(config, whole, steps=steps, data_identity=stream.identity())
     changes = changed_settings(config, has_optimizer=optimizer is not None)
     export_mapper = export_mapper_of(model, whole) if config.export else None
     if weights is not None and needs_weights:
@@ -131,12 +135,13 @@ def plan_job(
     return JobPlan(
         config=config,
         resolved=config.model_dump(mode="json"),
+        steps=steps,
         model=layout,
         task=task,
         data=data,
         # A stage need not match every parameter group: the groups were checked on the whole model.
         optimizer=optimizer or partial(config.optimizer.build, whole=False),
-        lr_schedule=lr_schedule or config.lr_schedule.build(config.steps),
+        lr_schedule=lr_schedule or config.lr_schedule.build(steps),
         microbatch_size=microbatch_size,
         num_microbatches=num_microbatches,
         stream=stream,

@@ -1,23 +1,39 @@
-"""Progress display of a job: a bar on a terminal, otherwise lines."""
+"""Progress display of a job: one live line on a terminal or some lines in a log file, and a table of evaluations."""
 
+import resource
+import sys
+import time
 from collections.abc import Mapping
 
+import torch
 from tqdm import tqdm
+
+_HIDDEN = ("learning_rate", "grad_norm")
+"""Values that the live line leaves to the trackers and the report."""
+
+_LINE_SECONDS = 10.0
+_GIB = 2**30
 
 
 class Progress:
     """Progress bar over the steps of a job, with the last reported values.
+
+    The bar has the step, the steps per second, the remaining time, the values, and the peak memory of the main process.
 
     Args:
         num_steps: Number of steps of the whole job.
         done: Number of steps completed before this run.
         visible: If True, show progress; True only on the main process.
         bar: If True and standard error is a terminal, draw a bar; otherwise print the values as lines.
+        line_seconds: Least time between two lines without a bar, except those of the first and the last step.
     """
 
-    def __init__(self, *, num_steps: int, done: int, visible: bool, bar: bool) -> None:
-        self._visible = visible
-        self._num_steps = num_steps
+    def __init__(
+        self, *, num_steps: int, done: int, visible: bool, bar: bool, line_seconds: float = _LINE_SECONDS
+    ) -> None:
+        self._visible, self._num_steps, self._line_seconds = visible, num_steps, line_seconds
+        self._printed_at: float | None = None
+        self._columns: list[str] = []
         # With disable=None, tqdm draws no bar if standard error is not a terminal.
         disable = None if visible and bar else True
         self._bar = tqdm(total=num_steps, initial=done, unit="step", dynamic_ncols=True, disable=disable)
@@ -33,11 +49,18 @@ class Progress:
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Show the values of a step next to the bar, or on a line if there is no bar. Thread-safe."""
-        shown = {name: f"{value:.4g}" for name, value in values.items()}
         if self._bar.disable:
-            self.line("  ".join([f"step {step}/{self._num_steps}:", *(f"{k} {v}" for k, v in shown.items())]))
+            self._print_values(step, values)
         else:
-            self._bar.set_postfix(shown, refresh=False)
+            shown = {name: f"{value:.4g}" for name, value in values.items() if name not in _HIDDEN}
+            self._bar.set_postfix({**shown, "memory": f"{peak_memory() / _GIB:.1f}GiB"}, refresh=False)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Print a row of the table of evaluations, after a header if the values are new."""
+        if list(values) != self._columns:
+            self._columns = list(values)
+            self.line(_row("held-out", self._columns))
+        self.line(_row(f"step {step}", [f"{value:.4f}" for value in values.values()]))
 
     def line(self, text: str) -> None:
         """Print a line of text above the bar."""
@@ -47,3 +70,23 @@ class Progress:
     def close(self) -> None:
         """Close the bar and leave it on the terminal."""
         self._bar.close()
+
+    def _print_values(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        is_due = self._printed_at is None or now - self._printed_at >= self._line_seconds
+        if is_due or step == self._num_steps:
+            self._printed_at = now
+            shown = [f"{name} {value:.4g}" for name, value in values.items()]
+            self.line("  ".join([f"step {step}/{self._num_steps}:", *shown]))
+
+
+def peak_memory() -> int:
+    """Return the largest memory of this process so far, in bytes: of its accelerator, or of the host without one."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.max_memory_allocated()
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024  # bytes on macOS, KiB elsewhere
+
+
+def _row(first: str, cells: list[str]) -> str:
+    return "  ".join([f"{first:>12}", *(f"{cell:>14}" for cell in cells)])

@@ -34,7 +34,7 @@ from d9d_state import CheckpointStore
 
 _SECONDS = 60.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
-_LIMITS = ("fake", "meta", "device", "cuda", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
+_LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
 """Words in the messages of `RuntimeError`s that come from fake tensors, and would not be raised in a real step."""
 
 

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,8 +16,10 @@ from pydantic import JsonValue
 from d9d_dist import DistributedContext
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.train_step import StepResult
+from d9d_loop.job.environment import write_environment
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.progress import Progress
+from d9d_loop.report.run_report import write_report
 from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers, redact_secrets
 
 
@@ -36,12 +39,19 @@ class Reports:
         config: TrainerConfig,
         resolved: Mapping[str, JsonValue],
         *,
+        num_steps: int,
         record: Record,
         metrics: Mapping[str, Metric],
         weight_unit: str,
         ctx: DistributedContext,
     ) -> None:
-        self._config, self._resolved, self._record, self._ctx = config, resolved, record, ctx
+        self._config, self._resolved, self._num_steps, self._record, self._ctx = (
+            config,
+            resolved,
+            num_steps,
+            record,
+            ctx,
+        )
         self._metrics = metrics
         self._throughput_name = f"{weight_unit}_per_second"
         self._open = ExitStack()
@@ -50,6 +60,7 @@ class Reports:
     def __enter__(self) -> Self:
         """Open the trackers and the progress bar, and start to measure the throughput."""
         config, ctx = self._config, self._ctx
+        self._started = datetime.now(UTC)
         with ExitStack() as opened:
             if ctx.is_main_process:
                 _write_config(self._resolved, config.run.dir)
@@ -59,7 +70,10 @@ class Reports:
                 self._tracker.resume(self._record.step, self._record.tracker)
                 self._tracker.log_config(self._resolved)
             self.progress = Progress(
-                num_steps=config.steps, done=self._record.step, visible=ctx.is_main_process, bar=config.logging.progress
+                num_steps=self._num_steps,
+                done=self._record.step,
+                visible=ctx.is_main_process,
+                bar=config.logging.progress,
             )
             opened.callback(self.progress.close)
             group = ctx.group_for("batch", "pp", "dp", "cp")
@@ -71,15 +85,20 @@ class Reports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Deliver the pending values, and close the progress bar and the trackers."""
+        """Deliver the pending values, close the progress bar and the trackers, and write the report."""
         self._open.__exit__(kind, error, at)
+        folder = self._config.run.dir
+        if kind is None and self._ctx.is_main_process and self._config.logging.report:
+            write_environment(folder, self._ctx, started=self._started)
+            if (folder / "metrics.jsonl").is_file():
+                write_report(folder)
 
     def step(self, result: StepResult) -> None:
         """Count a step, and report its values if a report is due (collective). No host-device synchronization."""
         self.progress.step()
         self._clock.add(result.weight)
         step, every = self._record.step, self._config.logging.every
-        if step % every and step not in (1, self._config.steps):
+        if step % every and step not in (1, self._num_steps):
             return
         values = {
             "loss": result.loss,
@@ -98,8 +117,7 @@ class Reports:
         values = self._record.evaluation
         self._collector.flush()
         self._tracker.log(self._record.step, {f"evaluation_{name}": value for name, value in values.items()})
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.progress.line(f"step {self._record.step}: held-out {shown}")
+        self.progress.evaluation(self._record.step, values)
 
     def on_rollback(self) -> None:
         """Set trackers and progress bar back to the record's step after a rollback, discarding later tracked values."""

@@ -13,7 +13,7 @@ from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.job import Job, build_job, run_job
+from d9d_loop.job.job import Job, build_job, evaluate_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan, plan_job
 from d9d_loop.job.rehearsal import rehearse
@@ -165,7 +165,7 @@ class Trainer:
                 job = build_job(plan, store=store, ctx=ctx, events=self.events)
                 if plan.changes and ctx.is_main_process:
                     print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
-                return run_job(job)
+                return evaluate_job(job) if config.evaluation.only else run_job(job)
         except BaseException as error:
             if isinstance(error, UserError):
                 # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
@@ -214,8 +214,18 @@ def _data_provider(
     collate: Collate | None,
 ) -> DataProvider:
     if not isinstance(data, DataProvider):
-        shuffle = config.data.shuffle
-        return DatasetProvider(data, shuffle=shuffle, evaluation=evaluation_data, collate=collate or default_collate)
+        return DatasetProvider(
+            data,
+            shuffle=config.data.shuffle,
+            evaluation=evaluation_data,
+            collate=collate or default_collate,
+            epochs=config.epochs,
+        )
+    if config.epochs is not None:
+        raise UserError(
+            f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream has its own number; "
+            "expected a dataset. Leave out epochs, and pass them to the stream."
+        )
     if evaluation_data is not None or collate is not None:
         what = "evaluation_data" if evaluation_data is not None else "collate"
         raise UserError(

@@ -1,5 +1,7 @@
 """Adam and AdamW of torch, applied to the local shards of DTensors."""
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -14,6 +16,13 @@ class _OnLocalShards(torch.optim.Adam):
     all tensors, which takes seconds in the first step.
     """
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; see `torch.optim.Adam.step`."""
+        if closure is not None:
+            return super().step(closure)
+        with self._groups_joined():
+            return super().step()
+
     def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
@@ -22,6 +31,45 @@ class _OnLocalShards(torch.optim.Adam):
         for tensors in lists:
             tensors[:] = map(local_tensor, tensors)
         return has_complex
+
+    @contextmanager
+    def _groups_joined(self) -> Generator[None]:
+        """Join the foreach groups that differ only in their decoupled weight decay, and decay their parameters.
+
+        The decay is the first operation of a step, so the result has the same bits. One call of each kernel for all
+        matrices and vectors takes about half the time of two, if a model is small.
+        """
+        groups = self.param_groups
+        joined: dict[object, dict[str, Any]] = {}
+        for group in groups:
+            key = tuple([value for name, value in group.items() if name not in _OWN])
+            if not (group["foreach"] and group["decoupled_weight_decay"]):
+                joined[id(group)] = group
+            elif key in joined:
+                joined[key]["params"] = [*joined[key]["params"], *group["params"]]
+            else:
+                joined[key] = {**group, "weight_decay": 0.0}
+        if len(joined) == len(groups):
+            yield
+            return
+        for group in groups:
+            if group["foreach"] and group["decoupled_weight_decay"]:
+                _decay(group)
+        try:
+            self.param_groups = list(joined.values())
+            yield
+        finally:
+            self.param_groups = groups
+
+
+_OWN = ("params", "param_names", "weight_decay")
+
+
+@torch.no_grad()
+def _decay(group: dict[str, Any]) -> None:
+    decayed = [local_tensor(parameter) for parameter in group["params"] if parameter.grad is not None]
+    if decayed and group["weight_decay"]:
+        torch._foreach_mul_(decayed, 1 - group["lr"] * group["weight_decay"])
 
 
 @final

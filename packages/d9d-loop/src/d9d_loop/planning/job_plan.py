@@ -189,7 +189,7 @@ def plan_cluster(
         shape=shape,
         memory=memory,
         time=step_time(shape, layout, hardware),
-        steps=plan.config.steps,
+        steps=plan.steps,
         collectives={
             f"{name} over {size}": total * plan.num_microbatches // max(1, shown_microbatches(plan, shown))
             for (name, size), total in dry_runs[0].forward_backward.collective_bytes().items()

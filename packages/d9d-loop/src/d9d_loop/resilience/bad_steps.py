@@ -66,15 +66,15 @@ class StepGuard:
             loss: Weighted mean loss over the global batch, 0-dim.
             grad_norm: Global gradient norm, 0-dim.
         """
-        limit = self._losses.limit(step)
         is_skipped = step in self._skipped_on_replay
         if self._is_on_host:
-            taken = self._step_on_host(step, loss.item(), grad_norm.item(), limit=limit, is_skipped=is_skipped)
-            return torch.tensor(taken)
+            return torch.tensor(self._step_on_host(step, loss.item(), grad_norm.item(), is_skipped=is_skipped))
+        limit = self._losses.limit(step)
         return self._step_on_device(step, loss, grad_norm, limit=limit, is_skipped=is_skipped)
 
-    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, limit: float, is_skipped: bool) -> bool:
-        non_finite, spike = not (math.isfinite(loss) and math.isfinite(grad_norm)), loss > limit
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, is_skipped: bool) -> bool:
+        non_finite = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        spike = self._losses.is_spike(step, loss)
         if self._ctx.world_size > 1:
             bad = torch.tensor([non_finite, spike], dtype=torch.float32)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)

@@ -49,9 +49,20 @@ class LossWindow:
         """
         if self._config.spike == "ignore":
             return math.inf
-        while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
-            self._admit(self._late.popleft()[1])
+        self._admit_until(step)
         return spike_limit(self._sorted, self._config)
+
+    def is_spike(self, step: int, loss: float) -> bool:
+        """Return True if the loss of a step is above `limit(step)`."""
+        if self._config.spike == "ignore":
+            return False
+        self._admit_until(step)
+        if len(self._sorted) < self._config.spike_after:
+            return False
+        middle = _median(self._sorted)
+        # The limit is at least this, and most losses are below it: the deviation is not needed for them.
+        least = middle + self._config.spike_deviations * _LEAST_DEVIATION * abs(middle)
+        return loss > least and loss > spike_limit(self._sorted, self._config)
 
     def median(self) -> float:
         """Return the median of the recent losses, including the latest."""
@@ -67,6 +78,11 @@ class LossWindow:
             each.clear()
         for step, loss in state:
             self.add(step, float.fromhex(loss))
+
+    def _admit_until(self, step: int) -> None:
+        """Take the losses into the window that are known on every device in `step`."""
+        while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
+            self._admit(self._late.popleft()[1])
 
     def _admit(self, loss: float) -> None:
         self._window.append(loss)

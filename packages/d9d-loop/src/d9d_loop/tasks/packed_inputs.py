@@ -16,13 +16,16 @@ PackedBatch: TypeAlias = dict[str, Any]
 def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None) -> Inputs:
     """Return the arguments of d9d's decoders: token ids, labels, position ids and document ids.
 
-    `labels` replaces those of the batch.
+    `labels` replaces those of the batch; without any, the decoder returns logits. If the batch has `expert_indices`
+    [B, L, layers, A], the routers of a sparse decoder replay them.
     """
+    replay = {"expert_indices": batch["expert_indices"]} if "expert_indices" in batch else {}
     return Inputs(
         batch["input_ids"],
-        labels=batch["labels"] if labels is None else labels,
+        labels=batch.get("labels") if labels is None else labels,
         position_ids=batch["position_ids"],
         document_ids_BL=batch["documents"],
+        **replay,
     )
 
 

@@ -64,5 +64,6 @@ def parse_layout(text: str) -> Layout:
             )
         values[name] = int(number)
     microbatch_size = values.pop("microbatch", None)
-    mesh = MeshConfig.model_validate({name: values.get(axis, 1) for axis, name in _DEGREES.items()})
+    degrees = {field: values.get(name, 1) for name, field in _DEGREES.items()}
+    mesh = MeshConfig.model_validate(degrees)
     return Layout(mesh, microbatch_size, schedule)

@@ -8,7 +8,7 @@ from d9d_modules.attention_backends.request import AttentionFeatures, AttentionR
 
 
 class AttentionBackend(Protocol):
-    """Implementation of causal attention. Issues no collectives.
+    """Implementation of softmax attention. Issues no collectives.
 
     Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
     """

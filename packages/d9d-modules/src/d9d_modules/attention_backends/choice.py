@@ -83,8 +83,21 @@ class ChosenAttention:
         sinks = self.sinks
         return self if sinks is None else replace(self, sinks=lambda: sinks()[heads])
 
-    def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """See `d9d_dist.Attention`.
+    @property
+    def is_causal(self) -> bool:
+        """See `d9d_dist.DeclaresCausality`."""
+        return self.options.is_causal
+
+    def __call__(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        *,
+        documents_BS: Tensor | None = None,
+        mask_BLS: Tensor | None = None,
+    ) -> Tensor:
+        """See `d9d_dist.Attention`; `mask_BLS` as in `AttentionFeatures`.
 
         Raises:
             UserError: If no backend supports the call, or the numbers of sinks and query heads differ.
@@ -103,13 +116,16 @@ class ChosenAttention:
             options=options,
             has_documents=documents_BS is not None,
             has_sinks=sinks_H is not None,
+            has_mask=mask_BLS is not None,
         )
         if q_BLHK.numel() == 0:
             # torch's CPU flash kernel divides by the length and crashes the process on empty tensors.
             backend: AttentionBackend = EagerBackend()
         else:
             backend = choose_attention_backend(request, self.backends, in_given_order=self.in_given_order)
-        return backend.attend(q_BLHK, k_BSGK, v_BSGK, options=options, documents_BS=documents_BS, sinks_H=sinks_H)
+        return backend.attend(
+            q_BLHK, k_BSGK, v_BSGK, options=options, documents_BS=documents_BS, sinks_H=sinks_H, mask_BLS=mask_BLS
+        )
 
 
 def chosen_attention(
@@ -122,7 +138,7 @@ def chosen_attention(
     """Create the attention function of a layer.
 
     Args:
-        options: Window, scale and softcap.
+        options: Causality, window, scale and softcap.
         sinks: Returns the sink logits of the query heads [H]; None for no sinks.
         backends: Allowed backends in order of preference; None allows all of this package and prefers fast ones.
         environment: Mapping with the variable `D9D_ATTENTION`, which overrides `backends`; None for `os.environ`.

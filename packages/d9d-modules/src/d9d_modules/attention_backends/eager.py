@@ -43,8 +43,16 @@ class EagerBackend:
         if options.softcap is not None:
             scores_BGNLS = options.softcap * torch.tanh(scores_BGNLS / options.softcap)
         length, key_length = scores_BGNLS.shape[-2:]
-        seen = visible(length, key_length, window=options.window, documents_BS=documents_BS, device=scores_BGNLS.device)
-        seen = seen if documents_BS is None else seen.unsqueeze(2)
+        seen = visible(
+            length,
+            key_length,
+            is_causal=options.is_causal,
+            window=options.window,
+            documents_BS=documents_BS,
+            mask_BLS=features.get("mask_BLS"),
+            device=scores_BGNLS.device,
+        )
+        seen = seen if seen.dim() == 2 else seen.unsqueeze(2)
         scores_BGNLS = scores_BGNLS.masked_fill(~seen, -torch.inf)
         if sinks_H is None:
             weights_BGNLS = scores_BGNLS.softmax(dim=-1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
+from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.visibility import document_runs
 
 
@@ -88,8 +88,8 @@ def _attend(
     options, documents_BS = features["options"], features["documents_BS"]
     settings = {
         "softmax_scale": options.scale,
-        "causal": True,
-        "window_size": (unlimited, unlimited) if options.window is None else (options.window - 1, 0),
+        "causal": options.is_causal,
+        "window_size": (unlimited, unlimited) if options.window is None else _window(options),
         "softcap": options.softcap or 0.0,
         **_deterministic(),
         **extra,
@@ -97,6 +97,12 @@ def _attend(
     if documents_BS is None:
         return _first(kernels.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings))
     return _by_lengths(kernels.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
+
+
+def _window(options: AttentionOptions) -> tuple[int, int]:
+    """Return the numbers of visible positions before and after a position."""
+    assert options.window is not None
+    return options.window - 1, 0 if options.is_causal else options.window - 1
 
 
 def _deterministic() -> dict[str, bool]:
@@ -117,6 +123,8 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _rejection(request: AttentionRequest, *, oldest_capability: int, largest_head_dim: int) -> str | None:
+    if request.has_mask:
+        return "takes no mask"
     capability = _compute_capability(request.device)
     if capability is None:
         return f"does not support {request.device.type}"

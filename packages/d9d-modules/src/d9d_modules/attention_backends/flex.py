@@ -1,4 +1,4 @@
-"""Attention with FlexAttention: supports windows, packed documents, softcap and sinks without an [L, S] mask.
+"""Attention with FlexAttention: supports windows, masks, packed documents, softcap and sinks, skipping masked blocks.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim, I query blocks, J key
 blocks.
@@ -10,6 +10,7 @@ from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
@@ -59,8 +60,10 @@ class FlexBackend:
             block_mask=block_mask(
                 q_BLHK.shape[1],
                 k_BSGK.shape[1],
+                is_causal=options.is_causal,
                 window=options.window,
                 documents_BS=features["documents_BS"],
+                mask_BLS=features.get("mask_BLS"),
                 device=q_BLHK.device,
             ),
             scale=options.scale,
@@ -75,23 +78,32 @@ class FlexBackend:
 
 
 def block_mask(
-    length: int, key_length: int, *, window: int | None, documents_BS: Tensor | None, device: torch.device
+    length: int,
+    key_length: int,
+    *,
+    is_causal: bool = True,
+    window: int | None,
+    documents_BS: Tensor | None,
+    mask_BLS: Tensor | None = None,
+    device: torch.device,
 ) -> BlockMask:
     """Build the block mask from block boundaries, without an [L, S] tensor or a host-device synchronization.
 
-    A block pair is skipped if causality or the window masks it completely, or if the document-id ranges of queries and
-    keys are disjoint. Within the remaining partial blocks the kernel evaluates the mask per position.
+    A block pair is skipped if causality, the window or `mask_BLS` masks it completely, or if the document-id ranges of
+    queries and keys are disjoint. Within the remaining partial blocks the kernel evaluates the mask per position.
     """
     before = key_length - length
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
-        query = query + before
-        seen = key <= query
+        place = query + before
+        seen = key <= place if is_causal else key >= 0
         if window is not None:
-            seen = seen & (query - key < window)
+            seen = seen & (place - key < window) & (key - place < window)
         if documents_BS is not None:
-            seen = seen & (documents_BS[batch, query] == documents_BS[batch, key])
+            seen = seen & (documents_BS[batch, place] == documents_BS[batch, key])
+        if mask_BLS is not None:
+            seen = seen & mask_BLS[batch if len(mask_BLS) > 1 else 0, query, key]
         return seen
 
     # Like in torch, blocks that extend beyond the sequence are never full blocks.
@@ -99,12 +111,18 @@ def block_mask(
     last_query_I1 = first_query_I1 + (BLOCK - 1)
     first_key_J = torch.arange(0, key_length, BLOCK, device=device)
     last_key_J = first_key_J + (BLOCK - 1)
-    some_IJ = first_key_J <= last_query_I1
-    all_IJ = (last_key_J <= first_query_I1) & (last_query_I1 < key_length)
+    all_IJ = (last_key_J < key_length) & (last_query_I1 < key_length)
+    some_IJ = torch.ones_like(all_IJ)
+    if is_causal:
+        some_IJ = first_key_J <= last_query_I1
+        all_IJ = all_IJ & (last_key_J <= first_query_I1)
     if window is not None:
-        some_IJ = some_IJ & (first_query_I1 - last_key_J < window)
-        all_IJ = all_IJ & (last_query_I1 - first_key_J < window)
+        some_IJ = some_IJ & (first_query_I1 - last_key_J < window) & (first_key_J - last_query_I1 < window)
+        all_IJ = all_IJ & (last_query_I1 - first_key_J < window) & (last_key_J - first_query_I1 < window)
     some_BIJ, all_BIJ = some_IJ.unsqueeze(0), all_IJ.unsqueeze(0)
+    if mask_BLS is not None:
+        some_BIJ = some_BIJ & _block_maxima(mask_BLS, padding=False)
+        all_BIJ = all_BIJ & ~_block_maxima(~mask_BLS, padding=True)
     if documents_BS is not None:
         query_low_BI1, query_high_BI1 = (x.unsqueeze(-1) for x in _block_ranges(documents_BS[:, before:]))
         key_low_B1J, key_high_B1J = (x.unsqueeze(-2) for x in _block_ranges(documents_BS))
@@ -117,6 +135,13 @@ def block_mask(
         mask_mod=sees,
         seq_lengths=(length, key_length),
     )
+
+
+def _block_maxima(mask_BLS: Tensor, *, padding: bool) -> Tensor:
+    """Return for each pair of blocks [B, I, J] if any element is True, with this value beyond the sequences."""
+    missing = [-size % BLOCK for size in mask_BLS.shape[1:]]
+    padded = F.pad(mask_BLS, (0, missing[1], 0, missing[0]), value=padding)
+    return padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).any(dim=4).any(dim=2)
 
 
 def _block_ranges(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Attention options of a layer, and the features of a call that decide which backends support it."""
 
 from dataclasses import dataclass, field, replace
-from typing import TypedDict, final
+from typing import NotRequired, TypedDict, final
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from d9d_dist.errors import UserError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """Options of causal softmax attention.
+    """Options of softmax attention.
 
     Attributes:
+        is_causal: If True, a position attends to itself and positions before it; if False, to positions after it too.
         window: Sliding-window size: a position attends to itself and the `window - 1` positions before it
-            ("Longformer", arXiv:2004.05150, section 3.1, one-sided). None: to all positions before it.
+            ("Longformer", arXiv:2004.05150, section 3.1), and without causality to the `window - 1` positions after it.
+            None: no limit.
         scale: Softmax scale, the factor of the query-key products; None for 1/sqrt(head dim).
         softcap: Soft-cap of the scores, `softcap * tanh(score / softcap)` ("Gemma 2", arXiv:2408.00118, section 2);
             None disables it.
@@ -25,6 +27,7 @@ class AttentionOptions:
         UserError: If an option is not above 0.
     """
 
+    is_causal: bool = True
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -41,7 +44,7 @@ class AttentionOptions:
     @property
     def is_standard_sdpa(self) -> bool:
         """True if all options have their defaults, that is, plain causal attention as in `d9d_dist.Attention`."""
-        return self.window is None and self.scale is None and self.softcap is None
+        return self == AttentionOptions()
 
 
 @final
@@ -49,16 +52,19 @@ class AttentionFeatures(TypedDict):
     """Arguments of an attention call besides queries, keys and values.
 
     Attributes:
-        options: Window, scale and softcap.
+        options: Causality, window, scale and softcap.
         documents_BS: Document id of each position [B, S], integer: a position attends only within its document. None:
             each row is one document.
         sinks_H: Sink logit of each head [H], added to the softmax denominator ("gpt-oss", arXiv:2508.10925, section
             2.2); neither scaled nor soft-capped. None: no sinks.
+        mask_BLS: Boolean mask of visible keys [B, L, S] or [1, L, S], in addition to causality, window and documents. A
+            row without a visible key is undefined. None: no mask.
     """
 
     options: AttentionOptions
     documents_BS: Tensor | None
     sinks_H: Tensor | None
+    mask_BLS: NotRequired[Tensor | None]
 
 
 @final
@@ -67,6 +73,7 @@ class AttentionRequest:
     """Features of an attention call that decide which backends support it. Holds no tensors.
 
     Attributes:
+        has_mask: True if the call has a mask of its own.
         has_prefix_keys: True if there are more keys than queries: the queries are the last positions of the row.
         needs_gradient: True if a backward pass may follow.
     """
@@ -74,6 +81,7 @@ class AttentionRequest:
     options: AttentionOptions = field(default_factory=AttentionOptions)
     has_sinks: bool = False
     has_documents: bool = False
+    has_mask: bool = False
     has_prefix_keys: bool = False
     needs_gradient: bool = True
     dtype: torch.dtype
@@ -87,10 +95,12 @@ class AttentionRequest:
             *([] if options.softcap is None else [f"a softcap of {options.softcap}"]),
             *(["sinks"] if self.has_sinks else []),
             *(["packed documents"] if self.has_documents else []),
+            *(["a mask"] if self.has_mask else []),
         ]
         place = f"head dim {self.head_dim}, {self.dtype}, {self.device.type}"
         backward = ", with backward" if self.needs_gradient else ""
-        return f"causal attention{' with ' if details else ''}{', '.join(details)} ({place}{backward})"
+        kind = "causal" if options.is_causal else "bidirectional"
+        return f"{kind} attention{' with ' if details else ''}{', '.join(details)} ({place}{backward})"
 
 
 def request_of(
@@ -101,12 +111,14 @@ def request_of(
     options: AttentionOptions,
     has_documents: bool,
     has_sinks: bool,
+    has_mask: bool = False,
 ) -> AttentionRequest:
     """Build the request of an attention call from its tensors."""
     return AttentionRequest(
         options=options,
         has_sinks=has_sinks,
         has_documents=has_documents,
+        has_mask=has_mask,
         has_prefix_keys=q_BLHK.shape[1] != k_BSGK.shape[1],
         needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in (q_BLHK, k_BSGK, v_BSGK)),
         dtype=q_BLHK.dtype,

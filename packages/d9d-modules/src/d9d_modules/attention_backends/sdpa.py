@@ -22,7 +22,7 @@ class SdpaBackend:
     """`torch.nn.functional.scaled_dot_product_attention`.
 
     A window uses a mask [L, S], packed documents a mask [B, 1, L, S]. On the CPU packed documents use one call per
-    document instead. Sinks are supported without window and packed documents.
+    document instead. Sinks are supported for causal attention without window, mask and packed documents.
     """
 
     name = "sdpa"
@@ -31,8 +31,8 @@ class SdpaBackend:
         """See `AttentionBackend`."""
         if request.options.softcap is not None:
             return "has no softcap"
-        if request.has_sinks and (request.options.window is not None or request.has_documents):
-            return "returns no log-sum-exp for a window or packed documents, as sinks need"
+        if request.has_sinks and (_needs_mask(request) or request.has_documents or not request.options.is_causal):
+            return "returns no log-sum-exp for a window, a mask, packed documents or without causality, as sinks need"
         return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
@@ -41,7 +41,7 @@ class SdpaBackend:
         has_flash = on_cpu or (
             request.dtype in {torch.bfloat16, torch.float16} and request.head_dim % 8 == 0 and request.head_dim <= 256
         )
-        needs_mask = request.options.window is not None or (request.has_documents and not on_cpu)
+        needs_mask = _needs_mask(request) or (request.has_documents and not on_cpu)
         return not needs_mask and (has_flash or not (request.has_prefix_keys or request.has_sinks))
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
@@ -49,6 +49,9 @@ class SdpaBackend:
         options, documents_BS, sinks_H = features["options"], features["documents_BS"], features["sinks_H"]
         if sinks_H is not None:
             return sink_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK, sinks_H)
+        mask_BLS = features.get("mask_BLS")
+        if mask_BLS is not None:
+            return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS=documents_BS, mask_BLS=mask_BLS)
         if documents_BS is None:
             return _one_document(q_BLHK, k_BSGK, v_BSGK, options)
         # One query per row, as in generation: its mask is small, and one call serves all rows.
@@ -56,7 +59,11 @@ class SdpaBackend:
         runs = document_runs(documents_BS) if is_by_document else None
         if runs is not None:
             return _by_document(q_BLHK, k_BSGK, v_BSGK, runs, options)
-        return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS)
+        return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS=documents_BS)
+
+
+def _needs_mask(request: AttentionRequest) -> bool:
+    return request.options.window is not None or request.has_mask
 
 
 def _is_host_readable(documents_BS: Tensor) -> bool:
@@ -66,10 +73,22 @@ def _is_host_readable(documents_BS: Tensor) -> bool:
 
 
 def _masked(
-    q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: AttentionOptions, documents_BS: Tensor | None
+    q_BLHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    options: AttentionOptions,
+    *,
+    documents_BS: Tensor | None = None,
+    mask_BLS: Tensor | None = None,
 ) -> Tensor:
     mask = visible(
-        q_BLHK.shape[1], k_BSGK.shape[1], window=options.window, documents_BS=documents_BS, device=q_BLHK.device
+        q_BLHK.shape[1],
+        k_BSGK.shape[1],
+        is_causal=options.is_causal,
+        window=options.window,
+        documents_BS=documents_BS,
+        mask_BLS=mask_BLS,
+        device=q_BLHK.device,
     )
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     out_BHLK = F.scaled_dot_product_attention(
@@ -81,12 +100,13 @@ def _masked(
 def _one_document(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: AttentionOptions) -> Tensor:
     length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
     if options.window is not None and options.window < key_length:
-        return _masked(q_BLHK, k_BSGK, v_BSGK, options, None)
-    if length not in (1, key_length):
+        return _masked(q_BLHK, k_BSGK, v_BSGK, options)
+    if length not in (1, key_length) and options.is_causal:
         return sdpa_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK)
+    is_causal = options.is_causal and length > 1
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     out_BHLK = F.scaled_dot_product_attention(
-        q_BHLK, k_BGSK, v_BGSK, is_causal=length > 1, enable_gqa=True, scale=options.scale
+        q_BHLK, k_BGSK, v_BGSK, is_causal=is_causal, enable_gqa=True, scale=options.scale
     )
     return out_BHLK.transpose(1, 2)
 

@@ -13,19 +13,44 @@ from d9d_dist.errors import UserError
 
 
 def visible(
-    length: int, key_length: int, *, window: int | None, documents_BS: Tensor | None, device: torch.device
+    length: int,
+    key_length: int,
+    *,
+    is_causal: bool = True,
+    window: int | None,
+    documents_BS: Tensor | None,
+    mask_BLS: Tensor | None = None,
+    device: torch.device,
 ) -> Tensor:
-    """Return a boolean mask of keys visible to the last L of S positions: [L, S], or [B, 1, L, S] with documents."""
+    """Return a boolean mask of keys visible to the last L of S positions: [L, S], or [B, 1, L, S].
+
+    The mask has a batch dim with documents or a mask of the call; see `AttentionFeatures`.
+    """
     before = key_length - length
     queries_L1 = torch.arange(before, key_length, device=device).unsqueeze(-1)
     keys_S = torch.arange(key_length, device=device)
-    seen_LS = keys_S <= queries_L1
+    distances_LS = queries_L1 - keys_S
+    seen = distances_LS >= 0 if is_causal else torch.ones_like(distances_LS, dtype=torch.bool)
     if window is not None:
-        seen_LS = seen_LS & (queries_L1 - keys_S < window)
-    if documents_BS is None:
-        return seen_LS
-    same_BLS = documents_BS[:, before:, None] == documents_BS[:, None, :]
-    return (same_BLS & seen_LS).unsqueeze(1)
+        seen = seen & (distances_LS.abs() < window)
+    if mask_BLS is not None:
+        seen = seen & mask_BLS
+    if documents_BS is not None:
+        seen = seen & (documents_BS[:, before:, None] == documents_BS[:, None, :])
+    return seen if seen.dim() == 2 else seen.unsqueeze(1)
+
+
+def check_mask(attention_mask: Tensor | None, positions: Sequence[int]) -> None:
+    """Raise a `UserError` if the mask passed to a layer is neither None nor a boolean tensor [B, L, L] or [1, L, L]."""
+    if attention_mask is None:
+        return
+    batch, length = positions
+    if attention_mask.dtype != torch.bool or attention_mask.shape not in {(n, length, length) for n in (1, batch)}:
+        raise UserError(
+            f"got an attention_mask of shape {tuple(attention_mask.shape)} and dtype {attention_mask.dtype}; expected "
+            f"torch.bool of shape {(batch, length, length)} or {(1, length, length)}, True where a query (dim 1) "
+            "attends to a key (dim 2)."
+        )
 
 
 def check_documents(document_ids_BL: Tensor | None, positions: Sequence[int]) -> None:

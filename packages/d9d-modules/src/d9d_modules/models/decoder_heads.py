@@ -5,6 +5,7 @@ Heads that pool need whole rows, so they do not support context parallelism.
 Shape legend: B batch, L length, D hidden size, V vocabulary, C classes, E embedding size.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeAlias, final
@@ -59,6 +60,14 @@ class HeadedDecoder(nn.Module):
         """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
 
+    def ends(self) -> list[nn.Module]:
+        """Return this stage's embedding and heads that have parameters and share none of them."""
+        owner = self.heads if self._in_dict else self
+        heads = [owner.get_submodule(name) for name in self._head_names if self.backbone.stage.is_last]
+        ends = [end for end in (self.backbone.embedding, *heads) if end is not None]
+        owners = Counter(parameter for end in ends for parameter in set(end.parameters()))
+        return [end for end in ends if {owners[parameter] for parameter in end.parameters()} == {1}]
+
     def forward(
         self,
         hidden: Received,
@@ -66,6 +75,8 @@ class HeadedDecoder(nn.Module):
         position_ids: Tensor | None = None,
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
+        expert_indices: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         labels: Tensor | Mapping[str, Tensor] | None = None,
         scores: bool = False,
     ) -> Received | dict[str, Tensor]:
@@ -78,6 +89,8 @@ class HeadedDecoder(nn.Module):
                 padding, pass the token mask here as well, so that tokens do not attend to padding.
             mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
                 padding.
+            expert_indices: See `DecoderModel.forward`.
+            attention_mask: Boolean mask [B, L, L] or [1, L, L]; see `DecoderModel.forward`.
             labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
                 predict at each position [B, L], already shifted, or K candidates [B, L, K]; -100 ignores a position.
                 Classification: class of each row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
@@ -95,7 +108,14 @@ class HeadedDecoder(nn.Module):
             UserError: If `hidden` is not a valid input of this stage, another argument does not match it, or labels
                 name an unknown head or one without a loss.
         """
-        x = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
+        x = self.backbone(
+            hidden,
+            position_ids=position_ids,
+            document_ids_BL=document_ids_BL,
+            mask_BL=mask_BL,
+            expert_indices=expert_indices,
+            attention_mask=attention_mask,
+        )
         if not self.backbone.stage.is_last:
             return x
         names, owner = self._head_names, self.heads if self._in_dict else self

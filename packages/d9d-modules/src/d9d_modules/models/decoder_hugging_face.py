@@ -10,13 +10,16 @@ FeedForwardMapper: TypeAlias = Callable[[int], StateMapper]
 """Function that maps a layer index to the mapper of its feed-forward block; names are relative to the block."""
 
 
-def decoder_from_hugging_face(params: DecoderParams, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
+def decoder_from_hugging_face(
+    params: DecoderParams, *, prefix: str = "model.", feed_forward: FeedForwardMapper | None = None
+) -> StateMapper:
     """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
 
-    `feed_forward` returns the mapper of each feed-forward block; None for `params.feed_forward_from_hugging_face`.
+    `prefix` is that of the backbone's tensor names. `feed_forward` returns the mapper of each feed-forward block; None
+    for `params.feed_forward_from_hugging_face`.
     """
     return parallel(
-        decoder_backbone_from_hugging_face(params, feed_forward=feed_forward),
+        decoder_backbone_from_hugging_face(params, prefix=prefix, feed_forward=feed_forward),
         *([] if params.tie_word_embeddings else [rename("lm_head.weight", "lm_head.weight")]),
     )
 
@@ -40,18 +43,27 @@ def decoder_backbone_from_hugging_face(
     The `prefix` of tensor names is empty in text-embedding checkpoints, which have no head. `feed_forward` has the same
     meaning as in `decoder_from_hugging_face`.
     """
-    norms = [rename(f"{theirs}.weight", f"{ours}.weight") for theirs, ours in params.hugging_face_norms.items()]
-    feed_forward = feed_forward or params.feed_forward_from_hugging_face
-
-    def layer(index: int) -> StateMapper:
-        block = scope("mlp.", "feed_forward.", feed_forward(index))
-        return parallel(*norms, params.mixer_from_hugging_face(index), block)
-
     return parallel(
         rename(f"{prefix}embed_tokens.weight", "backbone.embedding.weight"),
         *(
-            scope(f"{prefix}layers.{index}.", f"backbone.layers.{index}.", layer(index))
+            scope(
+                f"{prefix}layers.{index}.",
+                f"backbone.layers.{index}.",
+                decoder_layer_from_hugging_face(params, index, feed_forward=feed_forward),
+            )
             for index in range(params.num_layers)
         ),
         rename(f"{prefix}norm.weight", "backbone.norm.weight"),
+    )
+
+
+def decoder_layer_from_hugging_face(
+    params: DecoderParams, index: int, *, feed_forward: FeedForwardMapper | None = None
+) -> StateMapper:
+    """Build the mapper of the layer with this global index, with names relative to the layer."""
+    feed_forward = feed_forward or params.feed_forward_from_hugging_face
+    return parallel(
+        *(rename(f"{theirs}.weight", f"{ours}.weight") for theirs, ours in params.hugging_face_norms.items()),
+        params.mixer_from_hugging_face(index),
+        scope("mlp.", "feed_forward.", feed_forward(index)),
     )

@@ -5,6 +5,7 @@ Each pipeline stage builds only its own layers. Parameter names are the same as 
 Shape legend: B batch, L length, D hidden size, R entries of a record.
 """
 
+from collections.abc import Sequence
 from typing import TypeAlias, final
 
 import torch
@@ -83,6 +84,8 @@ class DecoderModel(nn.Module):
         position_ids: Tensor | None = None,
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
+        expert_indices: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Received:
         """Run this stage. Issues collectives only if the feed-forward blocks or their auxiliary losses do.
 
@@ -96,6 +99,11 @@ class DecoderModel(nn.Module):
                 its own document id. None: each row is one document.
             mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding. Padding is excluded from the
                 tokens per expert and has auxiliary loss 0. The mask does not affect attention. Pass it to all stages.
+            expert_indices: Recorded experts of each token in each layer of the whole model [B, L, layers, A], integer,
+                to use instead of the routers' choice. The router chooses where an index is below 0; layers without
+                experts ignore theirs. None lets all routers choose. Pass them to all stages.
+            attention_mask: Boolean mask [B, L, L] or [1, L, L], True where a query (dim 1) attends to a key (dim 2),
+                such as that of a prefix language model; see `GroupedQueryAttention.forward`. Pass it to all stages.
 
         Returns:
             Hidden states [B, L, D], after the final norm on the last stage. With auxiliary losses: a tuple of the
@@ -118,8 +126,16 @@ class DecoderModel(nn.Module):
             assert self.embedding is not None
             x = self._with_zero_losses(self._scaled(self.embedding(received)))
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
+        experts = [None] * self.params.num_layers if expert_indices is None else self._of_layers(expert_indices)
         for name, layer in self.layers.items():
-            x = layer(x, rotary[ropes[name]], document_ids_BL=document_ids_BL, mask_BL=mask_BL)
+            x = layer(
+                x,
+                rotary[ropes[name]],
+                document_ids_BL=document_ids_BL,
+                mask_BL=mask_BL,
+                expert_indices=experts[int(name)],
+                attention_mask=attention_mask,
+            )
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         x_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         if losses is None:
@@ -137,6 +153,15 @@ class DecoderModel(nn.Module):
                 "fix the length)"
             )
         return None
+
+    def _of_layers(self, expert_indices: Tensor) -> Sequence[Tensor]:
+        """Return the recorded experts of each layer [B, L, A], for this rank's part of the sequence."""
+        if expert_indices.dim() != 4 or expert_indices.shape[2] != self.params.num_layers:
+            raise UserError(
+                f"expert_indices have shape {tuple(expert_indices.shape)}; expected [batch, length, layers, top_k] "
+                f"with {self.params.num_layers} layers, those of the whole model."
+            )
+        return self.token_mask(expert_indices).unbind(2)
 
     def _rotary_tables(self, position_ids: Tensor, rope: Rope) -> RotaryTables:
         return rotary_tables(

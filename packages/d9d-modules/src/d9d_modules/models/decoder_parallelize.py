@@ -21,6 +21,7 @@ from d9d_modules.checkpointing import CheckpointPolicy, checkpoint_layers
 from d9d_modules.compiling import compile_layers
 from d9d_modules.decoder import HasExperts
 from d9d_modules.float8 import Float8, convert_to_float8
+from d9d_modules.models.decoder_heads import HeadedDecoder
 from d9d_modules.models.decoder_tensor_plan import decoder_tensor_plan
 
 
@@ -49,8 +50,9 @@ def parallelize_decoder(
 
     The steps, in order: float8 conversion, tensor and sequence parallelism over `tp`, context parallelism over `cp`,
     expert parallelism, activation checkpointing and compilation of each layer, and HSDP. HSDP shards over `dp_cp_shard`
-    and replicates over the other data-parallel axes. An axis of one rank has no effect. Pipeline stages keep gathered
-    parameters until the last backward of a step. Collective over all ranks of the job.
+    and replicates over the other data-parallel axes; each layer, an untied embedding and each untied head are gathered
+    separately. An axis of one rank has no effect. Pipeline stages keep gathered parameters until the last backward of a
+    step. Collective over all ranks of the job.
 
     Args:
         model: Model on the `meta` device, with its layers in `backbone.layers`.
@@ -99,8 +101,8 @@ def parallelize_decoder(
         precision=precision,
         reshard_after_forward=ctx.size("regular", "pp") == 1,
     )
-    for layer in layers.values():
-        shard(layer)
+    for unit in (*layers.values(), *(model.ends() if isinstance(model, HeadedDecoder) else ())):
+        shard(unit)
     shard(model)
 
 

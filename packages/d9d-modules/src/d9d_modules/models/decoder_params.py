@@ -14,13 +14,15 @@ from d9d_modules.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     YarnScaling,
 )
 from d9d_modules.swiglu import SwiGLU
 from d9d_state import StateMapper, parallel, rename
 
 RopeScaling: TypeAlias = Annotated[
-    LinearScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling, Field(discriminator="kind")
+    LinearScaling | NtkScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling,
+    Field(discriminator="kind"),
 ]
 """RoPE scaling in a configuration, selected by `kind`, such as `{kind = "linear", factor = 2.0}`."""
 

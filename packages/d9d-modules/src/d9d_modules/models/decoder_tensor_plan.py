@@ -19,6 +19,7 @@ from d9d_dist import (
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models.decoder_model import DecoderModel
+from d9d_modules.models.decoder_mtp import MtpLayer
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 
 SEQUENCE = Shard(1)
@@ -80,6 +81,9 @@ def decoder_tensor_plan(model: nn.Module) -> dict[str, TensorStyle]:
                 plan |= _backbone_plan(f"{name}." if name else "")
             case DecoderLayer():
                 plan |= _layer_plan(name, module)
+            case MtpLayer():
+                plan |= {f"{name}.{part}": SequenceParallel() for part, _ in module.named_children() if part != "block"}
+                plan[f"{name}.block"] = SequenceParallel()
             case LanguageModelHead():
                 plan[name] = VocabParallelHead(input=SEQUENCE)
             case ClassificationHead() | EmbeddingHead():

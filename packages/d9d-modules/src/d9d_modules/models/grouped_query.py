@@ -26,6 +26,7 @@ class AttentionForm:
     sinks: bool = False
     rotary_dim: int | None = None
     rotary_layout: RotaryLayout = "half"
+    is_causal: bool = True
     scale: float | None = None
     softcap: float | None = None
 
@@ -110,7 +111,9 @@ class GroupedQueryParams(DecoderParams, ABC):
             sinks=form.sinks,
             rotary_dim=form.rotary_dim,
             rotary_layout=form.rotary_layout,
-            options=AttentionOptions(window=self.window(index), scale=form.scale, softcap=form.softcap),
+            options=AttentionOptions(
+                is_causal=form.is_causal, window=self.window(index), scale=form.scale, softcap=form.softcap
+            ),
             init_std=self.initializer_range,
         )
 

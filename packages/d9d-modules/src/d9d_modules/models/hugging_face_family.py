@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
 
 from d9d_dist.errors import UserError
-from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
+from d9d_modules.models.decoder_parallelize import parallelize_decoder
+from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import (
     HuggingFaceConfig,
     config_keys_in_errors,
@@ -22,7 +24,7 @@ from d9d_modules.models.hugging_face_rope import (
     rope_to_hugging_face,
     rotary_factor_from_hugging_face,
 )
-from d9d_state import JsonValue
+from d9d_state import JsonValue, StateMapper
 
 P = TypeVar("P", bound=DecoderParams)
 
@@ -106,22 +108,30 @@ _UNSUPPORTED: Mapping[str, JsonValue] = {"is_encoder_decoder": False}
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceFamily(Generic[P]):
-    """`config.json` of a family, in both directions.
+    """Family of checkpoints: its `config.json` and its weights, in both directions.
 
     Attributes:
         params: Class of the hyperparameters.
         architecture: Model class of `transformers`.
         model_type: Name of the family in `transformers`.
         entries: Entries that set one hyperparameter each.
+        nested_type: `model_type` of multimodal configurations that contain the family as `text_config`; None for none.
         fixed: Entries with only one supported value: read if present, always written.
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
+        prepare: Function that returns the family's entries of a configuration that contains other models as well.
         check: Function that refuses configurations that the family does not support.
         read_own: Function that reads the other hyperparameters, given those of `entries`.
         write_own: Function that returns the entries of the other hyperparameters.
         irrelevant: Entries that do not affect the model, with the reasons.
         rotary_factor: Default of `partial_rotary_factor`, which sets the hyperparameter `rotary_dim`; None if the
             family rotates all features.
+        read_rope: Function that reads RoPE base and scaling; see `rope_from_hugging_face`.
+        write_rope: Function that returns the RoPE entries; see `rope_to_hugging_face`.
+        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded; `{num_layers}` and other
+            hyperparameters are replaced. Other tensors that the mapper does not consume raise an error.
+        parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
+        mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
     """
 
     params: type[P]
@@ -131,11 +141,18 @@ class HuggingFaceFamily(Generic[P]):
     fixed: Mapping[str, JsonValue]
     written: Mapping[str, JsonValue] = field(default_factory=dict)
     own: tuple[str, ...] = ()
+    nested_type: str | None = None
+    prepare: Callable[[HuggingFaceConfig], HuggingFaceConfig] = lambda config: config
     check: Callable[[HuggingFaceConfig], None] = lambda config: None
     read_own: Callable[[HuggingFaceConfig, Mapping[str, Any]], Mapping[str, Any]] = lambda config, values: {}
     write_own: Callable[[P], Mapping[str, JsonValue]] = lambda params: {}
     irrelevant: Mapping[str, str] = field(default_factory=lambda: IRRELEVANT)
     rotary_factor: float | None = None
+    read_rope: Callable[..., tuple[float, RopeScaling | None]] = rope_from_hugging_face
+    write_rope: Callable[..., Mapping[str, JsonValue]] = rope_to_hugging_face
+    unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    parallelize: Callable[..., None] = parallelize_decoder
+    mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -151,6 +168,7 @@ class HuggingFaceFamily(Generic[P]):
         Raises:
             UserError: If `config` is of another family, lacks an entry, or has an unknown or unsupported entry.
         """
+        config = self.prepare(config)
         require_value(config, "model_type", self.model_type, required=True)
         require_known_keys(config, used=self.used, irrelevant=self.irrelevant)
         for key, supported in {**self.fixed, **_UNSUPPORTED}.items():
@@ -159,7 +177,7 @@ class HuggingFaceFamily(Generic[P]):
         self.check(config)
         is_partial = self.rotary_factor is not None
         factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor) if is_partial else 1.0
-        theta, scaling = rope_from_hugging_face(config, rotary_factor=factor)
+        theta, scaling = self.read_rope(config, rotary_factor=factor)
         values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
         for entry in self.entries:
             values[entry.field] = entry.read(config, values)
@@ -185,7 +203,7 @@ class HuggingFaceFamily(Generic[P]):
             **{
                 name: values[each.field] for each in self.entries for name in (each.key, each.alias) if name is not None
             },
-            **rope_to_hugging_face(params, rotary_factor=factor),
+            **self.write_rope(params, rotary_factor=factor),
             **self.fixed,
             **self.written,
             **self.write_own(params),

@@ -38,6 +38,7 @@ _REASONS = {
     "a generation setting, which transformers reads from generation_config.json": (
         "bad_words_ids",
         "begin_suppress_tokens",
+        "cache_implementation",
         "diversity_penalty",
         "do_sample",
         "early_stopping",

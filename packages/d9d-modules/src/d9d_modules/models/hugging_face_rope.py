@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_known_keys, require_value
-from d9d_modules.rope_scaling import DynamicNtkScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from d9d_modules.rope_scaling import (
+    DynamicNtkScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    YarnScaling,
+)
 from d9d_state import JsonValue
 
 ROPE_ENTRIES = (
@@ -89,14 +96,18 @@ def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None =
     The entries include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
     earlier versions and inference engines read.
     """
-    scaling = None if params.rope_scaling is None else _written(params.rope_scaling, params)
+    theta, scaling = params.rope_theta, None
+    if isinstance(params.rope_scaling, NtkScaling):  # equivalent to a larger base, for which there is an entry
+        theta = params.rope_scaling.base(theta, rotary_dim=params.rotated_features)
+    elif params.rope_scaling is not None:
+        scaling = _written(params.rope_scaling, params)
     factor: dict[str, JsonValue] = {} if rotary_factor is None else {"partial_rotary_factor": rotary_factor}
     return {
         **factor,
-        "rope_theta": params.rope_theta,
+        "rope_theta": theta,
         "rope_scaling": scaling,
         "rope_parameters": {
-            "rope_theta": params.rope_theta,
+            "rope_theta": theta,
             **factor,
             **({"rope_type": "default"} if scaling is None else scaling),
         },
@@ -166,6 +177,8 @@ def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> 
 
 def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue]:
     match scaling:
+        case NtkScaling():
+            raise AssertionError("static NTK scaling is written as a larger base")
         case LinearScaling():
             return {"rope_type": "linear", "factor": scaling.factor}
         case DynamicNtkScaling():

@@ -106,9 +106,12 @@ _NO_BALANCE_LOSS = "transformers has no balance loss for this family; set router
 DEEPSEEK_MOE_IRRELEVANT = {
     "aux_loss_alpha": _NO_BALANCE_LOSS,
     "ep_size": "the mesh of the job sets the expert-parallel degree",
-    "num_mtp_layers": "layers for multi-token prediction are not loaded",
-    "num_nextn_predict_layers": "layers for multi-token prediction are not loaded",
+    "num_mtp_layers": "only DecoderWithMtp has layers for multi-token prediction",
+    "num_nextn_predict_layers": "only DecoderWithMtp has layers for multi-token prediction",
     "output_router_logits": "affects only the output: transformers has no balance loss for this family",
     "seq_aux": _NO_BALANCE_LOSS,
 }
 """Entries of `config.json` about experts that do not affect the model, with the reasons."""
+
+DEEPSEEK_MOE_UNUSED = ("*.rotary_emb.inv_freq", "model.layers.{num_layers}.*")
+"""Tensors of released checkpoints that only a `DecoderWithMtp` has."""

@@ -24,6 +24,7 @@ from d9d_modules import (
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
+    DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
     deepseek_moe_entries,
     require_shared_experts,
@@ -114,7 +115,7 @@ class DeepseekV3Params(DeepseekMoeParams):
 def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
     """Build the mapper from a Hugging Face checkpoint to `DeepseekV3ForCausalLM`; its `inverse()` exports.
 
-    The layer for multi-token prediction, which follows the last decoder layer in a checkpoint, is not mapped.
+    `d9d_modules.mtp_from_hugging_face` maps the layer for multi-token prediction, which follows the last decoder layer.
     """
     return sparse_from_hugging_face(params, layout=layout)
 
@@ -199,6 +200,7 @@ DEEPSEEK_V3 = HuggingFaceFamily(
     read_own=_read_attention,
     write_own=_written_attention,
     irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
+    unused=DEEPSEEK_MOE_UNUSED,
 )
 """`config.json` of DeepSeek-V3."""
 

@@ -4,10 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
-from d9d_modules import DECODER_ENTRIES, FIXED_ENTRIES, AttentionForm, Entry, GroupedQueryParams, HuggingFaceFamily
+from d9d_modules import (
+    DECODER_ENTRIES,
+    FIXED_ENTRIES,
+    AttentionForm,
+    Entry,
+    GroupedQueryParams,
+    HuggingFaceFamily,
+)
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
+    DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
     deepseek_moe_entries,
     require_shared_experts,
@@ -63,6 +71,7 @@ GLM4_MOE = HuggingFaceFamily(
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     write_own=_written,
     irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
+    unused=DEEPSEEK_MOE_UNUSED,
     rotary_factor=0.5,
 )
 """`config.json` of GLM-4.5, 4.6 and 4.7 with experts."""

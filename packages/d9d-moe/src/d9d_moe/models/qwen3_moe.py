@@ -18,7 +18,7 @@ from d9d_modules import (
     config_value,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.qwen3 import sliding_window_of
+from d9d_modules.models.hugging_face_layers import sliding_window_of
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
 from d9d_moe.router import TopKRouter
@@ -83,9 +83,8 @@ def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoePar
     return QWEN3_MOE.read(config)
 
 
-def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Read the indices of the dense layers, and the sliding window of all layers."""
-    num_layers = values["num_layers"]
+def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
+    """Read the indices of the dense layers: `mlp_only_layers`, and those that `decoder_sparse_step` skips."""
     named = config.get("mlp_only_layers")
     named = [] if named is None else named
     if not isinstance(named, list) or not all(type(index) is int and index in range(num_layers) for index in named):
@@ -93,7 +92,13 @@ def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
             f"config.json has mlp_only_layers = {named!r}; expected a list of layer indices from 0 to {num_layers - 1}."
         )
     step = config_value(config, "decoder_sparse_step", int, default=1)
-    dense = tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
+    return tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
+
+
+def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read the indices of the dense layers, and the sliding window of all layers."""
+    num_layers = values["num_layers"]
+    dense = read_dense_layers(config, num_layers)
     if not config_value(config, "use_sliding_window", bool, default=False):
         return {"dense_layers": dense}
     window = sliding_window_of(config)

@@ -91,8 +91,13 @@ class SparseParams(DecoderParams, ABC):
         return parallel(rename("gate.weight", "router.weight"), experts)
 
 
-def sparse_from_hugging_face(params: SparseParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports."""
+def sparse_from_hugging_face(
+    params: SparseParams, *, prefix: str = "model.", layout: ExpertsLayout = "per_expert"
+) -> StateMapper:
+    """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
+
+    `prefix` is that of the backbone's tensor names.
+    """
     return decoder_from_hugging_face(
-        params, feed_forward=lambda index: params.feed_forward_from_hugging_face(index, layout)
+        params, prefix=prefix, feed_forward=lambda index: params.feed_forward_from_hugging_face(index, layout)
     )

@@ -15,11 +15,19 @@ from torch.nn import functional as F
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import KeepFloat64
 from d9d_modules import (
+    QWEN3_5,
     DecoderForCausalLM,
     DecoderForClassification,
     DecoderModel,
+    DecoderParams,
+    DecoderWithMtp,
     HuggingFaceFamily,
+    Qwen35Params,
     YarnScaling,
+    decoder_from_hugging_face,
+    from_pretrained_config,
+    known_families,
+    mtp_from_hugging_face,
     quantization_from_hugging_face,
 )
 from d9d_moe import (
@@ -27,23 +35,30 @@ from d9d_moe import (
     GLM4_MOE,
     GPT_OSS,
     KIMI_K2,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
     DeepseekV3Params,
+    ExpertsLayout,
     Glm4MoeParams,
     GptOssParams,
+    Qwen3NextParams,
+    Qwen35MoeParams,
     SparseParams,
     sparse_from_hugging_face,
 )
 from d9d_state import (
+    Fp8Blocks,
     ModelFolder,
     Mxfp4,
     StateMapper,
     dequantize_inputs,
     load_model_state,
+    parallel,
     read_model_state,
     save_model_state,
 )
 
-PUBLISHED = Path(__file__).parent / "published"
+PUBLISHED = Path(__file__).parent / "published_sparse"
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,13 @@ class Family:
     files: HuggingFaceFamily[Any]
     config: type[Any]
     reference: type[Any]
-    params: Callable[["Pick"], SparseParams]
+    params: Callable[["Pick"], DecoderParams]
+
+    def mapper(self, params: DecoderParams, layout: ExpertsLayout = "per_expert") -> StateMapper:
+        """Return the mapper of the weights."""
+        if isinstance(params, SparseParams):
+            return sparse_from_hugging_face(params, layout=layout)
+        return decoder_from_hugging_face(params)
 
 
 class Pick:
@@ -127,7 +148,57 @@ def _gpt_oss(pick: Pick) -> GptOssParams:
     )
 
 
+def _hybrid(pick: Pick) -> dict[str, Any]:
+    sizes, head_dim, num_key_heads = _sizes(pick), pick(4, 8), pick(1, 2)
+    layers = range(sizes["num_layers"])
+    return {
+        **sizes,
+        **_heads(pick),
+        "head_dim": head_dim,
+        "rotary_dim": pick(head_dim // 2, head_dim),
+        "full_layers": tuple(index for index in layers if pick(True, False)),
+        "num_linear_key_heads": num_key_heads,
+        "num_linear_value_heads": num_key_heads * pick(1, 2, 3),
+        "linear_key_dim": pick(4, 6),
+        "linear_value_dim": pick(4, 5),
+        "conv_width": pick(2, 4),
+    }
+
+
+def _sparse_hybrid(pick: Pick) -> dict[str, Any]:
+    return {
+        "num_experts": pick(4, 5),
+        "top_k": pick(1, 2, 3),
+        "expert_intermediate_size": pick(3, 8),
+        "shared_intermediate_size": pick(5, 6),
+    }
+
+
+def _qwen3_next(pick: Pick) -> Qwen3NextParams:
+    return Qwen3NextParams(
+        **_hybrid(pick),
+        **_sparse_hybrid(pick),
+        intermediate_size=pick(5, 16),
+        renormalize=pick(True, False),
+        dense_layers=pick((), (0,)),
+    )
+
+
+def _qwen3_5_moe(pick: Pick) -> Qwen35MoeParams:
+    hybrid, sparse = _hybrid(pick), _sparse_hybrid(pick)
+    return Qwen35MoeParams(**hybrid, **sparse, intermediate_size=sparse["shared_intermediate_size"])
+
+
+def _qwen3_5(pick: Pick) -> Qwen35Params:
+    return Qwen35Params(**_hybrid(pick), intermediate_size=pick(5, 16))
+
+
 FAMILIES = {
+    "qwen3_next": Family(QWEN3_NEXT, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, _qwen3_next),
+    "qwen3_5_moe": Family(
+        QWEN3_5_MOE, transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM, _qwen3_5_moe
+    ),
+    "qwen3_5": Family(QWEN3_5, transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, _qwen3_5),
     "glm4_moe": Family(GLM4_MOE, transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM, _glm),
     "gpt_oss": Family(GPT_OSS, transformers.GptOssConfig, transformers.GptOssForCausalLM, _gpt_oss),
 }
@@ -136,7 +207,7 @@ CASES = [
 ]
 
 
-def _build(name: str, seed: int) -> tuple[Family, SparseParams, Any]:
+def _build(name: str, seed: int) -> tuple[Family, Any, Any]:
     """Return family, hyperparameters, and the reference with random weights in float32."""
     family = FAMILIES[name]
     params = family.params(Pick(seed))
@@ -163,18 +234,18 @@ def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
     """In float64, with the positions' angles in float32 in both implementations."""
-    _, params, reference = _build(name, seed)
+    family, params, reference = _build(name, seed)
     reference = reference.double()
     for module in reference.modules():
         if hasattr(module, "inv_freq"):
             module.inv_freq = module.inv_freq.float()
-    mapper = sparse_from_hugging_face(params, layout="fused")
+    mapper = family.mapper(params, layout="fused")
     ours = DecoderForCausalLM(params).double()
     ours.load_state_dict(_apply(mapper, dict(reference.state_dict())), strict=not params.tie_word_embeddings)
     input_ids, labels = torch.randint(0, params.vocab_size, (2, 2, 9))
     labels[:, 1::3] = -100
     with KeepFloat64():
-        expected = reference(input_ids).logits
+        expected = reference(input_ids, use_cache=False).logits
         wanted = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
         wanted.sum().backward()
     # YaRN multiplies the tables by a factor, which is rounded to float32.
@@ -194,13 +265,21 @@ def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
         assert (parameter.grad - gradients[each]).abs().max() <= 10 * tolerance * largest, each
 
 
+def _layout_on_disk(folder: Path) -> ExpertsLayout:
+    return (
+        "fused"
+        if any(name.endswith("experts.down_proj") for name in ModelFolder.open(folder).tensors)
+        else "per_expert"
+    )
+
+
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_weights_and_config_are_exchanged_bit_for_bit(name: str, seed: int, tmp_path: Path) -> None:
     family, params, reference = _build(name, seed)
     reference.save_pretrained(tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert family.files.read(config) == params
-    ours, mapper = DecoderForCausalLM(params), sparse_from_hugging_face(params)
+    ours, mapper = DecoderForCausalLM(params), family.mapper(params, _layout_on_disk(tmp_path / "theirs"))
     load_model_state(ours, tmp_path / "theirs", mapper)
     written = family.files.write(params)
     save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": written})
@@ -217,8 +296,10 @@ def test_weights_and_config_are_exchanged_bit_for_bit(name: str, seed: int, tmp_
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_and_packed_documents(name: str) -> None:
     """Two stages of a packed row give the losses of the separate documents."""
-    params = FAMILIES[name].params(Pick(3))
-    params = replace(params, num_layers=2, tie_word_embeddings=False, sliding_layers=(), sliding_window=None)
+    changes = {"sliding_layers": (), "sliding_window": None, "full_layers": (1,), "dense_layers": ()}
+    params: Any = FAMILIES[name].params(Pick(3))
+    changes = {field: value for field, value in changes.items() if hasattr(params, field)}
+    params = replace(params, num_layers=2, tie_word_embeddings=False, **changes)
     whole = DecoderForCausalLM(params).double()
     input_ids, labels = torch.randint(0, params.vocab_size, (2, 1, 9))
     lengths = [4, 5]
@@ -236,7 +317,7 @@ def test_stages_and_packed_documents(name: str) -> None:
         for ids, each in zip(input_ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
     ]
     torch.testing.assert_close(hidden, torch.cat(expected, dim=1), rtol=1e-9, atol=1e-9)
-    assert sorted(names) == sorted(sparse_from_hugging_face(params).outputs)
+    assert sorted(names) == sorted(FAMILIES[name].mapper(params).outputs)
     assert DecoderForClassification(params, num_classes=3).double()(input_ids).shape == (1, 3)
 
 
@@ -251,11 +332,13 @@ def _published() -> list[Any]:
 @pytest.mark.parametrize(("name", "config"), _published())
 def test_published_configurations_are_accepted(name: str, config: dict[str, Any]) -> None:
     """The released `config.json` builds a model on `meta`, with the number of parameters of the release."""
-    family = {each.model_type: each for each in (DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GPT_OSS)}[config["model_type"]]
-    assert name in {family.model_type, "moonlight"}
+    families: dict[str, HuggingFaceFamily[Any]] = {
+        each.model_type: each for each in (DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GPT_OSS, QWEN3_NEXT)
+    }
+    families |= {"qwen3_5_moe": QWEN3_5_MOE, "qwen3_5": QWEN3_5}
     config = dict(config)
     billions = config.pop("billions of parameters")
-    params = family.read(config)
+    params = families[name].read(config)
     quantization_from_hugging_face(config)
     with torch.device("meta"):
         model = DecoderModel(replace(params, num_layers=params.num_layers))
@@ -333,3 +416,32 @@ def _kimi() -> DeepseekV3Params:
         routed_scale=2.827,
         rope_theta=50_000.0,
     )
+
+
+def test_families_are_registered_by_model_type() -> None:
+    registered = known_families()
+    sparse = {"deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
+    assert sparse <= registered.keys()
+    assert registered["qwen3_5_moe"] is registered["qwen3_5_moe_text"]
+
+
+def test_a_released_folder_is_read_as_it_is(tmp_path: Path) -> None:
+    """Float8 weights and the tensors of the layer for multi-token prediction, recognized without further arguments."""
+    params = _kimi()
+    model = DecoderWithMtp(params)
+    mapper = parallel(sparse_from_hugging_face(params), mtp_from_hugging_face(params))
+    scales = [f"{name}_scale_inv" for name in mapper.inputs if name.endswith(("_proj.weight", "_with_mqa.weight"))]
+    stored = dequantize_inputs(mapper, Fp8Blocks((8, 4)), [*mapper.inputs, *scales])
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 4], "activation_scheme": "dynamic"}
+    config = {**KIMI_K2.write(params), "num_nextn_predict_layers": 1, "quantization_config": quantization}
+    save_model_state(model, tmp_path, stored.inverse(), extra_files={"config.json": config})
+    found = from_pretrained_config(tmp_path)
+    again = found.build(StageInfo())
+    load_model_state(again, tmp_path, found.load_mapper())
+    assert "model.layers.3.eh_proj.weight" in found.unused
+    assert all("layers.3." in name for name in found.unused)
+    largest = again.get_parameter("backbone.layers.0.attention.o_proj.weight").abs().max()
+    difference = again.get_parameter("backbone.layers.0.attention.o_proj.weight") - model.get_parameter(
+        "backbone.layers.0.attention.o_proj.weight"
+    )
+    assert 0 < difference.abs().max() <= 2**-4 * largest

@@ -1,0 +1,143 @@
+"""Reinforcement learning with verifiable rewards (GRPO): additions of two digits, in bytes.
+
+The script first trains a small decoder on additions whose results are mostly wrong. Then it samples answers, rewards
+the correct ones, and trains on them. It prints the accuracy of the sampled answers, before and after, as JSON.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from pretrain import Decoder
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from d9d_loop import Engine, EngineConfig, Section, cli_main
+from d9d_loop.losses import PolicyLoss, normalize_advantages
+from d9d_loop.tasks import NextTokenTask, PolicyTask
+from d9d_modules import IGNORED_LABEL, Qwen3Params
+
+END = ord(";")
+ANSWER = 3  # at most two digits, and the end
+
+
+class Imitation(Section):
+    steps: PositiveInt = 250
+    batch_size: PositiveInt = 512
+    learning_rate: float = 3e-3
+    correct: float = Field(0.12, description="Share of correct results in the data.")
+
+
+class GrpoConfig(EngineConfig):
+    steps: PositiveInt = 60
+    num_prompts: PositiveInt = 32
+    num_answers: PositiveInt = 16
+    learning_rate: float = 1e-3
+    model: Qwen3Params
+    imitation: Imitation = Imitation()
+
+
+def prompts(count: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return additions such as `3+4=`, int64 [S, 4], and their results [S]."""
+    a, b = torch.randint(0, 10, (2, count), generator=draws)
+    signs = torch.tensor([ord("+"), ord("=")]).expand(count, 2)
+    return torch.stack((a + ord("0"), signs[:, 0], b + ord("0"), signs[:, 1]), 1), a + b
+
+
+def write(results: Tensor) -> Tensor:
+    """Return results as bytes [S, 3]: digits, the end, and padding."""
+    texts = [f"{result};".ljust(ANSWER, ";") for result in results.tolist()]
+    return torch.tensor([list(text.encode()) for text in texts])
+
+
+def batch_of(tokens: Tensor, *, is_answered: bool = True) -> dict[str, Tensor]:
+    """Return rows [S, L] whose labels are the answers, up to their end; without answers, there are no labels."""
+    inputs = tokens[:, :-1] if is_answered else tokens
+    batch = {
+        "input_ids": inputs,
+        "position_ids": torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
+        "documents": torch.zeros_like(inputs),
+    }
+    if is_answered:
+        labels = tokens[:, 1:].clone()
+        has_ended = (labels == END).cumsum(1) - (labels == END).long() > 0
+        labels[has_ended] = IGNORED_LABEL
+        labels[:, :-ANSWER] = IGNORED_LABEL
+        batch["labels"] = labels
+    return batch
+
+
+class Arithmetic:
+    """Sampling and training on this rank's share of a batch."""
+
+    def __init__(self, engine: Engine, config: GrpoConfig) -> None:
+        self.engine, self.config = engine, config
+        self.rank, self.num_ranks = engine.ctx.coordinate("batch", "dp"), engine.ctx.size("batch", "dp")
+        self.draws = torch.Generator().manual_seed(config.seed)  # equal on all ranks
+
+    def own(self, values: Tensor) -> Tensor:
+        return values.chunk(self.num_ranks)[self.rank]
+
+    def imitate(self) -> None:
+        """Train on additions with few correct results."""
+        settings, loss = self.config.imitation, NextTokenTask().loss
+        for _ in range(settings.steps):
+            questions, results = prompts(settings.batch_size, self.draws)
+            is_correct = torch.rand(len(results), generator=self.draws) < settings.correct
+            others = torch.randint(0, 19, results.shape, generator=self.draws)
+            tokens = torch.cat((questions, write(torch.where(is_correct, results, others))), 1)
+            self.engine.forward_backward([batch_of(self.own(tokens))], loss)
+            self.engine.step(settings.learning_rate)
+
+    def sample(self, questions: Tensor) -> Tensor:
+        """Sample an answer to each of this rank's questions, in any layout."""
+        tokens = self.own(questions)
+        for _ in range(ANSWER):
+            noise = torch.rand(len(questions), self.config.model.vocab_size, generator=self.draws)
+            gumbel = self.own(-(-noise.clamp(1e-9, 1 - 1e-7).log()).log())
+
+            def choose(logits: Tensor, _batch: object, gumbel: Tensor = gumbel) -> dict[str, Tensor]:
+                chosen = (logits[:, -1].float().log_softmax(-1) + gumbel.to(logits.device)).argmax(-1, keepdim=True)
+                return {"next": chosen.expand(logits.shape[:2]).contiguous()}
+
+            (found,) = self.engine.score([batch_of(tokens, is_answered=False)], choose)
+            tokens = torch.cat((tokens, found["next"][:, :1].cpu()), 1)
+        return tokens
+
+    def step(self, task: PolicyTask) -> float:
+        """Sample answers, reward the correct ones, and train on them; return the share of correct answers."""
+        config = self.config
+        questions, results = (
+            each.repeat_interleave(config.num_answers, 0) for each in prompts(config.num_prompts, self.draws)
+        )
+        batch = batch_of(self.sample(questions))
+        expected = batch_of(torch.cat((self.own(questions), write(self.own(results))), 1))
+        rewards = (batch["labels"] == expected["labels"]).all(1).float()
+        group = self.engine.ctx.group_for("batch", "dp")
+        prompt_ids = self.own(torch.arange(config.num_prompts).repeat_interleave(config.num_answers))
+        advantages = normalize_advantages(rewards, prompt_ids, num_prompts=config.num_prompts, group=group)
+        batch["advantages"] = advantages.unsqueeze(1).expand_as(batch["labels"]).contiguous()
+        self.engine.forward_backward([batch], task.loss)
+        self.engine.step(config.learning_rate)
+        torch.distributed.all_reduce(total := rewards.sum(), group=group)
+        return total.item() / len(questions)
+
+
+def main() -> None:
+    config = GrpoConfig.from_cli(Path(__file__).with_suffix(".toml"))
+    task = PolicyTask(PolicyLoss())
+    with Engine.open(config, model=Decoder(config.model), task=task) as engine:
+        arithmetic = Arithmetic(engine, config)
+        arithmetic.imitate()
+        curve = []
+        for number in range(config.steps):
+            curve.append(arithmetic.step(task))
+            if engine.ctx.is_main_process and number % 10 == 0:
+                print(f"step {number}: {curve[-1]:.0%} of the answers are correct", flush=True)
+        if engine.ctx.is_main_process:
+            print(json.dumps({"first": curve[0], "last": curve[-1], "curve": curve}))
+
+
+if __name__ == "__main__":
+    with cli_main():
+        main()

@@ -1,0 +1,50 @@
+"""Pages of the site that are generated from code and records, as far as they need no build of the site."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / ".ci"))
+from benchmark_records import read_output  # noqa: E402
+from docs_benchmarks import change, table  # noqa: E402
+from docs_llms import first_sentence  # noqa: E402
+from docs_reference import SOURCE, exported, pages  # noqa: E402
+
+
+def test_a_change_of_more_than_five_percent_is_flagged() -> None:
+    assert [change(1.0, None), change(1.04, 1.0), change(1.06, 1.0), change(0.9, 1.0)] == [
+        "",
+        "+4.0%",
+        "**+6.0%**",
+        "**-10.0%**",
+    ]
+
+
+def test_a_record_is_compared_with_the_one_before_on_an_equal_machine() -> None:
+    entry = {"date": "2026-01-01", "machine": "a", "torch": "2", "python": "3", "arguments": [], "note": ""}
+    first, elsewhere, last = ({**entry, "figures": {"ratio": value}} for value in (1.0, 5.0, 1.1))
+    elsewhere["machine"] = "b"
+    assert table([first, elsewhere, last])[-1] == "| ratio | 1.1 | **+10.0%** |"
+    assert table([elsewhere, last])[-1] == "| ratio | 1.1 |  |"
+
+
+def test_numbers_of_a_benchmark_are_read_by_name() -> None:
+    assert read_output('{"name": "x", "ratio": 2, "peer": {"s": 1.5}}') == {"ratio": 2, "peer.s": 1.5}
+    assert read_output('noise\n{"kind": "a b", "ms": 1}\n{"kind": "c", "ms": 2}\n') == {"a b: ms": 1, "c.ms": 2}
+
+
+def test_each_public_name_of_d9d_loop_is_on_one_page() -> None:
+    texts = pages()
+    names = [name for name, module in exported(SOURCE).items() if module.startswith("d9d_loop")]
+    assert len(names) > 50
+    for name in names:
+        listed = [
+            topic for topic, text in texts.items() if f" {name}]" in text or f" {name}," in text or f"[{name}" in text
+        ]
+        inner = [topic for topic in texts if topic != "job" and name in exported(SOURCE / topic)]
+        shadowed = [topic for topic, text in texts.items() if f"d9d_loop.{name}.{name}" in text]
+        assert len({*listed, *inner, *shadowed}) == 1, (name, listed, inner, shadowed)
+
+
+def test_the_first_sentence_of_a_page_has_no_links() -> None:
+    assert first_sentence("# T\n\n![x](y)\n\nA [model](m.md) is\n**plain**. More.") == "A model is plain."

@@ -1,0 +1,297 @@
+"""Each sparse family gives the results of one process in every layout, in float64: losses, gradients, parameters."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, TypeAlias, final
+from unittest import mock
+
+import pytest
+from oracle_models import MaskedNextToken, samples
+from torch import Tensor, nn
+
+import d9d_modules.models.decoder_tensor_plan
+import d9d_moe.experts
+import d9d_moe.grouped_linear
+from d9d_dist import DistributedContext, StageInfo
+from d9d_dist.testing import differences
+from d9d_loop import ModelProvider
+from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
+from d9d_modules import (
+    CheckpointPolicy,
+    DecoderForCausalLM,
+    DecoderWithMtp,
+    MtpLayer,
+    RMSNorm,
+    mtp_targets,
+    parallelize_decoder,
+)
+from d9d_moe import (
+    Glm4MoeParams,
+    GptOssParams,
+    GroupedLinear,
+    Qwen3NextParams,
+    Qwen35MoeParams,
+    SharedExperts,
+    SparseParams,
+    TopKRouter,
+    parallelize_moe,
+)
+from d9d_peft import LoRA, inject
+from d9d_pipeline import Inputs
+
+RTOL = 1e-9
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 12,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "rope_theta": 100.0,
+    "initializer_range": 0.2,
+    "num_experts": 8,
+    "top_k": 3,
+    "expert_intermediate_size": 8,
+}
+HYBRID: dict[str, Any] = {
+    "rotary_dim": 4,
+    "num_linear_key_heads": 2,
+    "num_linear_value_heads": 4,
+    "linear_key_dim": 3,
+    "linear_value_dim": 5,
+    "conv_width": 3,
+    "shared_intermediate_size": 6,
+    "intermediate_size": 6,
+}
+
+
+def _params(family: str, num_layers: int) -> SparseParams:
+    sizes: dict[str, Any] = {**SIZES, "num_layers": num_layers}
+    full = tuple(range(1, num_layers, 2))
+    match family:
+        case "glm" | "mtp":
+            return Glm4MoeParams(
+                **sizes,
+                intermediate_size=20,
+                rotary_dim=4,
+                has_qkv_bias=True,
+                has_qk_norm=True,
+                num_dense_layers=1,
+                num_groups=4,
+                top_groups=2,
+                routed_scale=2.5,
+            )
+        case "gpt_oss":
+            window: dict[str, Any] = {"sliding_window": 3, "sliding_layers": tuple(range(0, num_layers, 2))}
+            return GptOssParams(**sizes, intermediate_size=8, swiglu_limit=0.5, **window)
+        case "qwen3_next":
+            return Qwen3NextParams(**sizes, **HYBRID, full_layers=full)
+        case _:
+            return Qwen35MoeParams(**sizes, **HYBRID, full_layers=full)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Family, layout, and options."""
+
+    family: str
+    layout: str
+    checkpointing: CheckpointPolicy = "none"
+    lora: bool = False
+
+    @property
+    def name(self) -> str:
+        checkpointing = [] if self.checkpointing == "none" else [self.checkpointing]
+        return ",".join([self.family, self.layout, *checkpointing, *(["lora"] if self.lora else [])])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FamilyProvider(ModelProvider):
+    """Builds and parallelizes a family as a user does."""
+
+    row: Row
+    num_layers: int
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        params = _params(self.row.family, self.num_layers)
+        is_mtp = self.row.family == "mtp"
+        model = DecoderWithMtp(params, stage, num_mtp_layers=2) if is_mtp else DecoderForCausalLM(params, stage)
+        if self.row.lora:
+            inject(LoRA(r"_proj$", rank=2, alpha=4), model, is_part=stage.count > 1)
+        for module in model.modules():
+            if isinstance(module, TopKRouter | GroupedLinear | nn.Linear) and isinstance(module.bias, nn.Parameter):
+                module.reset_parameters = partial(_draw, module, type(module).reset_parameters)
+        return model
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        parallelize_decoder(model, ctx, experts=parallelize_moe, checkpointing=self.row.checkpointing)
+
+
+def _draw(module: nn.Module, reset: Callable[..., None]) -> None:
+    """Draw biases too, so that a bias that is lost or shifted changes the results."""
+    reset(module)
+    nn.init.normal_(module.get_parameter("bias"), std=0.5)
+
+
+class MtpNextToken(MaskedNextToken):
+    """Passes the targets of multi-token prediction to the model."""
+
+    def inputs(self, batch: Any) -> Inputs:
+        known = super().inputs(batch)
+        targets = {"mtp_ids_BLK": batch["mtp_ids"], "mtp_labels_BLK": batch["mtp_labels"]}
+        return Inputs(*known.first, **known.shared, **targets)
+
+
+def _with_targets(sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows = (sample[name].unsqueeze(0) for name in ("input_ids", "labels", "documents"))
+    ids, labels = mtp_targets(*rows, num_mtp_layers=2)
+    return {**sample, "mtp_ids": ids[0], "mtp_labels": labels[0]}
+
+
+def _trace(row: Row, num_layers: int, *, num_steps: int = 2, around: Around = nullcontext) -> dict[str, Any]:
+    is_mtp = row.family == "mtp"
+    experiment = Experiment(
+        model=FamilyProvider(row, num_layers),
+        batch=[_with_targets(each) for each in samples(ragged=True)] if is_mtp else samples(ragged=True),
+        task=MtpNextToken() if is_mtp else MaskedNextToken(),
+        num_steps=num_steps,
+    )
+    return trace_layout(experiment, parse_layout(row.layout), around=around)
+
+
+@cache
+def _one_process(family: str, num_layers: int, lora: bool, num_steps: int = 2) -> dict[str, Any]:
+    return _trace(Row(family, "", lora=lora), num_layers, num_steps=num_steps)
+
+
+def _differences(row: Row, *, num_steps: int = 2, around: Around = nullcontext) -> list[str]:
+    layout = parse_layout(row.layout)
+    num_layers = max(2, layout.mesh.pipeline_parallel * layout.schedule.build().stages_per_rank)
+    trace = _trace(row, num_layers, num_steps=num_steps, around=around)
+    expected = _one_process(row.family, num_layers, row.lora, num_steps)
+    return [str(found) for found in differences(trace, expected, rtol=RTOL)]
+
+
+FAMILIES = ("glm", "gpt_oss", "qwen3_next", "qwen3_5", "mtp")
+LAYOUTS = [
+    "dp_shard=2",
+    "dp_replicate=2",
+    "cp_shard=2",
+    "tp=2",
+    "ep=2,dp_shard=2",
+    "pp=2,microbatch=2",
+    "ep=2,cp_shard=2,tp=2",
+    "pp=2,ep=2,dp_shard=2,schedule=zb1p,microbatch=1",
+    "pp=2,cp_shard=2,tp=2,microbatch=2",
+]
+DEFAULT = {
+    "glm": ["ep=2,cp_shard=2,tp=2"],
+    "gpt_oss": ["tp=2", "ep=2,dp_shard=2", "pp=2,cp_shard=2,tp=2,microbatch=2"],
+    "qwen3_next": ["cp_shard=2", "pp=2,cp_shard=2,tp=2,microbatch=2"],
+    "qwen3_5": [],
+    "mtp": ["pp=2,microbatch=2", "ep=2,cp_shard=2,tp=2"],
+}
+
+
+def _rows() -> list[Any]:
+    rows = [Row(family, layout) for family in FAMILIES for layout in LAYOUTS]
+    rows += [Row(family, "ep=2,dp_shard=2,tp=2", "full", lora=True) for family in FAMILIES]
+    default = {(family, layout) for family, layouts in DEFAULT.items() for layout in layouts}
+    default.add(("gpt_oss", "ep=2,dp_shard=2,tp=2"))
+    return [
+        pytest.param(row, id=row.name, marks=[] if (row.family, row.layout) in default else [pytest.mark.full])
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("row", _rows())
+def test_equals_one_process(row: Row) -> None:
+    found = _differences(row)
+    assert not found, f"{len(found)} differences. First: {found[:4]}"
+
+
+# --- deliberate bugs
+
+Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
+
+
+def _biases_of_experts_are_those_of_the_first() -> AbstractContextManager[object]:
+    real = d9d_moe.grouped_linear._rows_of
+
+    def first(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
+        return real(bias_GO[:1].expand_as(bias_GO), x_NI, counts_G)
+
+    return mock.patch.object(d9d_moe.grouped_linear, "_rows_of", first)
+
+
+def _clamped_experts_lose_their_residual() -> AbstractContextManager[object]:
+    real = d9d_moe.experts.clamped_swiglu
+    return mock.patch.object(
+        d9d_moe.experts, "clamped_swiglu", lambda gate, up, **options: real(gate, up - 1, **options)
+    )
+
+
+def _the_router_ignores_its_bias() -> AbstractContextManager[object]:
+    real = TopKRouter.forward
+
+    def forward(self: TopKRouter, x_TD: Tensor) -> Any:
+        with mock.patch.object(self, "bias", None):
+            return real(self, x_TD)
+
+    return mock.patch.object(TopKRouter, "forward", forward)
+
+
+def _shared_experts_are_not_gated() -> AbstractContextManager[object]:
+    return mock.patch.object(SharedExperts, "forward", lambda self, x: self.experts(x))
+
+
+def _norms_are_not_zero_centered() -> AbstractContextManager[object]:
+    real = RMSNorm.forward
+
+    def forward(self: RMSNorm, *args: Any) -> Any:
+        with mock.patch.object(self, "zero_centered", False):
+            return real(self, *args)
+
+    return mock.patch.object(RMSNorm, "forward", forward)
+
+
+def _mtp_layers_are_not_sequence_parallel() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "MtpLayer", type(None))
+
+
+def _the_mtp_loss_reaches_only_the_last_layer() -> AbstractContextManager[object]:
+    real = MtpLayer.forward
+
+    def forward(self: MtpLayer, embedded_BLD: Tensor, hidden_BLD: Tensor, *args: Any, **options: Any) -> Any:
+        return real(self, embedded_BLD, hidden_BLD.detach(), *args, **options)
+
+    return mock.patch.object(MtpLayer, "forward", forward)
+
+
+def _copies_of_the_embedding_differ() -> AbstractContextManager[object]:
+    real = MtpLayer.forward
+
+    def forward(self: MtpLayer, embedded_BLD: Tensor, *args: Any, **options: Any) -> Any:
+        return real(self, embedded_BLD.detach(), *args, **options)
+
+    return mock.patch.object(MtpLayer, "forward", forward)
+
+
+MUTANTS: list[tuple[Bug, Row]] = [
+    (_mtp_layers_are_not_sequence_parallel, Row("mtp", "ep=2,cp_shard=2,tp=2")),
+    (_the_mtp_loss_reaches_only_the_last_layer, Row("mtp", "pp=2,microbatch=2")),
+    (_copies_of_the_embedding_differ, Row("mtp", "pp=2,microbatch=2")),
+    (_biases_of_experts_are_those_of_the_first, Row("gpt_oss", "ep=2,dp_shard=2")),
+    (_clamped_experts_lose_their_residual, Row("gpt_oss", "ep=2,dp_shard=2")),
+    (_the_router_ignores_its_bias, Row("gpt_oss", "ep=2,dp_shard=2")),
+    (_shared_experts_are_not_gated, Row("qwen3_next", "cp_shard=2")),
+    (_norms_are_not_zero_centered, Row("qwen3_next", "cp_shard=2")),
+]
+
+
+@pytest.mark.parametrize(("bug", "row"), MUTANTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_a_bug_is_caught(bug: Bug, row: Row) -> None:
+    assert _differences(row, num_steps=1, around=bug)

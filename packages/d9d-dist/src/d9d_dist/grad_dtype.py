@@ -1,0 +1,40 @@
+"""dtype in which gradients accumulate, apart from that of their parameters, such as float32 for bfloat16 parameters.
+
+Sums over microbatches and ranks lose small terms in 16 bits. `torch.Tensor.grad_dtype` sets the dtype of `.grad`; FSDP2
+follows it from torch 2.15 on, and `GradientSync` does.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from d9d_dist.errors import UserError
+
+_FIRST_VERSION = (2, 15)
+
+
+def set_grad_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Accumulate and reduce the gradients of floating-point parameters in a dtype. No collectives.
+
+    Call it after the model is parallelized, before its first forward, and before `GradientSync` is constructed.
+    Optimizers of torch require gradients of the parameters' dtype: convert them before the optimizer step.
+
+    Raises:
+        UserError: If torch is older than 2.15.
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < _FIRST_VERSION:
+        raise UserError(
+            f"gradients of their own dtype need torch 2.15, and this is {torch.__version__}; expected a newer torch. "
+            "Upgrade it, or leave out the dtype of gradients."
+        )
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.grad_dtype = dtype
+
+
+def grad_dtype_of(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which the gradient of a parameter accumulates."""
+    # Older versions of torch lack the attribute.
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -1,0 +1,84 @@
+"""Provider of a model with adapters, whose base weights are frozen."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_loop.events import Finished
+from d9d_loop.jobs.job_config import AdapterConfig
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_state import JsonValue, StateMapper, save_model_state, sequential
+
+
+@final
+class AdaptedModel(ModelProvider):
+    """Another provider's model with LoRA or DoRA adapters. Requires d9d-peft.
+
+    Args:
+        base: Provider of the base model; `late_init` must be False.
+        adapter: Kind, targets and rank of the adapters.
+    """
+
+    late_init = False
+
+    def __init__(self, base: ModelProvider, adapter: AdapterConfig) -> None:
+        try:
+            import d9d_peft  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError:
+            raise UserError(
+                "[adapter] needs the package d9d-peft, which is not installed: pip install d9d-peft, or remove the "
+                "section."
+            ) from None
+        self._peft: Any = d9d_peft
+        self._base = base
+        self._method = (d9d_peft.LoRA if adapter.kind == "lora" else d9d_peft.DoRA)(
+            adapter.target, rank=adapter.rank, alpha=adapter.alpha, dropout=adapter.dropout
+        )
+
+    @property
+    def initial_weights(self) -> Path | None:
+        """Folder of the base weights."""
+        return self._base.initial_weights
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        """Build the base model and inject the adapters. Their values are drawn, also if the base is on `meta`."""
+        model = self._base.build(stage)
+        self._base_mapper = self._base.state_mapper(model)  # the base may derive it from the model's names
+        self._injected: StateMapper = self._peft.inject(self._method, model)
+        for module in model.modules():
+            if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
+                module.to_empty(device=torch.device("cpu"))
+                module.reset_parameters()
+        return model
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        """Parallelize the base model with its adapters."""
+        self._base.parallelize(model, ctx)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        """Return the mapper of the base model, followed by that of the adapters."""
+        return self._with_adapters(self._base_mapper)
+
+    def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
+        """Return the mapper of a folder of base weights, followed by that of the adapters."""
+        return self._with_adapters(self._base.load_mapper(model, folder))
+
+    def export_files(self) -> Mapping[str, JsonValue]:
+        """Return the files of the base model."""
+        return self._base.export_files()
+
+    def export(self, done: Finished, source: Path | None) -> None:
+        """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective."""
+        folder, model, ctx = done.result.run_dir, done.model, done.ctx
+        self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx)
+        self._peft.merge_(model, ctx)
+        mapper = self.state_mapper(model).inverse()
+        files = self.export_files()
+        save_model_state(model, folder / "export", mapper, ctx, extra_files=files, source=source)
+
+    def _with_adapters(self, base: StateMapper | None) -> StateMapper:
+        return self._injected if base is None else sequential(base, self._injected)

@@ -1,0 +1,89 @@
+"""Commented configuration files to start from: `d9d-train --init sft`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from d9d_dist import UserError
+
+_COMMON = """
+[run]
+name = "{job}"                     # written to runs/{job}
+
+[batch]
+global_size = 16                # samples of a step, over all ranks
+microbatch_size = 2             # samples of a forward pass on one rank
+
+[optimizer]
+learning_rate = {rate}
+
+[lr_schedule]
+warmup_steps = 10
+"""
+
+STARTERS: Mapping[str, str] = {
+    "sft": r"""# Fine-tune a chat model with LoRA: d9d-train sft.toml
+# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop sft.toml
+job = "sft"
+steps = 200
+
+[model]
+folder = "Qwen3-0.6B"           # hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B
+
+[dataset]
+files = ["chats.jsonl"]         # lines with messages, conversations, or prompt and completion
+held_out = 0.05                 # part of the samples for evaluation
+length = 1024                   # tokens
+
+[adapter]                       # without this section, all parameters are trained
+kind = "lora"
+rank = 16
+"""
+    + _COMMON.format(job="sft", rate="2e-4"),
+    "pretrain": """# Pretrain a new language model: d9d-train pretrain.toml
+# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop pretrain.toml
+job = "pretrain"
+steps = 1000
+
+[model]
+family = "qwen3"                # a model_type of transformers; the other keys are those of its config.json
+hidden_size = 256
+num_hidden_layers = 4
+# tokenizer = "Qwen3-0.6B"      # folder with tokenizer.json; without it, each byte is a token
+
+[dataset]
+files = ["corpus.jsonl"]        # or .parquet, .csv, .txt, or a token file of d9d-tokenize
+held_out = 0.05
+length = 512
+"""
+    + _COMMON.format(job="pretrain", rate="1e-3"),
+    "classify": """# Train a classifier of texts: d9d-train classify.toml
+# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop classify.toml
+job = "classify"
+steps = 300
+
+[model]
+folder = "bert-base-uncased"    # encoder or decoder; the classification head is new
+
+[dataset]
+files = ["reviews.jsonl"]       # lines with text and label
+held_out = 0.1
+length = 256
+"""
+    + _COMMON.format(job="classify", rate="5e-5"),
+}
+"""Content of the starter file of each job."""
+
+
+def write_starter(job: str, folder: Path) -> Path:
+    """Write the starter file of a job to a folder, as `JOB.toml`, and return its path.
+
+    Raises:
+        UserError: If there is no such job, or the file exists.
+    """
+    if job not in STARTERS:
+        raise UserError(f"--init {job}: no such job; expected one of {', '.join(STARTERS)}.")
+    path = folder / f"{job}.toml"
+    if path.exists():
+        raise UserError(f"{path} exists already; expected no file of this name. Rename it first.")
+    path.write_text(STARTERS[job], encoding="utf-8")
+    return path

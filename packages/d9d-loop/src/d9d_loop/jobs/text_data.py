@@ -1,0 +1,264 @@
+"""Data of jobs on text: tokenized samples, padded to the longest of a batch.
+
+B: samples, L: padded length.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data import (
+    ChatTokenizer,
+    DataProvider,
+    IndexedStream,
+    SampleStream,
+    TokenFile,
+    TokenWindows,
+    cached_token_file,
+    pad_sequences,
+    read_chat_tokenizer,
+    read_conversation,
+)
+from d9d_loop.data.chat_stream import fit_tokens
+from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.samples import Samples
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_files import open_samples, split_samples
+
+_BYTES = 256
+
+
+class TextTokenizer(Protocol):
+    """Tokenizer of plain text."""
+
+    vocab_size: int
+    name: str
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        ...
+
+
+@final
+class ByteTokenizer:
+    """Tokens are the bytes of UTF-8, and 256 ends a text."""
+
+    vocab_size = _BYTES + 1
+    name = "bytes"
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the bytes of a text and the end token."""
+        return [*text.encode(), _BYTES]
+
+
+@final
+class FileTokenizer:
+    """Tokenizer of a model folder, with the special tokens that it adds itself."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer.json" if folder.is_dir() else folder
+        if not file.is_file():
+            raise UserError(f"{file} does not exist; expected the tokenizer of the model. Set model.tokenizer.")
+        from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
+
+        self._tokenizer = Tokenizer.from_file(str(file))
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.name = f"tokenizer-{self.vocab_size}"
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self._tokenizer.encode(text).ids
+
+
+def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
+    """Return the tokenizer that a job names: of a folder, or bytes for a new model without one."""
+    folder = config.model.tokenizer or config.model.folder
+    return ByteTokenizer() if folder is None else FileTokenizer(folder)
+
+
+@final
+class TextRows(DataProvider):
+    """Samples that are converted to rows of tokens while they are read.
+
+    Args:
+        training: Training samples.
+        evaluation: Held-out samples.
+        convert: Converts a sample to a row; its tensor `input_ids` has any length.
+        shuffle: If False, read each epoch in order.
+    """
+
+    draws = False  # only the order is random
+
+    def __init__(
+        self,
+        training: Samples,
+        evaluation: Samples | None,
+        *,
+        convert: Callable[[Any], dict[str, Tensor]],
+        shuffle: bool = True,
+    ) -> None:
+        self._training = _Converted(training, convert)
+        self._evaluation = None if evaluation is None else _Converted(evaluation, convert)
+        self._shuffle = shuffle
+
+    def training(self, *, seed: int) -> SampleStream:
+        """Return the training samples in their order."""
+        return IndexedStream(self._training, seed=seed, shuffle=self._shuffle)
+
+    def evaluation(self) -> Samples | None:
+        """Return the held-out samples."""
+        return self._evaluation
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding."""
+        ids = [sample["input_ids"] for sample in samples]
+        batch = {
+            "input_ids": pad_sequences(ids, value=0),
+            "attention_mask": pad_sequences([torch.ones_like(row) for row in ids], value=0),
+        }
+        if samples[0]["labels"].dim():
+            batch["labels"] = pad_sequences([sample["labels"] for sample in samples], value=IGNORED_LABEL)
+        else:
+            batch["labels"] = torch.stack([sample["labels"] for sample in samples])
+        return batch
+
+
+@final
+class _Converted:
+    def __init__(self, samples: Samples, convert: Callable[[Any], dict[str, Tensor]]) -> None:
+        self._samples, self._convert = samples, convert
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._convert(self._samples[index])
+
+
+def chat_rows(config: TextJobConfig) -> TextRows:
+    """Return the conversations of a job; only the assistant's turns are labels. See `read_conversation`."""
+    folder = config.model.tokenizer or config.model.folder
+    if folder is None:
+        raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
+    tokenizer = read_chat_tokenizer(folder)
+    training, evaluation = _samples_of(config)
+    return TextRows(training, evaluation, convert=_ChatRow(tokenizer, config), shuffle=config.data.shuffle)
+
+
+def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
+    """Return the labelled texts of a job, and the names of its classes in the order of their numbers.
+
+    Numeric labels keep their order; others are sorted. All training labels are read once.
+    """
+    training, evaluation = _samples_of(config)
+    field = config.dataset.label_field
+    found = {_field(training[index], field, index) for index in range(len(training))}
+    names = sorted(found, key=lambda label: (0, label, "") if isinstance(label, int) else (1, 0, str(label)))
+    if len(names) < 2:
+        raise UserError(
+            f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
+        )
+    numbers = {name: number for number, name in enumerate(names)}
+    rows = _LabelledRow(text_tokenizer(config), numbers, config)
+    return TextRows(training, evaluation, convert=rows, shuffle=config.data.shuffle), [str(name) for name in names]
+
+
+class TextWindows(DataProvider):
+    """Windows of equal length over all texts of a job, tokenized once into a cache in the run folder's parent."""
+
+    draws = False
+
+    def __init__(self, config: TextJobConfig) -> None:
+        training, evaluation = _token_files(config)
+        length = config.dataset.length
+        self._training = TokenWindows(training, length=length)
+        self._evaluation = None if evaluation is None else TokenWindows(evaluation, length=length)
+        self._shuffle = config.data.shuffle
+
+    def training(self, *, seed: int) -> SampleStream:
+        """Return the training samples in their order."""
+        return IndexedStream(self._training, seed=seed, shuffle=self._shuffle)
+
+    def evaluation(self) -> Samples | None:
+        """Return the held-out samples."""
+        return self._evaluation
+
+
+def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
+    data = config.dataset
+    if data.files and all((path / "manifest.json").is_file() for path in data.files):
+        if len(data.files) > 1 or len(data.evaluation_files) > 1:
+            raise UserError(f"dataset.files names {len(data.files)} token files; expected one. Write one token file.")
+        return TokenFile(data.files[0]), TokenFile(data.evaluation_files[0]) if data.evaluation_files else None
+    tokenizer = text_tokenizer(config)
+    files = []
+    for samples in _samples_of(config):
+        if samples is None:
+            files.append(None)
+            continue
+        texts = [_field(samples[index], data.text_field, index).encode() for index in range(len(samples))]
+        files.append(
+            cached_token_file(
+                texts,
+                config.run.folder / "tokens",
+                tokenize=lambda text: tokenizer(text.decode()),
+                name=tokenizer.name,
+                vocab_size=tokenizer.vocab_size,
+            )
+        )
+    training, evaluation = files
+    assert training is not None
+    return training, evaluation
+
+
+def _samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:
+    data = config.dataset
+    samples = open_samples(data.files, key="dataset.files", text_field=data.text_field)
+    if not data.evaluation_files:
+        return split_samples(samples, data.held_out, key="dataset.held_out")
+    return samples, open_samples(data.evaluation_files, key="dataset.evaluation_files", text_field=data.text_field)
+
+
+def _field(sample: Mapping[str, Any], field: str, index: int) -> Any:
+    if field not in sample:
+        raise UserError(
+            f"sample {index} of dataset.files has no field {field!r}; it has {', '.join(sample)}. Set "
+            "dataset.text_field or dataset.label_field."
+        )
+    return sample[field]
+
+
+@final
+class _ChatRow:
+    def __init__(self, tokenizer: ChatTokenizer, config: TextJobConfig) -> None:
+        self._tokenizer, self._data = tokenizer, config.dataset
+
+    def __call__(self, sample: Any) -> dict[str, Tensor]:
+        chat = self._tokenizer(read_conversation(sample))
+        too_long = "truncate" if self._data.too_long == "drop" else self._data.too_long
+        tokens, mask = fit_tokens(chat, max_length=self._data.length, too_long=too_long) or (
+            chat.tokens[:2],
+            [False] * 2,
+        )
+        labels = torch.tensor(tokens[1:]).masked_fill(~torch.tensor(mask[1:]), IGNORED_LABEL)
+        return {"input_ids": torch.tensor(tokens[:-1]), "labels": labels}
+
+
+@final
+class _LabelledRow:
+    def __init__(self, tokenizer: TextTokenizer, numbers: Mapping[Any, int], config: TextJobConfig) -> None:
+        self._tokenizer, self._numbers, self._data = tokenizer, numbers, config.dataset
+
+    def __call__(self, sample: Any) -> dict[str, Tensor]:
+        label = sample[self._data.label_field]
+        if label not in self._numbers:
+            raise UserError(f"the label {label!r} is not among the training labels; expected one of those classes.")
+        tokens = self._tokenizer(sample[self._data.text_field])
+        if len(tokens) > self._data.length and self._data.too_long == "refuse":
+            raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {self._data.length}.")
+        ids = torch.tensor(tokens[: self._data.length] or [0])
+        return {"input_ids": ids, "labels": torch.tensor(self._numbers[label])}

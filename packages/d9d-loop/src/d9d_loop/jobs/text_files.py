@@ -1,0 +1,95 @@
+"""Samples of the files that a job names, whatever their format."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+from d9d_dist import UserError
+from d9d_loop.data import JsonLines
+from d9d_loop.data.samples import Samples
+
+_TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
+
+
+@final
+class PlainTexts:
+    """Whole text files as samples with the field `text`, or another one."""
+
+    def __init__(self, paths: Sequence[Path], *, field: str) -> None:
+        self._paths, self._field = list(paths), field
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {self._field: self._paths[index].read_text(encoding="utf-8")}
+
+
+@final
+class Subset:
+    """Samples at given indices of a dataset."""
+
+    def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
+        self._samples, self._indices = samples, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[self._indices[index]]
+
+
+def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples:
+    """Open files of one format as a map-style dataset of dictionaries.
+
+    Args:
+        paths: `.jsonl` or other text files, tables that `datasets` reads, or one folder of `save_to_disk`.
+        key: Configuration key of the paths, for messages.
+        text_field: Field that holds the content of plain text files.
+
+    Raises:
+        UserError: If a path does not exist, the formats differ, or `datasets` is needed and not installed.
+    """
+    for path in paths:
+        if not path.exists():
+            where = "" if path.is_absolute() else f", relative to {Path.cwd()}"
+            raise UserError(f"{key}: {path} does not exist; expected a file or folder with samples. Check it{where}.")
+    kinds = {"folder" if path.is_dir() else path.suffix for path in paths}
+    if len(kinds) != 1:
+        found = ", ".join(sorted(kinds)) or "no files"
+        raise UserError(f"{key} has {found}; expected files of one format. Convert them, or name one format only.")
+    (kind,) = kinds
+    if kind == ".jsonl":
+        return JsonLines(paths)
+    if kind != "folder" and kind not in _TABLES:
+        return PlainTexts(paths, field=text_field)
+    if find_spec("datasets") is None:
+        raise UserError(
+            f"{key}: {paths[0]} needs the package datasets, which is not installed: pip install "
+            "'d9d-loop[huggingface]', or convert it to .jsonl."
+        )
+    import datasets  # noqa: PLC0415 - an extra
+
+    if kind == "folder":
+        return datasets.load_from_disk(str(paths[0]))
+    return datasets.load_dataset(_TABLES[kind], data_files=[str(path) for path in paths], split="train")
+
+
+def split_samples(samples: Samples, held_out: float, *, key: str) -> tuple[Samples, Samples | None]:
+    """Split a dataset into training and held-out samples, which are evenly spaced; `None` if `held_out` is 0.
+
+    Raises:
+        UserError: If one of the parts would be empty.
+    """
+    if not held_out:
+        return samples, None
+    size = len(samples)
+    chosen = {int(number / held_out) for number in range(round(size * held_out))}
+    if not 0 < len(chosen) < size:
+        raise UserError(
+            f"{key} = {held_out} of {size} samples is {len(chosen)}; expected samples in both parts. Change it, or "
+            "name dataset.evaluation_files."
+        )
+    rest = [index for index in range(size) if index not in chosen]
+    return Subset(samples, rest), Subset(samples, sorted(chosen))

@@ -1,0 +1,96 @@
+"""Trainer of a job on text, from its configuration alone."""
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d9d_dist import UserError
+from d9d_loop.data import DataProvider
+from d9d_loop.events import Finished
+from d9d_loop.job.trainer import Trainer
+from d9d_loop.jobs.adapted_model import AdaptedModel
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_data import TextWindows, chat_rows, labelled_rows, text_tokenizer
+from d9d_loop.jobs.text_tasks import Classify, NextToken
+from d9d_loop.model.hugging_face_model import hugging_face_model
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.task import Task
+
+_NEW_HEADS = ("score.*", "classifier.*", "*.classifier.*")
+_OTHER_HEADS = ("lm_head.*", "cls.*")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def text_trainer(config: TextJobConfig) -> Trainer:
+    """Build the Trainer of a job on text. The exported folder is loaded by `transformers`, tokenizer included.
+
+    Raises:
+        UserError: If a file or folder is missing or does not fit the job, or a package is not installed.
+    """
+    if find_spec("transformers") is None:
+        raise UserError(
+            f"job = {config.job} needs the package transformers, which is not installed: pip install "
+            "'d9d-loop[transformers]'."
+        )
+    data: DataProvider
+    task: Task = NextToken()
+    if config.job == "sft":
+        data, model = chat_rows(config), _model(config, "AutoModelForCausalLM")
+    elif config.job == "pretrain":
+        data, model = TextWindows(config), _model(config, "AutoModelForCausalLM")
+    else:
+        data, classes = labelled_rows(config)
+        task = Classify()
+        model = _model(config, "AutoModelForSequenceClassification", classes)
+    adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
+    settings = config if adapted is None else config.model_copy(update={"export": False})
+    trainer = Trainer(settings, model=adapted or model, data=data, task=task)
+    source = config.initial_weights or model.initial_weights
+    if adapted is not None and config.export:
+        trainer.events.on(Finished, lambda done: adapted.export(done, source))
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and config.export:
+        trainer.events.on(Finished, lambda done: _copy_tokenizer(done, tokenizer))
+    return trainer
+
+
+def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = None) -> ModelProvider:
+    """Return the provider of the job's model; `classes` are those of a classification."""
+    import transformers  # noqa: PLC0415 - an extra
+
+    auto, chosen = getattr(transformers, auto_class), config.model
+    options: dict[str, Any] = {
+        "dtype": None if chosen.dtype is None else getattr(torch, chosen.dtype),
+        "tp_plan": chosen.tensor_parallel_plan,
+    }
+    entries = chosen.entries
+    if classes is not None:
+        numbered = dict(enumerate(classes))
+        labels = {"id2label": numbered, "label2id": {name: number for number, name in numbered.items()}}
+        entries = {"num_labels": len(classes), **labels, "pad_token_id": 0, **entries}
+    if chosen.folder is not None:
+        fresh: dict[str, Any] = {} if classes is None else {"new": _NEW_HEADS, "unused": _OTHER_HEADS}
+        return hugging_face_model(chosen.folder, auto, **fresh, **options, **entries)
+    if chosen.family not in transformers.CONFIG_MAPPING:
+        raise UserError(
+            f"model.family = {chosen.family!r} is unknown; expected a model_type of transformers, such as qwen3."
+        )
+    made: Any = transformers.AutoConfig.for_model(str(chosen.family), **{**_vocabulary(config), **entries})
+    return hugging_face_model(made, auto, **options)
+
+
+def _vocabulary(config: TextJobConfig) -> dict[str, Any]:
+    tokenizer = text_tokenizer(config)
+    return {"vocab_size": tokenizer.vocab_size, "bos_token_id": None, "eos_token_id": tokenizer.vocab_size - 1}
+
+
+def _copy_tokenizer(done: Finished, tokenizer: Path) -> None:
+    if not done.ctx.is_main_process:
+        return
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, done.result.run_dir / "export" / name)

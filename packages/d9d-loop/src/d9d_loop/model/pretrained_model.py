@@ -1,0 +1,117 @@
+"""Provider of a Hugging Face folder of a family that d9d has, found through the entry point of d9d-modules."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from torch import nn
+
+from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_state import JsonValue, StateMapper
+
+RECOGNIZER_ENTRY_POINTS = "d9d.model_recognizers"
+"""Group of entry points whose function recognizes a folder, such as `d9d_modules.from_pretrained_config`."""
+
+
+class RecognizedModel(Protocol):
+    """Model of a recognized folder, such as `d9d_modules.PretrainedDecoder`."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the configuration and the weights."""
+        ...
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        """Build one stage of the model."""
+        ...
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext, **options: Any) -> None:
+        """Parallelize one stage in place."""
+        ...
+
+    def state_mapper(self) -> StateMapper:
+        """Return the mapper from an exported folder to the model."""
+        ...
+
+    def load_mapper(self) -> StateMapper:
+        """Return the mapper from `folder` to the model."""
+        ...
+
+    def export_files(self) -> Mapping[str, JsonValue]:
+        """Return JSON files of an export."""
+        ...
+
+
+def pretrained_model(
+    folder: str | Path, *, from_scratch: bool = False, parallelize: Mapping[str, Any] | None = None, **options: Any
+) -> ModelProvider:
+    """Return a provider of d9d's own model for a Hugging Face folder; its family is recognized by `config.json`.
+
+    The model supports every axis of the mesh that its family supports, pipeline stages included. For other families use
+    `hugging_face_model`. Needs d9d-modules, and d9d-moe for sparse families.
+
+    Args:
+        folder: Folder with `config.json`, or the name of a model in the local cache of Hugging Face.
+        from_scratch: If True, draw the initial weights instead of loading those of the folder.
+        parallelize: Options of `d9d_modules.parallelize_decoder`, such as `{"checkpointing": "selective"}`.
+        options: Options of `d9d_modules.from_pretrained_config`, such as `head="classification", num_classes=3`.
+
+    Raises:
+        ModuleNotFoundError: If d9d-modules is not installed.
+        UserError: If the folder or its family cannot be used.
+    """
+    found = list(entry_points(group=RECOGNIZER_ENTRY_POINTS))
+    if not found:
+        raise ModuleNotFoundError("pretrained_model needs d9d-modules: pip install d9d-modules")
+    if len(found) > 1:
+        raise UserError(
+            f"got the model recognizers {', '.join(each.value for each in found)}; expected one installed package with "
+            f"an entry point of {RECOGNIZER_ENTRY_POINTS}."
+        )
+    return PretrainedProvider(found[0].load()(folder, **options), from_scratch=from_scratch, parallelize=parallelize)
+
+
+@final
+class PretrainedProvider(ModelProvider):
+    """Provider of a recognized model; see `pretrained_model`.
+
+    Attributes:
+        recognized: The recognized model; `str` describes it.
+    """
+
+    def __init__(
+        self, recognized: RecognizedModel, *, from_scratch: bool = False, parallelize: Mapping[str, Any] | None = None
+    ) -> None:
+        self.recognized = recognized
+        self._from_scratch = from_scratch
+        self._options = dict(parallelize or {})
+
+    @property
+    def initial_weights(self) -> Path | None:
+        """See `ModelProvider`."""
+        return None if self._from_scratch else self.recognized.folder
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        """See `ModelProvider`."""
+        return self.recognized.build(stage)
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        """See `ModelProvider`."""
+        self.recognized.parallelize(model, ctx, **self._options)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        """See `ModelProvider`."""
+        del model
+        return self.recognized.state_mapper()
+
+    def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
+        """See `ModelProvider`; another folder than the recognized one is read as an export."""
+        del model
+        is_recognized = folder.resolve() == self.recognized.folder.resolve()
+        return self.recognized.load_mapper() if is_recognized else self.recognized.state_mapper()
+
+    def export_files(self) -> Mapping[str, JsonValue]:
+        """See `ModelProvider`."""
+        return self.recognized.export_files()

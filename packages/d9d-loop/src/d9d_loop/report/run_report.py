@@ -1,0 +1,136 @@
+"""Report page of one or several runs: self-contained HTML that needs no network."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from d9d_loop.report.run_folder import RunFolder, read_run
+from d9d_loop.report.svg_chart import line_chart
+
+_FIRST = ("loss", "learning_rate", "grad_norm")
+_STYLE = Path(__file__).with_name("report.css")
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` of a run to its folder, and return the path. Replaces an earlier report."""
+    path = folder / "report.html"
+    path.write_text(render_report([read_run(folder)]), encoding="utf-8")
+    return path
+
+
+def render_report(runs: Sequence[RunFolder]) -> str:
+    """Return the page of one run, or the comparison of several: curves in common charts, and changed settings."""
+    title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
+    body = [f"<h1>{escape(title)}</h1>", _legend(runs), _summary(runs), "<h2>Curves</h2>", _charts(runs)]
+    if len(runs) > 1:
+        body += [_section("Settings that differ", _differences([run.config for run in runs], runs))]
+        body += [_section("Environments that differ", _differences([run.environment for run in runs], runs))]
+    for run in runs:
+        heading = f"{run.name}: " if len(runs) > 1 else ""
+        body += [_pictures(run, heading), _samples(run, heading)]
+        body += [_section(f"{heading}Time breakdown", f"<pre>{escape(run.profile)}</pre>" if run.profile else "")]
+        body += [_section(f"{heading}Environment", _table(run.environment))]
+        body += [_section(f"{heading}Configuration", _table(dict(_flat(run.config))))]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{escape(title)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style>"
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n'
+        + "\n".join(filter(None, body))
+        + "\n</body></html>\n"
+    )
+
+
+def _legend(runs: Sequence[RunFolder]) -> str:
+    if len(runs) == 1:
+        return ""
+    keys = (f'<span class="key k{number % 8}"></span>{escape(run.name)}' for number, run in enumerate(runs))
+    return f"<p>{'&ensp; '.join(keys)}</p>"
+
+
+def _summary(runs: Sequence[RunFolder]) -> str:
+    """Return a table of the last value of each metric, with the best one for losses."""
+    head = "".join(f'<th class="number">{escape(run.name)}</th>' for run in runs)
+    rows = []
+    for name in _names(runs):
+        cells = [run.curves.get(name) for run in runs]
+        shown = "".join(f'<td class="number">{"" if curve is None else _number(curve[-1][1])}</td>' for curve in cells)
+        rows.append(f"<tr><td>{escape(name)}</td>{shown}</tr>")
+    steps = "".join(
+        f'<td class="number">{max((curve[-1][0] for curve in run.curves.values()), default=0)}</td>' for run in runs
+    )
+    return f"<h2>Last values</h2><table><tr><th></th>{head}</tr><tr><td>step</td>{steps}</tr>{''.join(rows)}</table>"
+
+
+def _charts(runs: Sequence[RunFolder]) -> str:
+    charts = []
+    for name in _names(runs):
+        held_out = f"evaluation_{name}"
+        curves = {run.name if len(runs) > 1 else name: run.curves.get(name, []) for run in runs}
+        if len(runs) == 1 and held_out in runs[0].curves:
+            curves["held out"] = runs[0].curves[held_out]
+        elif name.startswith("evaluation_") and len(runs) == 1 and name.removeprefix("evaluation_") in runs[0].curves:
+            continue
+        keys = ""
+        if len(curves) > 1 and len(runs) == 1:
+            keys = " ".join(
+                f'<span class="key k{n}"></span><span class="dim">{escape(label)}</span>'
+                for n, label in enumerate(curves)
+            )
+        charts.append(f"<figure><h3>{escape(name)}</h3>{keys}{line_chart(curves, title=name)}</figure>")
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _names(runs: Sequence[RunFolder]) -> list[str]:
+    names = list(dict.fromkeys(name for run in runs for name in run.curves))
+    return sorted(names, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), names.index(name)))
+
+
+def _differences(settings: Sequence[Mapping[str, Any]], runs: Sequence[RunFolder]) -> str:
+    flat = [dict(_flat(each)) for each in settings]
+    names = list(dict.fromkeys(name for each in flat for name in each))
+    rows = [
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(_text(each.get(name)))}</td>' for each in flat)}</tr>"
+        for name in names
+        if len({_text(each.get(name)) for each in flat}) > 1
+    ]
+    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>" if rows else ""
+
+
+def _pictures(run: RunFolder, heading: str) -> str:
+    figures = (f'<figure><h3>{name}</h3><img src="{url}" alt="{name}"></figure>' for name, url in run.pictures.items())
+    return _section(f"{heading}Schedules", f'<div class="charts">{"".join(figures)}</div>' if run.pictures else "")
+
+
+def _samples(run: RunFolder, heading: str) -> str:
+    shown = (
+        f'<h3 class="dim">{escape(name)}, step {step}</h3><pre>{escape(text)}</pre>'
+        for step, name, text in run.samples[-8:]
+    )
+    return _section(f"{heading}Samples of text", "".join(shown))
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{escape(title)}</h2>{content}" if content else ""
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(_text(value))}</td></tr>" for name, value in values.items())
+    return f"<table>{rows}</table>" if rows else ""
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        flat += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [(f"{prefix}{name}", value)]
+    return flat
+
+
+def _number(value: float) -> str:
+    return f"{value:.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,80 @@
+"""Line charts as SVG, with colors from the style sheet of the page, so that they follow its light and dark theme."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+_WIDTH, _HEIGHT = 640, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 32
+_MOST_POINTS = 600
+
+Curve = Sequence[tuple[int, float]]
+
+
+def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
+    """Return the SVG of curves over steps, one color for each. The vertical axis is logarithmic above two decades.
+
+    Args:
+        curves: Points (step, value) by label, sorted by step; values are finite.
+        title: Name of the chart for screen readers.
+    """
+    drawn = {label: _thinned(curve) for label, curve in curves.items() if curve}
+    if not drawn:
+        return ""
+    steps = [step for curve in drawn.values() for step, _ in curve]
+    values = [value for curve in drawn.values() for _, value in curve]
+    low, high = min(values), max(values)
+    is_log = low > 0 and high / low > 100
+    low, high = (math.log10(low), math.log10(high)) if is_log else (low, high)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    first = min(steps)
+    last = max(*steps, first + 1)
+
+    def x(step: int) -> float:
+        return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        at = math.log10(value) if is_log else value
+        return _TOP + (high - at) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">']
+    for tick in _ticks(low, high):
+        value = 10**tick if is_log else tick
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
+        )
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    parts += [
+        f'<text x="{x(int(tick)):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{int(tick)}</text>'
+        for tick in _ticks(first, last)
+        if tick == int(tick)
+    ]
+    for number, (label, curve) in enumerate(drawn.items()):
+        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
+        kind = f"curve c{number % 8}"
+        if len(curve) == 1:
+            parts.append(f'<circle class="{kind} dot" cx="{points.split(",")[0]}" cy="{points.split(",")[1]}" r="4"/>')
+        parts.append(f'<polyline class="{kind}" points="{points}"><title>{escape(label)}</title></polyline>')
+    return "".join([*parts, "</svg>"])
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers between two limits."""
+    rough = (high - low) / 5
+    size = 10 ** math.floor(math.log10(rough))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+    first = math.ceil(low / step)
+    return [round((first + number) * step, 12) for number in range(int((high - first * step) / step + 1e-9) + 1)]
+
+
+def _thinned(curve: Curve) -> list[tuple[int, float]]:
+    """Return at most `_MOST_POINTS` points: the least and largest value of each group of neighbors, and both ends."""
+    if len(curve) <= _MOST_POINTS:
+        return list(curve)
+    size = math.ceil(2 * len(curve) / (_MOST_POINTS - 2))
+    kept = {curve[0], curve[-1]}
+    for start in range(0, len(curve), size):
+        group = curve[start : start + size]
+        kept |= {min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])}
+    return sorted(kept)

@@ -1,0 +1,166 @@
+"""Command that talks to the result of a run: d9d-chat RUN_OR_FOLDER."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from d9d_dist import UserError
+from d9d_loop.cli_main import cli_main
+from d9d_loop.result.loaded_result import LoadedResult, load_result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answer each line of standard input; the text is streamed to standard output.
+
+    With a chat template each line is a turn of one conversation; otherwise each line is continued on its own.
+
+    Raises:
+        UserError: If the folder or an option is invalid.
+    """
+    parser = argparse.ArgumentParser(
+        prog="d9d-chat",
+        description="Talk to the result of a run. With a chat template each line is a turn of one conversation, which "
+        "/new starts again; otherwise each line is continued. /quit or an end of file ends the command.",
+    )
+    parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
+    parser.add_argument("--prompt", help="answer this prompt and end, instead of reading standard input")
+    parser.add_argument("--system", help="system message of the conversation")
+    parser.add_argument("--plain", action="store_true", help="continue the text even if there is a chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy decoding; default: %(default)s")
+    parser.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, help="seed of the sampling; default: another one each time")
+    parser.add_argument("--device", help="device of the model; default: the accelerator, or else the CPU")
+    options = parser.parse_args(arguments)
+    _check(options)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    result = load_result(options.path, device=choose_device(options.device))
+    if options.system is not None and (result.chat is None or options.plain):
+        raise UserError(
+            f"--system needs a chat template, which the tokenizer of {result.folder} lacks or --plain disables; "
+            "expected none. Remove --system."
+        )
+    if options.prompt is not None:
+        _answer(result, _opening(options), options.prompt, options)
+        return
+    if sys.stdin.isatty():
+        kind = "continues each line" if result.chat is None or options.plain else "answers; /new starts again"
+        print(f"{result.folder} {kind}. /quit ends.", file=sys.stderr)
+    turns = _opening(options)
+    while line := _next_line():
+        line = line.strip()
+        if line == "/quit":
+            return
+        if line == "/new":
+            turns = _opening(options)
+            continue
+        if line:
+            _answer(result, turns, line, options)
+
+
+def stream_tokens(
+    result: LoadedResult, input_ids: Sequence[int], *, max_new_tokens: int, temperature: float, top_p: float
+) -> Iterator[int]:
+    """Yield the tokens of one continuation, with the key/value cache of `transformers`, until a stop token.
+
+    Sampling is that of `d9d_modules.generate`; 0 as temperature selects greedy decoding.
+    """
+    device = result.model.device
+    ids, cache = torch.tensor([list(input_ids)], device=device), None
+    for _ in range(max_new_tokens):
+        with torch.no_grad():
+            outputs = result.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        token = _choose(outputs.logits[0, -1].float(), temperature=temperature, top_p=top_p)
+        if token in result.stop_tokens:
+            return
+        yield token
+        ids = torch.tensor([[token]], device=device)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return a device by name; None for the accelerator, or else the CPU."""
+    if name is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else accelerator
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name} is not usable: {str(error).splitlines()[0]} Use another device.") from error
+
+
+def _opening(options: argparse.Namespace) -> list[dict[str, str]]:
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
+def _next_line() -> str:
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.readline()
+
+
+def _answer(result: LoadedResult, turns: list[dict[str, str]], line: str, options: argparse.Namespace) -> None:
+    """Stream the answer to a line, and add both to the turns."""
+    is_chat = result.chat is not None and not options.plain
+    if is_chat:
+        assert result.chat is not None
+        turns.append({"role": "user", "content": line})
+        text = result.chat.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        ids = result.chat(text, add_special_tokens=False).input_ids
+    else:
+        ids = result.tokenizer.encode(line)
+        print(line, end="", flush=True)
+    if not ids:
+        raise UserError(f"the prompt {line!r} has no tokens; expected at least one.")
+    room = options.max_new_tokens if result.max_context is None else result.max_context - len(ids)
+    if room < 1:
+        raise UserError(
+            f"the conversation has {len(ids)} tokens; the model supports {result.max_context} with the answer. Start "
+            "again (/new), or shorten the prompt."
+        )
+    shown, tokens = "", []
+    for token in stream_tokens(
+        result,
+        ids,
+        max_new_tokens=min(options.max_new_tokens, room),
+        temperature=options.temperature,
+        top_p=options.top_p,
+    ):
+        tokens.append(token)
+        text = result.tokenizer.decode(tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character is still to come
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(flush=True)
+    if is_chat:
+        turns.append({"role": "assistant", "content": shown})
+
+
+def _choose(logits_V: torch.Tensor, *, temperature: float, top_p: float) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    descending_V, order_V = (logits_V / temperature).softmax(dim=-1).sort(descending=True)
+    kept_V = descending_V.masked_fill(descending_V.cumsum(dim=-1) - descending_V >= top_p, 0.0)
+    return int(order_V[torch.multinomial(kept_V, num_samples=1)])
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {options.max_new_tokens}; expected at least 1.")
+    if options.temperature < 0:
+        raise UserError(f"--temperature {options.temperature}; expected 0 (greedy decoding) or more.")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p {options.top_p}; expected above 0 and at most 1.")
+
+
+def run() -> None:
+    """Run the command with messages for errors; the entry point `d9d-chat`."""
+    with cli_main():
+        main()
+
+
+if __name__ == "__main__":
+    run()

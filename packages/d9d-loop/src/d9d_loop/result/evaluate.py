@@ -1,0 +1,139 @@
+"""Command that measures the result of a run: d9d-eval RUN_OR_FOLDER --data text.jsonl, or --tasks of lm-eval."""
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import final
+
+import torch
+from torch.nn import functional as F
+
+from d9d_dist import UserError
+from d9d_loop.cli_main import cli_main
+from d9d_loop.result.chat import choose_device
+from d9d_loop.result.loaded_result import LoadedResult, find_export, load_result, read_texts
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TextScore:
+    """Quality of next-token predictions on texts.
+
+    Attributes:
+        loss: Mean negative log-likelihood per predicted token, in nats.
+        accuracy: Fraction of the tokens that are the most likely ones.
+        bits_per_byte: Negative log-likelihood of all predicted tokens, in bits per byte of their text.
+        num_tokens: Number of predicted tokens.
+    """
+
+    loss: float
+    accuracy: float
+    bits_per_byte: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss."""
+        return math.exp(self.loss)
+
+
+def score_texts(result: LoadedResult, texts: Iterable[str], *, length: int) -> TextScore:
+    """Score the tokens of each text, in windows of at most `length` predicted tokens.
+
+    Each window starts with the last token of the window before, so each token except the first one of a text is
+    predicted once. Its context is the part of its window before it.
+
+    Raises:
+        UserError: If no text has two tokens.
+    """
+    loss = num_right = num_tokens = num_bytes = 0.0
+    for ids in _windows((result.tokenizer.encode(text) for text in texts), length):
+        inputs_L = torch.tensor([ids], device=result.model.device)
+        with torch.no_grad():
+            logits_LV = result.model(input_ids=inputs_L[:, :-1], use_cache=False).logits[0].float()
+        labels_L = inputs_L[0, 1:]
+        loss += F.cross_entropy(logits_LV, labels_L, reduction="sum").item()
+        num_right += logits_LV.argmax(dim=-1).eq(labels_L).sum().item()
+        num_tokens += len(labels_L)
+        num_bytes += len(result.tokenizer.decode(ids[1:]).encode())
+    if not num_tokens:
+        raise UserError("the texts have less than two tokens each; expected at least one token to predict.")
+    bits = loss / math.log(2) / max(num_bytes, 1)
+    return TextScore(loss / num_tokens, num_right / num_tokens, bits, int(num_tokens))
+
+
+def _windows(documents: Iterable[list[int]], length: int) -> Iterator[list[int]]:
+    for ids in documents:
+        for start in range(0, len(ids) - 1, length):
+            yield ids[start : start + length + 1]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command, and print one line of JSON.
+
+    Raises:
+        UserError: If the folder, the data or an option is invalid, or `--tasks` is given and lm-eval is not installed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="d9d-eval",
+        description="Measure the result of a run: perplexity and accuracy on text, or tasks of lm-eval.",
+    )
+    parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
+    parser.add_argument("--data", type=Path, help="text file, or .jsonl file with one document per line")
+    parser.add_argument("--field", default="text", help="field of a .jsonl line that holds text; default: %(default)s")
+    parser.add_argument("--length", type=int, default=1024, help="predicted tokens per window; default: %(default)s")
+    parser.add_argument("--limit", type=int, help="number of documents, or of examples per task; default: all")
+    parser.add_argument("--tasks", help="tasks of lm-eval, separated by commas")
+    parser.add_argument("--device", help="device of the model; default: the accelerator, or else the CPU")
+    options = parser.parse_args(arguments)
+    if (options.data is None) == (options.tasks is None):
+        raise UserError("expected either --data (a text or .jsonl file) or --tasks (of lm-eval), not both.")
+    if options.length < 1 or (options.limit is not None and options.limit < 1):
+        raise UserError(f"--length {options.length}, --limit {options.limit}; expected at least 1.")
+    device = choose_device(options.device)
+    if options.tasks is not None:
+        print(json.dumps(_run_tasks(options, device), default=str))
+        return
+    texts = read_texts(options.data, field=options.field)[: options.limit]
+    result = load_result(options.path, device=device)
+    length = min(options.length, result.max_context or options.length)
+    score = score_texts(result, texts, length=length)
+    figures = {
+        "loss": score.loss,
+        "perplexity": score.perplexity,
+        "accuracy": score.accuracy,
+        "bits_per_byte": score.bits_per_byte,
+        "tokens": score.num_tokens,
+        "documents": len(texts),
+        "length": length,
+    }
+    print(json.dumps({"model": str(result.folder), "data": str(options.data), **figures}))
+
+
+def _run_tasks(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
+    folder = find_export(Path(options.path))
+    if find_spec("lm_eval") is None:
+        raise UserError("--tasks needs lm-eval, which is not installed. Install it: pip install lm-eval.")
+    evaluated = import_module("lm_eval").simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(folder)},
+        tasks=options.tasks.split(","),
+        limit=options.limit,
+        device=str(device),
+    )
+    return {"model": str(folder), "tasks": evaluated["results"]}
+
+
+def run() -> None:
+    """Run the command with messages for errors; the entry point `d9d-eval`."""
+    with cli_main():
+        main()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,174 @@
+"""Language model of a run's export or of a Hugging Face folder, with its tokenizer, loaded by `transformers`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+
+from d9d_dist import UserError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_NUM_BYTES = 256
+
+
+class TextTokenizer(Protocol):
+    """Tokenizer of plain text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        ...
+
+
+@final
+class ByteTokenizer:
+    """Tokenizer of models whose tokens are the bytes of UTF-8 text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of bytes; an incomplete character at the end is left out."""
+        return bytes(ids).decode(errors="ignore")
+
+
+@final
+@dataclass(frozen=True)
+class LoadedResult:
+    """Language model and tokenizer.
+
+    Attributes:
+        folder: Folder of the files.
+        model: Model of `transformers`, in evaluation mode.
+        tokenizer: Tokenizer of the folder, or `ByteTokenizer`.
+        chat: Tokenizer of `transformers` with a chat template; None if there is no template.
+        stop_tokens: Token ids that end an answer.
+        max_context: Largest number of tokens that the model supports; None if its configuration has no limit.
+    """
+
+    folder: Path
+    model: Any
+    tokenizer: TextTokenizer
+    chat: Any | None
+    stop_tokens: tuple[int, ...]
+    max_context: int | None
+
+
+def load_result(path: str | Path, *, device: torch.device, dtype: torch.dtype | None = None) -> LoadedResult:
+    """Load the model and tokenizer of a run folder, whose export is used, or of a folder in Hugging Face layout.
+
+    A folder without tokenizer is accepted if the vocabulary has 256 tokens: these are bytes. Nothing is downloaded.
+    `dtype` is that of the parameters; None for the dtype of the files.
+
+    Raises:
+        UserError: If the folder has no model, holds only adapters, or has no tokenizer although it needs one.
+        ModuleNotFoundError: If `transformers` is not installed.
+    """
+    folder = find_export(Path(path))
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError(
+            "a result is loaded by transformers, which is missing. Install it: pip install 'd9d-loop[transformers]'."
+        )
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (an extra)
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text_tokenizer, chat, stops = _read_tokenizer(folder, vocab_size=config.get_text_config().vocab_size)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+    model.to(device).eval()
+    ends = model.generation_config.eos_token_id
+    stops += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return LoadedResult(folder, model, text_tokenizer, chat, tuple(dict.fromkeys(stops)), max_context)
+
+
+def find_export(path: Path) -> Path:
+    """Return the folder with `config.json`: the path itself, or the export of a run folder.
+
+    Raises:
+        UserError: If there is no such folder, or the path holds only adapters.
+    """
+    for folder in (path, path / "export"):
+        if (folder / "config.json").is_file():
+            return folder
+    if (path / "adapter_config.json").is_file():
+        raise UserError(
+            f"{path} holds adapters without their base model; expected a whole model. Merge them "
+            "(d9d_peft.load_adapters, then merge_) and export the model."
+        )
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist; expected the folder of a run or of a model.")
+    if (path / "checkpoints").is_dir():
+        raise UserError(
+            f"{path} is a run without an export; expected {path / 'export' / 'config.json'}. Finish the run with "
+            "export enabled and a model that writes config.json (ModelProvider.export_files)."
+        )
+    raise UserError(
+        f"{path} has no config.json; expected a folder in Hugging Face layout, or a run folder with such an export."
+    )
+
+
+def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Any | None, list[int]]:
+    """Return the tokenizer, the same one if it has a chat template, and its end token."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        if vocab_size == _NUM_BYTES:
+            return ByteTokenizer(), None, []
+        raise UserError(
+            f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}), and its vocabulary of {vocab_size} tokens is "
+            "not that of bytes; expected the files of a tokenizer. Copy them from the base model into the folder."
+        )
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415  (an extra)
+
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    else:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return _PlainText(tokenizer), tokenizer if tokenizer.chat_template else None, ends
+
+
+@final
+class _PlainText:
+    """`TextTokenizer` of a tokenizer of `transformers`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text).input_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def read_texts(path: Path, *, field: str) -> list[str]:
+    """Return the documents of a `.jsonl` file, by the field of each line, or the whole text of another file.
+
+    Raises:
+        UserError: If the file does not exist, holds no text, or a line has no such field.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; expected a text file or a .jsonl file.")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        texts = [text]
+    else:
+        texts = []
+        for number, line in enumerate(filter(str.strip, text.splitlines()), start=1):
+            try:
+                document = json.loads(line)[field]
+            except (ValueError, TypeError, KeyError):
+                document = None
+            if not isinstance(document, str):
+                raise UserError(f"{path}, line {number} has no text in {field!r}; expected JSON with this field.")
+            texts.append(document)
+    if not any(texts):
+        raise UserError(f"{path} holds no text; expected at least one document.")
+    return texts

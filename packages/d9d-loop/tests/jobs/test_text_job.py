@@ -1,0 +1,222 @@
+import json
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from d9d_dist import UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop.jobs import STARTERS, TextJobConfig, text_trainer, write_starter
+from d9d_metrics import read_metrics
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+QUICK = {"resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a small Qwen3 with tokenizer and chat template, and files with samples."""
+    path = tmp_path_factory.mktemp("released")
+    tokenizer = Tokenizer(
+        models.BPE(vocab={each: n for n, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
+    special = {"eos_token": "<|end|>", "pad_token": "<|end|>"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special)
+    model = path / "model"
+    fast.save_pretrained(model)
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(vocab_size=len(fast), eos_token_id=256, **SIZES)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(model)
+    chats = [{"prompt": f"count to {n}", "completion": " ".join(map(str, range(n)))} for n in range(1, 41)]
+    _write(path / "chats.jsonl", chats)
+    _write(path / "texts.jsonl", [{"text": f"{n} plus {n} is {2 * n}. " * 4} for n in range(40)])
+    labelled = [
+        {"text": ("good" if n % 2 else "bad") * (1 + n % 3), "label": ["bad", "good"][n % 2]} for n in range(40)
+    ]
+    _write(path / "labelled.jsonl", labelled)
+    return path
+
+
+def _write(path: Path, samples: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in samples))
+
+
+def _config(folder: Path, runs: Path, job: str, **more: Any) -> TextJobConfig:
+    files = {"sft": "chats.jsonl", "pretrain": "texts.jsonl", "classify": "labelled.jsonl"}
+    values: dict[str, Any] = {
+        "job": job,
+        "steps": 4,
+        "model": {"folder": folder / "model"},
+        "dataset": {"files": [folder / files[job]], "held_out": 0.2, "length": 48},
+        "run": {"folder": runs, "name": job},
+        "batch": {"global_size": 8, "microbatch_size": 2},
+        "optimizer": {"learning_rate": 1e-2},
+        "logging": {"every": 1, "progress": False},
+        **QUICK,
+    }
+    return TextJobConfig.model_validate({**values, **more})
+
+
+def _losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+def _train(config: TextJobConfig) -> Path:
+    result = text_trainer(config).train()
+    return result.run_dir
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "sft": {"adapter": {"rank": 4, "alpha": 8.0}},
+    "pretrain": {},
+    "classify": {},
+}
+
+
+def _load(job: str, export: Path) -> Any:
+    kinds = {"classify": transformers.AutoModelForSequenceClassification}
+    return kinds.get(job, transformers.AutoModelForCausalLM).from_pretrained(export, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_is_the_same_on_four_ranks_and_is_loaded_by_transformers(job: str, folder: Path, tmp_path: Path) -> None:
+    run = _train(_config(folder, tmp_path / "one", job, **JOBS[job]))
+    four = _config(folder, tmp_path / "four", job, mesh={"data_parallel_replicate": 2}, **JOBS[job])
+    run_ranks(_train, four, world_size=4)
+    losses = _losses(run)
+    assert _losses(tmp_path / "four" / job) == pytest.approx(losses, rel=1e-4)
+    assert losses[-1] < losses[0]
+    assert any("evaluation_loss" in record for record in read_metrics(run / "metrics.jsonl"))
+    ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (_load(job, tmp_path / ranks / job / "export")(ids).logits for ranks in ("one", "four"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert (run / "export" / "tokenizer.json").read_bytes() == (folder / "model" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    run = _train(_config(folder, tmp_path, "sft", adapter={"kind": kind, "rank": 4, "alpha": 8.0}))
+    base = _load("sft", folder / "model")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, run / "adapters").eval()(ids).logits
+        merged = _load("sft", run / "export")(ids).logits
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
+    assert (merged - before).abs().max() > 1e-4
+
+
+def test_the_loss_of_a_chat_is_that_of_transformers_on_the_answer(folder: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "one.jsonl", [{"prompt": "say two", "completion": "2 is two"}])
+    config = _config(
+        folder, tmp_path, "sft", steps=1, dataset={"files": [tmp_path / "one.jsonl"]}, batch={"global_size": 1}
+    )
+    run = _train(config)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    prompt, answer = "<|user|>say two<|end|><|assistant|>", "2 is two<|end|>"
+    ids = tokenizer(prompt + answer, return_tensors="pt").input_ids
+    labels = ids.clone()
+    labels[:, : len(tokenizer(prompt).input_ids)] = -100
+    expected = _load("sft", folder / "model")(ids, labels=labels).loss.item()
+    assert _losses(run)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_new_model_of_a_family_learns_bytes(folder: Path, tmp_path: Path) -> None:
+    run = _train(_config(folder, tmp_path, "pretrain", model={"family": "qwen3", **SIZES}, steps=8))
+    losses = _losses(run)
+    assert losses[0] == pytest.approx(torch.tensor(257.0).log().item(), rel=0.05)
+    assert losses[-1] < losses[0] - 0.3
+    assert _load("pretrain", run / "export").config.vocab_size == 257
+
+
+def test_samples_of_a_table_equal_those_of_json_lines(folder: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.load_dataset("json", data_files=str(folder / "labelled.jsonl"), split="train")
+    table.to_parquet(tmp_path / "labelled.parquet")
+    table.save_to_disk(str(tmp_path / "saved"))
+    runs = []
+    for number, path in enumerate([folder / "labelled.jsonl", tmp_path / "labelled.parquet", tmp_path / "saved"]):
+        data = {"files": [path], "held_out": 0.2, "length": 48}
+        runs.append(_losses(_train(_config(folder, tmp_path / str(number), "classify", dataset=data, steps=2))))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def _run(file: Path, arguments: list[str]) -> None:
+    sys.argv = ["d9d-train", str(file), *arguments]
+    runpy.run_module("d9d_loop", run_name="__main__")
+
+
+@pytest.mark.parametrize("job", STARTERS)
+def test_a_starter_file_is_short_complete_and_runs(job: str, folder: Path, tmp_path: Path) -> None:
+    text = write_starter(job, tmp_path).read_text()
+    assert sum(bool(line.strip()) and not line.startswith("#") for line in text.splitlines()) <= 25
+    values = tomllib.loads(text)
+    assert TextJobConfig.model_validate(values).job == job
+    files = {"sft": "chats.jsonl", "pretrain": "texts.jsonl", "classify": "labelled.jsonl"}
+    where = ["--dataset.files", json.dumps([str(folder / files[job])]), "--run.folder", str(tmp_path), "--steps", "2"]
+    model = [] if job == "pretrain" else ["--model.folder", str(folder / "model")]
+    sizes = ["--dataset.length", "16"] if job == "pretrain" else []
+    run_ranks(_run, tmp_path / f"{job}.toml", [*where, *model, *sizes, "--batch.global_size", "4"], world_size=1)
+    assert (tmp_path / job / "export" / "model.safetensors").is_file()
+    with pytest.raises(UserError, match=r"exists already; expected no file of this name"):
+        write_starter(job, tmp_path)
+
+
+def test_starter_files_are_listed(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "d9d_loop", "--init"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert [line.split()[2] for line in found.stdout.splitlines()] == list(STARTERS)
+
+
+def test_a_resumed_job_ends_like_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
+    whole = _train(_config(folder, tmp_path / "whole", "sft", **JOBS["sft"]))
+    parts = tmp_path / "parts"
+    config = _config(folder, parts, "sft", **JOBS["sft"], checkpoint={"every": 2})
+    _train(config)
+    (parts / "sft" / "checkpoints" / "step-00000004").rename(parts / "away")  # as if killed before the last save
+    _train(config)
+    name = "model.safetensors"
+    assert (whole / "export" / name).read_bytes() == (parts / "sft" / "export" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": {"files": ["absent.jsonl"]}}, r"dataset\.files: absent\.jsonl does not exist"),
+        ({"dataset": {"files": []}}, r"dataset\.files has no files"),
+        ({"model": {"family": "qwen33"}}, r"model\.family = 'qwen33' is unknown"),
+        ({"model": {"folder": "absent"}}, r"absent"),
+    ],
+)
+def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        text_trainer(_config(folder, tmp_path, "pretrain", **change))
+
+
+def test_a_model_has_one_source() -> None:
+    with pytest.raises(ValueError, match=r"expected either folder \(released weights\) or family \(a new model\)"):
+        TextJobConfig.model_validate({"job": "sft", "model": {}})

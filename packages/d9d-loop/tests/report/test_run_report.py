@@ -1,0 +1,104 @@
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from d9d_dist import UserError
+from d9d_loop.report import read_run, write_report
+from d9d_loop.report.__main__ import main
+from d9d_loop.report.svg_chart import line_chart
+
+PNG = bytes.fromhex("89504e470d0a1a0a")
+
+
+def _run(folder: Path, *, rate: float, steps: int = 20) -> Path:
+    folder.mkdir(parents=True)
+    records: list[dict[str, object]] = [
+        {
+            "step": step,
+            "time": 1.0,
+            "loss": 3 / step,
+            "learning_rate": rate,
+            "grad_norm": math.nan if step == 2 else 1.0,
+        }
+        for step in range(1, steps + 1)
+    ]
+    records += [{"step": steps, "time": 2.0, "evaluation_loss": 0.5}]
+    records += [{"step": steps, "time": 2.0, "sample": {"text": "a <b> & c"}}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records).replace("NaN", '"nan"'))
+    (folder / "config.json").write_text(json.dumps({"steps": steps, "optimizer": {"learning_rate": rate}}))
+    (folder / "environment.json").write_text(json.dumps({"torch": "2.15"}))
+    (folder / "schedule.png").write_bytes(PNG)
+    return folder
+
+
+class _Checker(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in {"meta", "img", "br"}:
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in {"src", "href"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def _check(page: str) -> _Checker:
+    checker = _Checker()
+    checker.feed(page)
+    assert checker.open == []
+    return checker
+
+
+def test_a_report_is_one_page_with_everything(tmp_path: Path) -> None:
+    page = write_report(_run(tmp_path / "one", rate=0.5)).read_text()
+    checked = _check(page)
+    assert all(link.startswith("data:image/png;base64,") for link in checked.links)
+    assert len(checked.links) == 1
+    for part in ("learning_rate", "optimizer.learning_rate", "2.15", "a &lt;b&gt; &amp; c", "held out", "0.15"):
+        assert part in page
+    assert "prefers-color-scheme: dark" in page
+    assert "http" not in page
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [_run(tmp_path / name, rate=rate) for name, rate in (("one", 0.5), ("two", 0.25))]
+    main([*map(str, runs), "--output", str(tmp_path / "both.html")])
+    page = (tmp_path / "both.html").read_text()
+    _check(page)
+    assert capsys.readouterr().out == f"{tmp_path / 'both.html'}\n"
+    differing = page[page.index("Settings that differ") : page.index("one: ")]
+    assert re.search(r"optimizer\.learning_rate</td><td>0\.5</td><td>0\.25</td>", differing)
+    assert "<td>steps</td>" not in differing
+
+
+def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl; expected a run folder"):
+        read_run(tmp_path)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [[(1, 2.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (9, 1e9)], [(step, 1 / step) for step in range(1, 20_000)]],
+)
+def test_charts_stay_inside_their_frame(curve: list[tuple[int, float]]) -> None:
+    chart = ElementTree.fromstring(line_chart({"a < b": curve}, title="x & y"))  # noqa: S314 - our own text
+    drawn = [each for each in chart.iter() if each.tag == "polyline"]
+    points = [tuple(map(float, point.split(","))) for point in drawn[0].attrib["points"].split()]
+    assert all(64 <= x <= 628 and 11.9 <= y <= 228.1 for x, y in points)
+    assert len(points) <= 700
+    assert points == sorted(points)
+
+
+def test_an_empty_chart_is_left_out() -> None:
+    assert line_chart({"loss": []}, title="loss") == ""

@@ -1,0 +1,179 @@
+"""The commands d9d-chat and d9d-eval, on small models of `transformers`."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from d9d_dist import UserError
+from d9d_loop.result import ByteTokenizer, LoadedResult, load_result
+from d9d_loop.result import chat as chat_command
+from d9d_loop.result import evaluate as eval_command
+
+CPU = torch.device("cpu")
+WORDS = ["<end>", "<user>", "<answer>", "to", "be", "or", "not"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<answer> ' }}{{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<answer> {% endif %}"
+)
+
+
+def save_model(folder: Path, *, vocab_size: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.4, max_position_embeddings=32, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def save_tokenizer(folder: Path, *, template: str | None) -> None:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<end>"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # noqa: S106
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture
+def byte_run(tmp_path: Path) -> Path:
+    """Return a run folder whose export is a model of bytes."""
+    save_model(tmp_path / "export", vocab_size=256)
+    return tmp_path
+
+
+@pytest.fixture
+def chat_folder(tmp_path: Path) -> Path:
+    save_model(tmp_path, vocab_size=len(WORDS))
+    save_tokenizer(tmp_path, template=TEMPLATE)
+    return tmp_path
+
+
+def test_streamed_tokens_are_those_of_transformers(byte_run: Path) -> None:
+    result = load_result(byte_run, device=CPU)
+    assert isinstance(result.tokenizer, ByteTokenizer)
+    prompt = result.tokenizer.encode("to be")
+    tokens = list(chat_command.stream_tokens(result, prompt, max_new_tokens=10, temperature=0, top_p=1.0))
+    expected = result.model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, pad_token_id=0)
+    assert tokens == expected[0, 5:].tolist()
+
+
+def test_a_prompt_without_template_is_continued(byte_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat_command.main([str(byte_run), "--prompt", "to be", "--max-new-tokens", "9", "--temperature", "0"])
+    result = load_result(byte_run, device=CPU)
+    ids = list(chat_command.stream_tokens(result, list(b"to be"), max_new_tokens=9, temperature=0, top_p=1.0))
+    assert capsys.readouterr().out == "to be" + result.tokenizer.decode(ids) + "\n"
+
+
+def test_lines_are_turns_of_one_conversation(
+    chat_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    real = chat_command.stream_tokens
+
+    def spy(result: LoadedResult, input_ids: Any, **options: Any) -> Any:
+        seen.append(" ".join(WORDS[i] for i in input_ids))
+        return real(result, input_ids, **options)
+
+    monkeypatch.setattr(chat_command, "stream_tokens", spy)
+    monkeypatch.setattr("sys.stdin", io.StringIO("to be\nor not\n/new\n\nnot\n/quit\nto\n"))
+    chat_command.main([str(chat_folder), "--max-new-tokens", "3", "--seed", "3"])
+    first, second, _ = answers = capsys.readouterr().out.splitlines()
+    assert len(answers) == 3
+    assert seen[0] == "<user> to be <answer>"
+    assert seen[1] == " ".join(f"<user> to be <answer> {first} <user> or not <answer>".split())
+    assert seen[2] == "<user> not <answer>"
+    assert second is not None
+
+
+def test_stop_tokens_end_an_answer(chat_folder: Path) -> None:
+    result = load_result(chat_folder, device=CPU)
+    assert result.stop_tokens == (0,)
+    torch.manual_seed(1)
+    tokens = list(chat_command.stream_tokens(result, [1, 3], max_new_tokens=200, temperature=5.0, top_p=1.0))
+    assert 0 not in tokens
+    assert len(tokens) < 200
+
+
+def test_perplexity_and_accuracy_are_those_of_a_plain_loop(byte_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["to be or not to be", "that is"]
+    data = byte_run / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    eval_command.main([str(byte_run), "--data", str(data), "--length", "7"])
+    got = json.loads(capsys.readouterr().out)
+    model, loss, right, count = load_result(byte_run, device=CPU).model, 0.0, 0, 0
+    for text in texts:
+        ids = list(text.encode())
+        for position in range(1, len(ids)):
+            start = (position - 1) // 7 * 7  # windows of seven predicted tokens
+            log_probs = model(input_ids=torch.tensor([ids[start:position]])).logits[0, -1].log_softmax(dim=-1)
+            loss -= log_probs[ids[position]].item()
+            right += int(log_probs.argmax() == ids[position])
+            count += 1
+    assert got["tokens"] == count == 23
+    assert got["loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert got["perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-4)
+    assert got["bits_per_byte"] == pytest.approx(loss / count / math.log(2), rel=1e-5)
+    assert got["accuracy"] == right / count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--prompt", "a"], "nowhere does not exist; expected the folder of a run or of a model"),
+        ([".", "--prompt", "a"], r"\. has no config\.json; expected a folder in Hugging Face layout, or a run folder"),
+        (["adapters", "--prompt", "a"], "adapters holds adapters without their base model; .* Merge them"),
+        (["run", "--prompt", "a"], r"run is a run without an export; expected run/export/config\.json"),
+        (["words", "--prompt", "a"], r"words has no tokenizer .* vocabulary of 7 tokens is not that of bytes"),
+        (["bytes", "--prompt", "a" * 40], "the conversation has 40 tokens; the model supports 32 with the answer"),
+        (["bytes", "--prompt", "a", "--system", "b"], "--system needs a chat template, which the tokenizer of bytes"),
+        (["bytes", "--prompt", ""], "the prompt '' has no tokens"),
+        (["bytes", "--max-new-tokens", "0"], "--max-new-tokens 0; expected at least 1"),
+        (["bytes", "--top-p", "0"], r"--top-p 0\.0; expected above 0 and at most 1"),
+        (["bytes", "--device", "nodevice"], "--device nodevice is not usable"),
+    ],
+)
+def test_mistakes_in_a_chat_get_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("adapters", "run/checkpoints"):
+        Path(name).mkdir(parents=True)
+    Path("adapters/adapter_config.json").write_text("{}")
+    save_model(Path("words"), vocab_size=7)
+    save_model(Path("bytes"), vocab_size=256)
+    with pytest.raises(UserError, match=message):
+        chat_command.main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bytes"], "expected either --data .* or --tasks"),
+        (["bytes", "--data", "none.txt"], r"none\.txt does not exist"),
+        (["bytes", "--data", "empty.txt"], r"empty\.txt holds no text"),
+        (["bytes", "--data", "a.txt"], "the texts have less than two tokens each"),
+        (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 2 has no text in 'text'; expected JSON with this field"),
+        (["bytes", "--data", "a.txt", "--length", "0"], "--length 0, --limit None; expected at least 1"),
+        (["bytes", "--tasks", "hellaswag"], "--tasks needs lm-eval, which is not installed"),
+    ],
+)
+def test_mistakes_in_an_evaluation_get_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(eval_command, "find_spec", lambda name: None)
+    save_model(Path("bytes"), vocab_size=256)
+    Path("empty.txt").write_text("")
+    Path("a.txt").write_text("a")
+    Path("b.jsonl").write_text('{"text": "to be"}\n{"txt": "or"}\n')
+    with pytest.raises(UserError, match=message):
+        eval_command.main(arguments)

@@ -1,0 +1,296 @@
+"""Decoder with layers for multi-token prediction (MTP): "DeepSeek-V3" (arXiv:2412.19437), section 2.2.
+
+MTP layer k predicts token i + k + 2 from the hidden states at position i and the embedding of token i + k + 1. It has
+its own decoder layer; embedding and head are those of the model.
+
+Shape legend: B batch, L length, D hidden size, K number of MTP layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_dist.errors import UserError
+from d9d_dist.stage import StageInfo
+from d9d_modules.cross_entropy import IGNORED_LABEL
+from d9d_modules.decoder import DecoderLayer, HiddenAndLosses
+from d9d_modules.embedding import TokenEmbedding
+from d9d_modules.linear import Linear
+from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.models.decoder_heads import HeadedDecoder, decoder_lm_head
+from d9d_modules.models.decoder_hugging_face import FeedForwardMapper, decoder_layer_from_hugging_face
+from d9d_modules.models.decoder_model import WHOLE_MODEL, Received
+from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.norm import RMSNorm
+from d9d_modules.rope import RotaryTables, rotary_tables
+from d9d_state import StateMapper, parallel, rename, scope
+
+
+@final
+class MtpLayer(nn.Module):
+    """MTP layer: `norm(block(projection([embedding_norm(e), hidden_norm(h)])))`, equations 21 and 22.
+
+    `index` is the global index of the block, which follows those of the model.
+    """
+
+    def __init__(self, params: DecoderParams, index: int) -> None:
+        super().__init__()
+        size = params.hidden_size
+        norm = partial(RMSNorm, size, eps=params.rms_norm_eps, zero_centered=params.zero_centered_norms)
+        self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.projection = Linear(2 * size, size, init_std=params.initializer_range)
+        self.block = DecoderLayer(
+            size,
+            attention=params.mixer(index),
+            feed_forward=params.feed_forward(index),
+            norm_eps=params.rms_norm_eps,
+            zero_centered_norms=params.zero_centered_norms,
+            sandwich_norms=params.sandwich_norms,
+        )
+        self.has_losses = params.auxiliary_losses is not None
+
+    def forward(
+        self,
+        embedded_BLD: Tensor,
+        hidden_BLD: Tensor,
+        rotary: RotaryTables,
+        *,
+        document_ids_BL: Tensor | None,
+        mask_BL: Tensor | None,
+        attention_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [B, L, D] after the norm, and the auxiliary losses of the block [B, L], if any."""
+        both = torch.cat([self.embedding_norm(embedded_BLD), self.hidden_norm(hidden_BLD)], dim=-1)
+        x_BLD = self.projection(both)
+        zeros_BL = x_BLD.new_zeros(x_BLD.shape[:2], dtype=torch.promote_types(x_BLD.dtype, torch.float32))
+        x = HiddenAndLosses(x_BLD, zeros_BL) if self.has_losses else x_BLD
+        y = self.block(x, rotary, document_ids_BL=document_ids_BL, mask_BL=mask_BL, attention_mask=attention_mask)
+        y_BLD, losses_BL = y if isinstance(y, HiddenAndLosses) else (y, None)
+        return self.norm(y_BLD), losses_BL
+
+
+@final
+class DecoderWithMtp(HeadedDecoder):
+    """Backbone with a language-model head and MTP layers on its last stage, which has a copy of the embedding.
+
+    Args:
+        num_mtp_layers: Number of MTP layers K.
+        mtp_loss_weight: Factor of the mean of the K losses, which is added to the loss (equation 25; 0.3 for most of
+            the training of DeepSeek-V3, then 0.1).
+
+    Raises:
+        UserError: If there is no MTP layer, the weight is negative, or the model has auxiliary losses over all layers.
+    """
+
+    lm_head: LanguageModelHead | None
+
+    def __init__(
+        self,
+        params: DecoderParams,
+        stage: StageInfo = WHOLE_MODEL,
+        *,
+        num_mtp_layers: int = 1,
+        mtp_loss_weight: float = 0.3,
+    ) -> None:
+        super().__init__(params, stage, {"lm_head": decoder_lm_head})
+        if num_mtp_layers < 1 or mtp_loss_weight < 0:
+            raise UserError(
+                f"num_mtp_layers = {num_mtp_layers}, mtp_loss_weight = {mtp_loss_weight}; expected a number of layers "
+                "above 0 and a weight of 0 or above. Use DecoderForCausalLM for a model without MTP."
+            )
+        if params.auxiliary_losses is not None and params.auxiliary_losses.total is not None:
+            raise UserError(
+                f"the model has {params.auxiliary_losses.name} over all layers, which MTP does not support; expected "
+                'losses of single layers, such as RouterLosses(definition="per_layer").'
+            )
+        self.num_mtp_layers, self.mtp_loss_weight = num_mtp_layers, mtp_loss_weight
+        if stage.is_last and self.backbone.embedding is None:
+            self.backbone.embedding = TokenEmbedding(
+                params.vocab_size, params.hidden_size, init_std=params.initializer_range
+            )
+        indices = range(params.num_layers, params.num_layers + num_mtp_layers) if stage.is_last else ()
+        self.mtp = nn.ModuleList(MtpLayer(params, index) for index in indices)
+
+    def forward(
+        self,
+        hidden: Received,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
+        mask_BL: Tensor | None = None,
+        expert_indices: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | Mapping[str, Tensor] | None = None,
+        scores: bool = False,
+        mtp_ids_BLK: Tensor | None = None,
+        mtp_labels_BLK: Tensor | None = None,
+    ) -> Received | dict[str, Tensor]:
+        """Run this stage; arguments and result as in `DecoderForCausalLM`.
+
+        Args:
+            hidden: See `HeadedDecoder.forward`.
+            position_ids: See `HeadedDecoder.forward`.
+            document_ids_BL: See `HeadedDecoder.forward`.
+            mask_BL: See `HeadedDecoder.forward`.
+            expert_indices: See `HeadedDecoder.forward`; routers of MTP layers always choose.
+            attention_mask: See `HeadedDecoder.forward`.
+            labels: See `HeadedDecoder.forward`. With labels, the loss of each token includes its MTP losses.
+            scores: See `HeadedDecoder.forward`; without MTP.
+            mtp_ids_BLK: Input tokens of the MTP layers [B, L, K], from `mtp_targets`. Required with labels in training
+                mode; in evaluation mode, None computes the loss without MTP.
+            mtp_labels_BLK: Labels of the MTP layers [B, L, K], from `mtp_targets`; -100 ignores a position.
+
+        Raises:
+            UserError: See `HeadedDecoder.forward`; also if an MTP argument is missing or has another shape.
+        """
+        assert not isinstance(labels, Mapping), "the model has one head"
+        is_main = mtp_ids_BLK is None and mtp_labels_BLK is None and not self.training
+        if self.lm_head is None or labels is None or scores or is_main:
+            return super().forward(
+                hidden,
+                position_ids=position_ids,
+                document_ids_BL=document_ids_BL,
+                mask_BL=mask_BL,
+                expert_indices=expert_indices,
+                attention_mask=attention_mask,
+                labels=labels,
+                scores=scores,
+            )
+        x = self.backbone(
+            hidden,
+            position_ids=position_ids,
+            document_ids_BL=document_ids_BL,
+            mask_BL=mask_BL,
+            expert_indices=expert_indices,
+            attention_mask=attention_mask,
+        )
+        hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
+        output = self.lm_head(hidden_BLD, labels=labels)
+        if auxiliary_BL is not None:
+            output = output + auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
+        expected = (*labels.shape, self.num_mtp_layers)
+        for name, given in (("mtp_ids_BLK", mtp_ids_BLK), ("mtp_labels_BLK", mtp_labels_BLK)):
+            if given is None or given.shape != expected:
+                got = None if given is None else tuple(given.shape)
+                raise UserError(f"got {name} of shape {got}; expected {expected}: use mtp_targets.")
+        assert mtp_ids_BLK is not None
+        assert mtp_labels_BLK is not None
+        if position_ids is None:
+            position_ids = torch.arange(labels.shape[1], device=labels.device).unsqueeze(0)
+        mask_BL = None if mask_BL is None else self.backbone.token_mask(mask_BL)
+        assert self.backbone.embedding is not None
+        total = torch.zeros_like(output)
+        for depth, layer in enumerate(self.mtp):
+            embedded_BLD = self.backbone.embedding(mtp_ids_BLK[..., depth]) * self.backbone.params.embedding_scale
+            rotary = self._rotary(position_ids, self.backbone.params.num_layers + depth)
+            hidden_BLD, auxiliary_BL = layer(
+                embedded_BLD,
+                hidden_BLD,
+                rotary,
+                document_ids_BL=document_ids_BL,
+                mask_BL=mask_BL,
+                attention_mask=attention_mask,
+            )
+            labels_BL = mtp_labels_BLK[..., depth]
+            total = total + self.lm_head(hidden_BLD, labels=labels_BL)
+            if auxiliary_BL is not None:
+                total = total + self.backbone.all_losses(auxiliary_BL).masked_fill(labels_BL == IGNORED_LABEL, 0.0)
+        return output + total * (self.mtp_loss_weight / self.num_mtp_layers)
+
+    def _rotary(self, position_ids: Tensor, index: int) -> RotaryTables:
+        params, rope = self.backbone.params, self.backbone.params.rope(index)
+        return rotary_tables(
+            position_ids,
+            head_dim=params.rotated_features,
+            theta=rope.theta,
+            scaling=rope.scaling,
+            length=params.rope_length,
+        )
+
+
+def mtp_targets(
+    input_ids_BL: Tensor, labels_BL: Tensor, document_ids_BL: Tensor | None = None, *, num_mtp_layers: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return input tokens and labels of the MTP layers, both [B, L, K], for whole rows.
+
+    Layer k receives token i + k + 1 and predicts the label of position i + k + 1. Where that position is beyond the row
+    or in another document, the token is 0 and the label -100. With context parallelism, split the results like the
+    labels, by `ContextSplit`.
+    """
+    ids, labels = [], []
+    for shift in range(1, num_mtp_layers + 1):
+        inside_BL = torch.ones_like(labels_BL[:, shift:], dtype=torch.bool)
+        if document_ids_BL is not None:
+            inside_BL = document_ids_BL[:, shift:] == document_ids_BL[:, :-shift]
+        inside_BL = F.pad(inside_BL, (0, shift), value=False)[:, : labels_BL.shape[1]]
+        ids.append(input_ids_BL.roll(-shift, dims=1).masked_fill(~inside_BL, 0))
+        labels.append(labels_BL.roll(-shift, dims=1).masked_fill(~inside_BL, IGNORED_LABEL))
+    return torch.stack(ids, dim=-1), torch.stack(labels, dim=-1)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpNames:
+    """Names of an MTP layer's weights in a Hugging Face checkpoint, without the suffix `.weight`.
+
+    In all names, `{index}` is the global index of the block, and `{depth}` that of the MTP layer.
+
+    Attributes:
+        block: Prefix of the decoder layer.
+        others: Names of the other weights, by their names in `MtpLayer`.
+    """
+
+    block: str
+    others: Mapping[str, str]
+
+
+DEEPSEEK_MTP = MtpNames(
+    block="model.layers.{index}.",
+    others={
+        "embedding_norm": "model.layers.{index}.enorm",
+        "hidden_norm": "model.layers.{index}.hnorm",
+        "projection": "model.layers.{index}.eh_proj",
+        "norm": "model.layers.{index}.shared_head.norm",
+    },
+)
+"""MTP layers of DeepSeek-V3 and GLM-4.5. Released files repeat `embed_tokens` and `shared_head.head`: drop them."""
+
+QWEN_MTP = MtpNames(
+    block="mtp.layers.{depth}.",
+    others={
+        "embedding_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "projection": "mtp.fc",
+        "norm": "mtp.norm",
+    },
+)
+"""The MTP layer of Qwen3-Next and Qwen3.5."""
+
+
+def mtp_from_hugging_face(
+    params: DecoderParams,
+    names: MtpNames = DEEPSEEK_MTP,
+    *,
+    num_mtp_layers: int = 1,
+    feed_forward: FeedForwardMapper | None = None,
+) -> StateMapper:
+    """Build the mapper of the MTP layers of a `DecoderWithMtp`, to combine with that of the rest by `parallel`.
+
+    `feed_forward` has the same meaning as in `decoder_from_hugging_face`.
+    """
+
+    def layer(depth: int) -> StateMapper:
+        index = params.num_layers + depth
+        others = {f"{ours}.weight": name.format(index=index, depth=depth) for ours, name in names.others.items()}
+        block = decoder_layer_from_hugging_face(params, index, feed_forward=feed_forward)
+        return parallel(
+            *(rename(f"{theirs}.weight", f"mtp.{depth}.{ours}") for ours, theirs in others.items()),
+            scope(names.block.format(index=index, depth=depth), f"mtp.{depth}.block.", block),
+        )
+
+    return parallel(*(layer(depth) for depth in range(num_mtp_layers)))

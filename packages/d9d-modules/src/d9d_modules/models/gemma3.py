@@ -1,0 +1,183 @@
+"""Gemma 3, text (arXiv:2503.19786): local and global layers, sandwich norms, QK norm, GeGLU; and EmbeddingGemma.
+
+EmbeddingGemma (arXiv:2509.20354) is the same decoder with bidirectional attention.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from torch import nn
+
+from d9d_dist.errors import UserError
+from d9d_modules.models.decoder_params import Rope, RopeScaling, check_positive
+from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
+from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hugging_face_layers import (
+    FULL_OR_SLIDING,
+    sliding_layers_of,
+    sliding_window_of,
+    written_layer_types,
+)
+from d9d_modules.models.hugging_face_rope import rope_from_hugging_face, rope_to_hugging_face
+from d9d_modules.swiglu import GeGLU
+from d9d_state import JsonValue
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Params(GroupedQueryParams):
+    """Hyperparameters of a Gemma 3 text model; see `GroupedQueryParams`.
+
+    Attributes:
+        sliding_rope_theta: RoPE base of the layers with a sliding window, which have no RoPE scaling.
+        query_pre_attn_scalar: The softmax scale is 1 / sqrt of this number.
+        final_softcap: Soft-cap of the logits; None disables it.
+        is_causal: If False, all positions attend to each other (EmbeddingGemma). The window then has
+            `sliding_window - 1` positions on each side.
+    """
+
+    zero_centered_norms: ClassVar[bool] = True
+    sandwich_norms: ClassVar[bool] = True
+    hugging_face_norms: ClassVar[Mapping[str, str]] = {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_output_norm",
+        "pre_feedforward_layernorm": "feed_forward_norm",
+        "post_feedforward_layernorm": "feed_forward_output_norm",
+    }
+
+    tie_word_embeddings: bool = True
+    rope_theta: float = 1_000_000.0
+    sliding_rope_theta: float = 10_000.0
+    query_pre_attn_scalar: int = 256
+    final_softcap: float | None = None
+    is_causal: bool = True
+    max_position_embeddings: int = 131_072
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(
+            sliding_rope_theta=self.sliding_rope_theta,
+            query_pre_attn_scalar=self.query_pre_attn_scalar,
+            final_softcap=self.final_softcap,
+        )
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `GroupedQueryParams`."""
+        return AttentionForm(qk_norm=True, scale=self.query_pre_attn_scalar**-0.5, is_causal=self.is_causal)
+
+    @property
+    def embedding_scale(self) -> float:
+        """See `DecoderParams`."""
+        return self.hidden_size**0.5
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """See `DecoderParams`."""
+        return self.final_softcap
+
+    def rope(self, index: int) -> Rope:
+        """See `DecoderParams`."""
+        is_sliding = self.mixer_kind(index) == "sliding_attention"
+        return Rope(self.sliding_rope_theta) if is_sliding else super().rope(index)
+
+    def feed_forward(self, index: int) -> nn.Module:
+        """See `DecoderParams`."""
+        del index
+        return GeGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
+
+
+def _of_kind(config: HuggingFaceConfig, kind: str) -> Mapping[str, object]:
+    """Return the RoPE entries of the layers of a kind in the format of `transformers` 5; empty for the older format."""
+    written = config.get("rope_parameters")
+    if written is None:
+        return {}
+    if not isinstance(written, Mapping) or not written.keys() <= {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"config.json has rope_parameters = {written!r}; expected an object with the entries full_attention and "
+            "sliding_attention."
+        )
+    return {str(key): value for key, value in (written.get(kind) or {}).items()}
+
+
+def _read_rope(config: HuggingFaceConfig, *, rotary_factor: float) -> tuple[float, RopeScaling | None]:
+    """Read RoPE base and scaling of the layers without a window."""
+    full = _of_kind(config, "full_attention")
+    base = {} if full.get("rope_theta") or config.get("rope_theta") else {"rope_theta": 1_000_000.0}
+    return rope_from_hugging_face({**config, **base, "rope_parameters": full or None}, rotary_factor=rotary_factor)
+
+
+def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    types = layer_types_of(config, values["num_layers"], known=FULL_OR_SLIDING)
+    if types is None:
+        step = config_value(config, "sliding_window_pattern", int, default=6)
+        types = [f"{'sliding' if (index + 1) % step else 'full'}_attention" for index in range(values["num_layers"])]
+    key = "use_bidirectional_attention"
+    read: dict[str, Any] = {"is_causal": config.get(key) is None or not config_value(config, key, bool)}
+    if layers := sliding_layers_of(types):
+        window = sliding_window_of(config)
+        read |= {"sliding_window": window if read["is_causal"] else window // 2 + 1, "sliding_layers": layers}
+    sliding = _of_kind(config, "sliding_attention")
+    if sliding.get("rope_type", "default") != "default":
+        raise UserError(f"config.json has rope_parameters of sliding_attention = {dict(sliding)}; expected no scaling.")
+    theta = config_value(config, "rope_local_base_freq", float, default=10_000.0)
+    read["sliding_rope_theta"] = config_value(sliding, "rope_theta", float, default=theta)
+    if config.get("final_logit_softcapping") is not None:
+        read["final_softcap"] = config_value(config, "final_logit_softcapping", float)
+    return read
+
+
+def _written_rope(params: Gemma3Params, *, rotary_factor: float | None) -> Mapping[str, JsonValue]:
+    full = rope_to_hugging_face(params, rotary_factor=rotary_factor)
+    sliding: JsonValue = {"rope_type": "default", "rope_theta": params.sliding_rope_theta}
+    return {**full, "rope_parameters": {"full_attention": full["rope_parameters"], "sliding_attention": sliding}}
+
+
+def _written_own(params: Gemma3Params) -> Mapping[str, JsonValue]:
+    # transformers requires a window even if no layer uses it.
+    window = params.max_position_embeddings if params.sliding_window is None else params.sliding_window
+    return {
+        "layer_types": written_layer_types(params),
+        "sliding_window": window if params.is_causal else 2 * (window - 1),
+        "use_bidirectional_attention": not params.is_causal,
+        "rope_local_base_freq": params.sliding_rope_theta,
+        "final_logit_softcapping": params.final_softcap,
+    }
+
+
+GEMMA3 = HuggingFaceFamily(
+    params=Gemma3Params,
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    entries=(
+        *(each for each in DECODER_ENTRIES if each.field != "tie_word_embeddings"),
+        Entry("tie_word_embeddings", "tie_word_embeddings", bool, default=True),
+        Entry("num_kv_heads", "num_key_value_heads", default=4),
+        Entry("head_dim", "head_dim", default=256),
+        Entry("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
+        Entry("max_position_embeddings", "max_position_embeddings", default=131_072),
+    ),
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+    },
+    own=(
+        "final_logit_softcapping",
+        "layer_types",
+        "rope_local_base_freq",
+        "sliding_window",
+        "sliding_window_pattern",
+        "use_bidirectional_attention",
+    ),
+    read_rope=_read_rope,
+    write_rope=_written_rope,
+    read_own=_read_own,
+    write_own=_written_own,
+    irrelevant={**IRRELEVANT, "_sliding_window_pattern": "layer_types, which the same versions write, has precedence"},
+)
+"""Checkpoints of Gemma 3, text, and of EmbeddingGemma."""

@@ -1,0 +1,72 @@
+"""GLM-4 of 2025, dense (GLM-4-9B-0414, GLM-4-32B-0414): sandwich norms, QKV biases, partial and interleaved RoPE."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
+from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.rope import check_rotary_sizes
+from d9d_state import JsonValue, StateMapper, parallel, rename, split
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Glm4Params(GroupedQueryParams):
+    """Hyperparameters of a GLM-4 model; see `GroupedQueryParams`. Released models have no sliding windows.
+
+    Attributes:
+        rotary_dim: Number of leading features of each head that RoPE rotates; even.
+        qkv_bias: If True, the query, key and value projections have biases.
+    """
+
+    sandwich_norms: ClassVar[bool] = True
+    hugging_face_norms: ClassVar[Mapping[str, str]] = {
+        "input_layernorm": "attention_norm",
+        "post_self_attn_layernorm": "attention_output_norm",
+        "post_attention_layernorm": "feed_forward_norm",
+        "post_mlp_layernorm": "feed_forward_output_norm",
+    }
+
+    rotary_dim: int
+    qkv_bias: bool = True
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 32768
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rotary_sizes(self.head_dim, self.rotary_dim)
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `GroupedQueryParams`."""
+        return AttentionForm(qkv_bias=self.qkv_bias, rotary_dim=self.rotary_dim, rotary_layout="interleaved")
+
+    def feed_forward_from_hugging_face(self, index: int) -> StateMapper:
+        """See `DecoderParams`; gate and up projection are one fused matrix."""
+        del index
+        gate_up = split(
+            "gate_up_proj.weight", ["gate_proj.weight", "up_proj.weight"], [self.intermediate_size] * 2, dim=0
+        )
+        return parallel(gate_up, rename("down_proj.weight", "down_proj.weight"))
+
+
+def _refuse_windows(params: Glm4Params) -> Mapping[str, JsonValue]:
+    params.require_no_windows()
+    return {}
+
+
+GLM4 = HuggingFaceFamily(
+    params=Glm4Params,
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    entries=(
+        *GROUPED_QUERY_ENTRIES,
+        Entry("qkv_bias", "attention_bias", bool, default=True),
+        Entry("max_position_embeddings", "max_position_embeddings", default=131_072),
+    ),
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
+    rotary_factor=0.5,
+    write_own=_refuse_windows,
+)
+"""Checkpoints of GLM-4."""

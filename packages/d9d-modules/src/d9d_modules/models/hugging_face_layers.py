@@ -1,0 +1,69 @@
+"""Kinds of token mixers in a Hugging Face `config.json`: the entry `layer_types`, and sliding windows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from d9d_dist.errors import UserError
+from d9d_modules.models.grouped_query import GroupedQueryParams
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
+from d9d_state import JsonValue
+
+WINDOW_ENTRIES = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+"""Entries that `read_windows` reads."""
+
+
+FULL_OR_SLIDING = ("full_attention", "sliding_attention")
+"""Kinds of token mixers in families without linear attention."""
+
+
+def sliding_layers_of(types: list[str]) -> tuple[int, ...]:
+    """Return the indices of the layers with a sliding window."""
+    return tuple(index for index, each in enumerate(types) if each == "sliding_attention")
+
+
+def sliding_window_of(config: HuggingFaceConfig) -> int:
+    """Read the window size of a configuration with sliding windows; raise a `UserError` if it is missing or invalid."""
+    if config.get("sliding_window") is None:
+        raise UserError(
+            "config.json has no 'sliding_window', but some layers have a window; expected the window size in positions."
+        )
+    return config_value(config, "sliding_window", int)
+
+
+def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read the windows of Qwen2 and Qwen3: by `layer_types`, or else all layers from `max_window_layers` on.
+
+    Without causality, `transformers` excludes the current position from the window size.
+    """
+    is_sliding = config_value(config, "use_sliding_window", bool, default=False)
+    types = layer_types_of(config, values["num_layers"], known=FULL_OR_SLIDING)
+    if types is None:
+        first = config_value(config, "max_window_layers", int, default=28, minimum=0)
+        layers = tuple(range(first, values["num_layers"])) if is_sliding else ()
+    else:
+        layers = sliding_layers_of(types)
+        if layers and not is_sliding:
+            raise UserError(
+                f"config.json has layer_types = {types!r} and use_sliding_window = False; expected no "
+                "'sliding_attention', or use_sliding_window = True with a sliding_window."
+            )
+    if not layers:
+        return {}
+    window = sliding_window_of(config) + (not values.get("is_causal", True))
+    return {"sliding_window": window, "sliding_layers": layers}
+
+
+def written_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
+    """Return all entries of `read_windows`, even without windows, to override those of the original `config.json`."""
+    if params.sliding_window is None:
+        return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": params.sliding_window - (not params.attention_form.is_causal),
+        "layer_types": written_layer_types(params),
+    }
+
+
+def written_layer_types(params: GroupedQueryParams) -> list[JsonValue]:
+    """Return the entry `layer_types`."""
+    return [params.mixer_kind(index) for index in range(params.num_layers)]

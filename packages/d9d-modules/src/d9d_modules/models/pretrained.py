@@ -1,0 +1,255 @@
+"""Recognition of a Hugging Face folder: its family, hyperparameters and weights, without code for the family."""
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from importlib.metadata import entry_points
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, final
+
+from torch import nn
+
+from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_modules.models.decoder_heads import DecoderForCausalLM, DecoderForClassification, DecoderForEmbedding
+from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.models.gemma3 import GEMMA3
+from d9d_modules.models.glm4 import GLM4
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig
+from d9d_modules.models.hugging_face_family import HuggingFaceFamily
+from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
+from d9d_modules.models.llama3 import LLAMA3
+from d9d_modules.models.mistral import MISTRAL
+from d9d_modules.models.qwen2 import QWEN2
+from d9d_modules.models.qwen3 import QWEN3
+from d9d_modules.models.qwen3_5 import QWEN3_5
+from d9d_modules.pooling import Pooling
+from d9d_state import (
+    JsonValue,
+    ModelFolder,
+    StateMapper,
+    TensorInfo,
+    dequantize_inputs,
+    drop,
+    keep,
+    parallel,
+    rename,
+    sequential,
+)
+
+FAMILIES: tuple[HuggingFaceFamily[Any], ...] = (GEMMA3, GLM4, LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_5)
+"""Families of this package."""
+
+FAMILY_ENTRY_POINTS = "d9d.model_families"
+"""Group of entry points by which other packages register tuples of families, as d9d-moe does."""
+
+PretrainedHead: TypeAlias = Literal["language_model", "classification", "embedding"]
+"""Head on the backbone of a folder."""
+
+_NESTED_PREFIX = "model.language_model."
+
+_logger = logging.getLogger(__name__)
+
+
+def known_families() -> Mapping[str, HuggingFaceFamily[Any]]:
+    """Return the families of all installed packages, by their `model_type`."""
+    registered = [family for each in entry_points(group=FAMILY_ENTRY_POINTS) for family in each.load()]
+    families = (*FAMILIES, *registered)
+    return {name: family for family in families for name in (family.model_type, family.nested_type) if name is not None}
+
+
+def from_pretrained_config(
+    folder: str | Path,
+    *,
+    head: PretrainedHead = "language_model",
+    num_classes: int | None = None,
+    pooling: Pooling = "last",
+    embedding_size: int | None = None,
+    families: Sequence[HuggingFaceFamily[Any]] = (),
+) -> "PretrainedDecoder":
+    """Recognize the family of a Hugging Face folder by its `config.json`. Reads no weights and downloads nothing.
+
+    Args:
+        folder: Folder with `config.json`, or the name of a model in the local cache of Hugging Face.
+        head: Head of the model to build.
+        num_classes: Number of classes of the classification head.
+        pooling: Pooling of the classification or embedding head.
+        embedding_size: Size of the embeddings; see `EmbeddingHead`.
+        families: Further families, which have precedence over `known_families` of the same `model_type`.
+
+    Raises:
+        UserError: If the folder has no valid `config.json`. If the family is unknown; the message names the nearest
+            family and the entries that differ. If the family does not support an entry; see `HuggingFaceFamily.read`.
+    """
+    path = _local_folder(folder)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, Mapping):
+        raise UserError(f"{path / 'config.json'} contains {type(config).__name__}; expected an object.")
+    known = {**known_families(), **{family.model_type: family for family in families}}
+    family = known.get(str(config.get("model_type")))
+    if family is None:
+        raise UserError(_unknown(config, known))
+    if (num_classes is None) is (head == "classification"):
+        raise UserError(
+            f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head."
+        )
+    return PretrainedDecoder(
+        path,
+        config,
+        family,
+        family.read(config),
+        head,
+        num_classes=num_classes,
+        pooling=pooling,
+        embedding_size=embedding_size,
+    )
+
+
+@final
+@dataclass(frozen=True)
+class PretrainedDecoder:
+    """Model of a recognized folder, with the methods of a `d9d_loop.ModelProvider`.
+
+    Attributes:
+        folder: Folder with `config.json` and, unless only the configuration is of interest, safetensors files.
+        config: Parsed `config.json`.
+        family: Family of the model.
+        params: Hyperparameters of the model.
+        head: Head of the model.
+    """
+
+    folder: Path
+    config: HuggingFaceConfig
+    family: HuggingFaceFamily[Any]
+    params: DecoderParams
+    head: PretrainedHead
+    num_classes: int | None = None
+    pooling: Pooling = "last"
+    embedding_size: int | None = None
+
+    def __str__(self) -> str:
+        mixers = Counter(self.params.mixer_kind(index) for index in range(self.params.num_layers))
+        num_parameters = sum(prod(tensor.shape) for tensor in self._stored.values())
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in self._stored.values()})
+        weights = f"{num_parameters / 1e9:.3g} B stored numbers ({', '.join(dtypes)})" if dtypes else "no weights"
+        unused = ", ".join(self.unused) or "none"
+        layers = ", ".join(f"{count} {kind}" for kind, count in mixers.items())
+        return (
+            f"{self.folder}: family {self.family.model_type}, layers: {layers}; {weights}; tensors not used: {unused}"
+        )
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of stored tensors that the model has no use for and that are not loaded."""
+        patterns = [pattern.format(**vars(self.params)) for pattern in self.family.unused]
+        if self.params.tie_word_embeddings or self.head != "language_model":
+            patterns.append("lm_head.weight")
+        consumed = frozenset(self._mapper(self._stored).inputs)
+        left = [name for name in self._stored if name not in consumed]
+        return tuple(name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        """Build one pipeline stage of the model."""
+        match self.head:
+            case "language_model":
+                return DecoderForCausalLM(self.params, stage)
+            case "classification":
+                assert self.num_classes is not None
+                return DecoderForClassification(self.params, stage, num_classes=self.num_classes, pooling=self.pooling)
+            case "embedding":
+                return DecoderForEmbedding(self.params, stage, pooling=self.pooling, embedding_size=self.embedding_size)
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext, **options: Any) -> None:
+        """Parallelize one stage in place; the options are those of `parallelize_decoder`."""
+        self.family.parallelize(model, ctx, **options)
+
+    def state_mapper(self) -> StateMapper:
+        """Return the mapper from an exported folder to the model; exports use its inverse."""
+        return self._mapper({"score.weight": None, "projection.weight": None})
+
+    def load_mapper(self) -> StateMapper:
+        """Return the mapper from the folder to the model, with dequantization, and log which tensors are not used.
+
+        Tensors that neither the model nor `HuggingFaceFamily.unused` names raise an error when the weights are loaded.
+        """
+        mapper, unused = self._mapper(self._stored), self.unused
+        layout = quantization_from_hugging_face(self.config)
+        if layout is not None:
+            mapper = dequantize_inputs(mapper, layout, self._stored)
+        if unused and os.environ.get("RANK", "0") == "0":
+            _logger.warning("%s contains tensors that the model does not use: %s", self.folder, ", ".join(unused))
+        return parallel(mapper, drop(*unused))
+
+    def export_files(self) -> Mapping[str, JsonValue]:
+        """Return the `config.json` of an export."""
+        return {"config.json": self.family.write(self.params)}
+
+    @cached_property
+    def _stored(self) -> Mapping[str, TensorInfo]:
+        has_weights = any(self.folder.glob("model*.safetensors*"))
+        return ModelFolder.open(self.folder).tensors if has_weights else {}
+
+    def _mapper(self, stored: Mapping[str, object]) -> StateMapper:
+        """Return the mapper of the weights in a folder that contains the tensors `stored`."""
+        whole = self.family.mapper(self.params)
+        if f"{_NESTED_PREFIX}embed_tokens.weight" in stored:  # the language model of a multimodal checkpoint
+            names = {name: name.replace("model.", _NESTED_PREFIX, 1) for name in whole.inputs}
+            whole = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), whole)
+        if self.head == "language_model":
+            return whole
+        backbone = whole.restrict(outputs=[name for name in whole.outputs if name.startswith("backbone.")])
+        if "embed_tokens.weight" in stored:  # a text-embedding checkpoint, whose tensor names have no prefix
+            names = {name: name.removeprefix("model.") for name in backbone.inputs}
+            backbone = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), backbone)
+        match self.head:
+            case "classification" if "score.weight" in stored:
+                return parallel(backbone, rename("score.weight", "head.score.weight"))
+            case "classification":
+                return parallel(backbone, keep("head.score.weight"))
+            case "embedding" if self.embedding_size is None:
+                return backbone
+            case _ if "projection.weight" in stored:
+                return parallel(backbone, rename("projection.weight", "head.projection.weight"))
+            case _:
+                return parallel(backbone, keep("head.projection.weight"))
+
+
+def _local_folder(name: str | Path) -> Path:
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return folder
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    cached = hub / f"models--{str(name).replace('/', '--')}"
+    reference = cached / "refs" / "main"
+    if reference.is_file():
+        snapshot = cached / "snapshots" / reference.read_text(encoding="utf-8").strip()
+        if (snapshot / "config.json").is_file():
+            return snapshot
+    raise UserError(
+        f"{name} is neither a folder with config.json nor a model in the local cache of Hugging Face, {hub}; expected "
+        f"one of them. Download the model: hf download {name}"
+    )
+
+
+def _unknown(config: HuggingFaceConfig, known: Mapping[str, HuggingFaceFamily[Any]]) -> str:
+    """Return the error for an unknown family, with the entries that differ from the nearest one."""
+    differences = {
+        name: (
+            [key for key in config if key not in family.used and key not in family.irrelevant],
+            [each.key for each in family.entries if each.default is None and each.key not in config],
+        )
+        for name, family in known.items()
+    }
+    nearest = min(differences, key=lambda name: sum(map(len, differences[name])))
+    unknown, missing = (", ".join(names) or "none" for names in differences[nearest])
+    return (
+        f"config.json has model_type = {config.get('model_type')!r}; expected one of {', '.join(sorted(known))}. The "
+        f"nearest family is {nearest}; entries that it does not know: {unknown}; entries that it lacks: {missing}. Use "
+        "d9d_loop.hugging_face_model, or define the family as a HuggingFaceFamily and pass families=[...]."
+    )

@@ -1,0 +1,40 @@
+"""Qwen2 and Qwen2.5, dense (arXiv:2407.10671): grouped-query attention with QKV biases, RoPE, SwiGLU, RMS norm."""
+
+from dataclasses import dataclass
+from typing import final
+
+from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
+from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Params(GroupedQueryParams):
+    """Hyperparameters of a Qwen2 or Qwen2.5 model; see `GroupedQueryParams`."""
+
+    rope_theta: float = 1_000_000.0
+    max_position_embeddings: int = 32768
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """See `GroupedQueryParams`."""
+        return AttentionForm(qkv_bias=True)
+
+
+QWEN2 = HuggingFaceFamily(
+    params=Qwen2Params,
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    entries=(
+        *DECODER_ENTRIES,
+        Entry("num_kv_heads", "num_key_value_heads", default=lambda values: values["num_heads"]),
+        Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
+        Entry("max_position_embeddings", "max_position_embeddings", default=32768),
+    ),
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_mrope": False},
+    own=WINDOW_ENTRIES,
+    read_own=read_windows,
+    write_own=written_windows,
+)
+"""Checkpoints of Qwen2 and Qwen2.5."""

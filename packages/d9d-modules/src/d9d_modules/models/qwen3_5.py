@@ -1,0 +1,83 @@
+"""Qwen3.5, dense, without its vision tower: Gated DeltaNet layers, and gated attention in every fourth layer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from d9d_dist.errors import UserError
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value
+from d9d_modules.models.hugging_face_family import HuggingFaceFamily
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hybrid import (
+    HYBRID_FIXED,
+    HYBRID_OWN,
+    HybridParams,
+    hybrid_entries,
+    read_full_layers,
+    written_full_layers,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Params(HybridParams):
+    """Hyperparameters of a dense Qwen3.5 model; see `HybridParams`.
+
+    `decoder_from_hugging_face` maps its weights; in released checkpoints they have `prefix="model.language_model."`.
+    `QWEN3_5` reads and writes its `config.json`.
+    """
+
+    has_grouped_projections: ClassVar[bool] = False
+
+
+def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return the entries of the language model, without those for positions of images.
+
+    Released configurations contain the language model as `text_config`. Positions of text are equal in all sections of
+    a multimodal RoPE, so the sections have no effect.
+    """
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise UserError(f"config.json has text_config = {text!r}; expected an object.")
+    if text is not config:
+        require_value(config, "tie_word_embeddings", text.get("tie_word_embeddings", False))
+        text = {**text, "quantization_config": config.get("quantization_config")}
+    sections = ("mrope_section", "mrope_interleaved")
+    ropes = {key: text[key] for key in ("rope_parameters", "rope_scaling") if isinstance(text.get(key), Mapping)}
+    return {
+        **text,
+        **{
+            key: {name: value for name, value in rope.items() if name not in sections}
+            for key, rope in ropes.items()
+            if isinstance(rope, Mapping)
+        },
+    }
+
+
+QWEN3_5_IRRELEVANT = {
+    **IRRELEVANT,
+    "mamba_ssm_dtype": "the state of a linear layer is float32 or float64",
+    "mtp_num_hidden_layers": "only DecoderWithMtp has layers for multi-token prediction",
+    "mtp_use_dedicated_embeddings": "only DecoderWithMtp has layers for multi-token prediction",
+}
+"""Entries of `config.json` that do not affect a Qwen3.5 model, with the reasons."""
+
+QWEN3_5_UNUSED = ("mtp.*", "model.visual.*")
+"""Tensors of released checkpoints that a Qwen3.5 model does not have."""
+
+QWEN3_5 = HuggingFaceFamily(
+    params=Qwen35Params,
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    entries=hybrid_entries(),
+    fixed={**HYBRID_FIXED, "mlp_only_layers": []},
+    own=HYBRID_OWN,
+    nested_type="qwen3_5",
+    prepare=text_config,
+    read_own=read_full_layers,
+    write_own=written_full_layers,
+    irrelevant=QWEN3_5_IRRELEVANT,
+    unused=QWEN3_5_UNUSED,
+    rotary_factor=0.25,
+)
+"""`config.json` of dense Qwen3.5 models, alone or as `text_config`."""

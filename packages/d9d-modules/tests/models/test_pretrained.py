@@ -1,0 +1,141 @@
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from d9d_dist import StageInfo, UserError
+from d9d_modules import (
+    LLAMA3,
+    QWEN2,
+    DecoderForCausalLM,
+    Llama3Params,
+    PretrainedDecoder,
+    Qwen2Params,
+    from_pretrained_config,
+    known_families,
+)
+from d9d_state import load_model_state, save_model_state
+
+PARAMS = Qwen2Params(
+    vocab_size=11,
+    hidden_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=12,
+    initializer_range=0.3,
+)
+
+
+def _folder(path: Path, *, entries: dict[str, Any] | None = None, tensors: dict[str, Tensor] | None = None) -> Path:
+    """Write a Qwen2 with further entries and tensors, and return the folder."""
+    model = DecoderForCausalLM(PARAMS)
+    config = {**QWEN2.write(PARAMS), **(entries or {})}
+    save_model_state(model, path, QWEN2.mapper(PARAMS).inverse(), extra_files={"config.json": config})
+    file = path / "model.safetensors"
+    save_file({**load_file(file), **(tensors or {})}, file)
+    return path
+
+
+def _loaded(found: PretrainedDecoder) -> Any:
+    model = found.build(StageInfo())
+    load_model_state(model, found.folder, found.load_mapper())
+    return model
+
+
+def test_a_folder_is_recognized_and_described(tmp_path: Path) -> None:
+    found = from_pretrained_config(_folder(tmp_path / "qwen"))
+    assert (found.family, found.params) == (QWEN2, PARAMS)
+    assert str(found) == (
+        f"{tmp_path / 'qwen'}: family qwen2, layers: 2 full_attention; 1.21e-06 B stored numbers (float32); "
+        "tensors not used: none"
+    )
+    model, stored = _loaded(found), load_file(found.folder / "model.safetensors")
+    assert torch.equal(model.backbone.layers["1"].attention.k_proj.bias, stored["model.layers.1.self_attn.k_proj.bias"])
+    save_model_state(model, tmp_path / "again", found.state_mapper().inverse(), extra_files=found.export_files())
+    assert from_pretrained_config(tmp_path / "again").params == PARAMS
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
+
+
+def test_tensors_that_are_not_used_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    found = from_pretrained_config(_folder(tmp_path / "old", tensors={rotary: torch.ones(2)}))
+    assert found.unused == (rotary,)
+    assert str(found).endswith(f"tensors not used: {rotary}")
+    with caplog.at_level(logging.WARNING):
+        _loaded(found)
+    assert caplog.messages == [f"{tmp_path / 'old'} contains tensors that the model does not use: {rotary}"]
+    found = from_pretrained_config(_folder(tmp_path / "more", tensors={"vision.weight": torch.ones(2)}))
+    with pytest.raises(UserError, match=r"in the file, but unused.*\n.*vision\.weight"):
+        _loaded(found)
+
+
+def test_an_unknown_family_is_compared_with_the_nearest(tmp_path: Path) -> None:
+    entries = {"model_type": "new", "clip_qkv": 8.0, "max_window_layers": 28}
+    folder = _folder(tmp_path / "new", entries=entries)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "vocab_size"}))
+    expected = (
+        r"model_type = 'new'; expected one of .*llama, mistral, .*qwen2.*The nearest family is qwen2; entries that it "
+        r"does not know: clip_qkv; entries that it lacks: vocab_size\. Use d9d_loop\.hugging_face_model"
+    )
+    with pytest.raises(UserError, match=expected):
+        from_pretrained_config(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "clip_qkv": None}))
+    own = replace(QWEN2, model_type="new", fixed={**QWEN2.fixed, "clip_qkv": None})
+    assert from_pretrained_config(folder, families=[own]).params == PARAMS
+
+
+def test_a_name_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--Qwen--Qwen2.5-0.5B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    snapshot = _folder(cached / "snapshots" / "abc")
+    assert from_pretrained_config("Qwen/Qwen2.5-0.5B").folder == snapshot
+    with pytest.raises(UserError, match=r"Qwen/Qwen3-8B is neither a folder .* hf download Qwen/Qwen3-8B"):
+        from_pretrained_config("Qwen/Qwen3-8B")
+    (snapshot / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json contains list; expected an object"):
+        from_pretrained_config(snapshot)
+
+
+def test_a_classifier_and_an_embedder_use_the_backbone(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "qwen")
+    ids = torch.randint(0, 11, (2, 5))
+    whole = _loaded(from_pretrained_config(folder))
+    found = from_pretrained_config(folder, head="classification", num_classes=3)
+    classifier = _loaded(found)
+    assert found.unused == ("lm_head.weight",)
+    assert classifier(ids).shape == (2, 3)
+    assert torch.equal(classifier.backbone(ids), whole.backbone(ids))
+    save_model_state(classifier, tmp_path / "scored", found.state_mapper().inverse(), extra_files=found.export_files())
+    again = _loaded(from_pretrained_config(tmp_path / "scored", head="classification", num_classes=3))
+    assert torch.equal(again(ids), classifier(ids))
+    with pytest.raises(UserError, match=r"head = 'classification', num_classes = None; expected num_classes"):
+        from_pretrained_config(folder, head="classification")
+
+    embedder = _loaded(from_pretrained_config(folder, head="embedding", pooling="mean", embedding_size=4))
+    assert embedder(ids).shape == (2, 4)
+    stored = load_file(folder / "model.safetensors")
+    del stored["lm_head.weight"]
+    save_file({name.removeprefix("model."): tensor for name, tensor in stored.items()}, folder / "model.safetensors")
+    found = from_pretrained_config(folder, head="embedding")
+    assert found.unused == ()
+    assert torch.equal(_loaded(found).backbone(ids), whole.backbone(ids))
+
+
+def test_other_packages_register_families() -> None:
+    known = known_families()
+    assert known["llama"] is LLAMA3
+    assert known["qwen2"].params is Qwen2Params
+    assert Llama3Params is LLAMA3.params

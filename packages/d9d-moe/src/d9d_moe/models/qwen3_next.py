@@ -1,0 +1,166 @@
+"""Qwen3-Next and the sparse Qwen3.5: Gated DeltaNet layers, gated attention, and a gated shared expert."""
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from torch import nn
+
+from d9d_dist.errors import UserError
+from d9d_modules import (
+    HYBRID_FIXED,
+    HYBRID_OWN,
+    Entry,
+    HuggingFaceConfig,
+    HuggingFaceFamily,
+    HybridParams,
+    check_layers,
+    check_positive,
+    hybrid_entries,
+    read_full_layers,
+    swiglu_from_hugging_face,
+    text_config,
+    written_full_layers,
+)
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.qwen3_5 import QWEN3_5_IRRELEVANT, QWEN3_5_UNUSED
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
+from d9d_moe.models.qwen3_moe import read_dense_layers
+from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.router import TopKRouter
+from d9d_moe.shared_experts import SharedExperts
+from d9d_state import JsonValue, StateMapper, parallel, rename, scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseHybridParams(SparseParams, HybridParams, ABC):
+    """Hyperparameters of a sparse hybrid decoder; see `SparseParams` and `d9d_modules.HybridParams`.
+
+    Attributes:
+        shared_intermediate_size: Intermediate size of the gated shared expert.
+        dense_layers: Indices of the layers with a dense feed-forward block.
+    """
+
+    shared_intermediate_size: int
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(shared_intermediate_size=self.shared_intermediate_size)
+        check_layers("dense_layers", self.dense_layers, self.num_layers)
+
+    def is_dense(self, index: int) -> bool:
+        """See `SparseParams`."""
+        return index in self.dense_layers
+
+    def router(self) -> TopKRouter:
+        """See `SparseParams`."""
+        return TopKRouter(
+            self.hidden_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+            init_std=self.initializer_range,
+        )
+
+    def shared_experts(self) -> nn.Module:
+        """See `SparseParams`."""
+        size, std = self.shared_intermediate_size, self.initializer_range
+        return SharedExperts(self.hidden_size, size, is_gated=True, init_std=std)
+
+    def moe_from_hugging_face(self, layout: ExpertsLayout) -> StateMapper:
+        """See `SparseParams`."""
+        return parallel(
+            super().moe_from_hugging_face(layout),
+            scope("shared_expert.", "shared.experts.", swiglu_from_hugging_face()),
+            rename("shared_expert_gate.weight", "shared.gate.weight"),
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextParams(SparseHybridParams):
+    """Hyperparameters of a Qwen3-Next model; see `SparseHybridParams`.
+
+    `sparse_from_hugging_face` maps its weights; `QWEN3_NEXT` reads and writes its `config.json`.
+    """
+
+    has_grouped_projections: ClassVar[bool] = True
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MoeParams(SparseHybridParams):
+    """Hyperparameters of a sparse Qwen3.5 model; see `SparseHybridParams`.
+
+    `sparse_from_hugging_face` maps its weights. Released checkpoints have `prefix="model.language_model."` and
+    `layout="fused"`. `QWEN3_5_MOE` reads and writes its `config.json`.
+    """
+
+    has_grouped_projections: ClassVar[bool] = False
+
+
+def _read_next(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**read_full_layers(config, values), "dense_layers": read_dense_layers(config, values["num_layers"])}
+
+
+def _written_next(params: Qwen3NextParams) -> Mapping[str, JsonValue]:
+    return {**written_full_layers(params), "mlp_only_layers": list(params.dense_layers)}
+
+
+def _written_moe(params: Qwen35MoeParams) -> Mapping[str, JsonValue]:
+    if params.dense_layers or not params.renormalize:
+        raise UserError(
+            f"dense_layers = {params.dense_layers}, renormalize = {params.renormalize}; a config.json of Qwen3.5 "
+            "cannot express them: expected no dense layers, and True."
+        )
+    return written_full_layers(params)
+
+
+_ENTRIES = (
+    # No layer of the released models is dense, and Qwen3.5 has no entry for it.
+    *(each for each in hybrid_entries() if each.field != "intermediate_size"),
+    *expert_entries("num_experts"),
+    Entry("shared_intermediate_size", "shared_expert_intermediate_size", default=512),
+)
+_OWN = (*HYBRID_OWN, "output_router_logits", "router_aux_loss_coef")
+
+QWEN3_NEXT = HuggingFaceFamily(
+    params=Qwen3NextParams,
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    entries=(
+        *_ENTRIES,
+        Entry("intermediate_size", "intermediate_size", default=5632),
+        Entry("renormalize", "norm_topk_prob", bool, default=True),
+    ),
+    fixed={**HYBRID_FIXED, "use_sliding_window": False},
+    written={"decoder_sparse_step": 1},
+    own=(*_OWN, "decoder_sparse_step", "mlp_only_layers"),
+    check=refuse_router_loss,
+    read_own=_read_next,
+    write_own=_written_next,
+    irrelevant=IRRELEVANT,
+    unused=("mtp.*",),
+    rotary_factor=0.25,
+)
+"""`config.json` of Qwen3-Next."""
+
+QWEN3_5_MOE = HuggingFaceFamily(
+    params=Qwen35MoeParams,
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    entries=(*_ENTRIES, Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
+    fixed={**HYBRID_FIXED, "mlp_only_layers": []},
+    own=_OWN,
+    nested_type="qwen3_5_moe",
+    prepare=text_config,
+    check=refuse_router_loss,
+    read_own=read_full_layers,
+    write_own=_written_moe,
+    irrelevant={**QWEN3_5_IRRELEVANT, "intermediate_size": "no layer is dense"},
+    unused=QWEN3_5_UNUSED,
+    rotary_factor=0.25,
+)
+"""`config.json` of sparse Qwen3.5 models, alone or as `text_config`."""

@@ -1,0 +1,221 @@
+"""Multi-token prediction, compared with the MTP layers of `transformers`."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.modeling_layers import MtpModel
+
+from d9d_dist import StageInfo, UserError
+from d9d_dist.testing import KeepFloat64
+from d9d_modules import (
+    DEEPSEEK_MTP,
+    QWEN_MTP,
+    DecoderForCausalLM,
+    DecoderWithMtp,
+    HuggingFaceFamily,
+    mtp_from_hugging_face,
+    mtp_targets,
+)
+from d9d_moe import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    DeepseekV3Params,
+    Glm4MoeParams,
+    Qwen3NextParams,
+    RouterLosses,
+    SparseParams,
+    sparse_from_hugging_face,
+)
+from d9d_state import StateMapper, parallel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 12,
+    "num_layers": 2,
+    "num_heads": 2,
+    "intermediate_size": 20,
+    "num_experts": 6,
+    "top_k": 2,
+    "expert_intermediate_size": 10,
+    "initializer_range": 0.3,
+}
+DEEPSEEK = DeepseekV3Params(**SIZES, num_dense_layers=1, kv_rank=6, q_rank=None, head_dim=4, rotary_dim=4, value_dim=6)
+GLM = Glm4MoeParams(**SIZES, num_dense_layers=1, num_kv_heads=1, head_dim=8, rotary_dim=4, has_qkv_bias=True)
+QWEN = Qwen3NextParams(
+    **SIZES,
+    num_kv_heads=1,
+    head_dim=8,
+    rotary_dim=4,
+    full_layers=(),
+    num_linear_key_heads=1,
+    num_linear_value_heads=2,
+    linear_key_dim=4,
+    linear_value_dim=4,
+    shared_intermediate_size=5,
+)
+CASES: dict[str, tuple[SparseParams, HuggingFaceFamily[Any], type[Any], type[Any]]] = {
+    "deepseek": (DEEPSEEK, DEEPSEEK_V3, transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm": (GLM, GLM4_MOE, transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+}
+
+
+def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    mapped: dict[str, Tensor] = {}
+    for group in mapper.groups:
+        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
+    return mapped
+
+
+def _on_disk(main: Any, mtp: Any, *, num_layers: int) -> dict[str, Tensor]:
+    """Return the tensors of both reference modules, those of the MTP layers under the names of a checkpoint."""
+    tensors = dict(main.state_dict(keep_vars=True))
+    for name, tensor in mtp.state_dict(keep_vars=True).items():
+        if name.startswith("layers."):
+            _, depth, rest = name.split(".", 2)
+            rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            tensors[f"model.layers.{num_layers + int(depth)}.{rest}"] = tensor
+    return tensors
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_match(name: str, depth: int) -> None:
+    params, family, config_class, reference_class = CASES[name]
+    config = config_class.from_dict(json.loads(json.dumps({**family.write(params), "num_mtp_layers": depth})))
+    config._experts_implementation = "eager"
+    main = reference_class(config)
+    mtp = MtpModel(main, depth)
+    for module in (main, mtp):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    main, mtp = main.double(), mtp.double()
+    for module in (*main.modules(), *mtp.modules()):
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.float()
+    mapper = parallel(
+        sparse_from_hugging_face(params, layout="fused"),
+        mtp_from_hugging_face(
+            params,
+            num_mtp_layers=depth,
+            feed_forward=lambda index: params.feed_forward_from_hugging_face(index, "fused"),
+        ),
+    )
+    ours = DecoderWithMtp(params, num_mtp_layers=depth, mtp_loss_weight=0.3).double()
+    on_disk = _on_disk(main, mtp, num_layers=params.num_layers)
+    ours.load_state_dict(_apply(mapper, {each: tensor.detach() for each, tensor in on_disk.items()}))
+    input_ids, labels = torch.randint(0, 19, (2, 2, 9))
+    labels[:, 3:5] = -100
+    ids_BLK, labels_BLK = mtp_targets(input_ids, labels, num_mtp_layers=depth)
+    with KeepFloat64():
+        outputs = main.model(input_ids, use_cache=False)
+        hidden, positions = outputs.last_hidden_state, torch.arange(9).unsqueeze(0)
+        losses = _losses(main.lm_head(hidden), labels)
+        for layer in range(depth):
+            hidden = mtp.forward_layer(layer, hidden, positions + layer + 1, None, input_ids=ids_BLK[..., layer])
+            losses = losses + 0.3 / depth * _losses(main.lm_head(hidden), labels_BLK[..., layer])
+        losses.sum().backward()
+    got = ours(input_ids, labels=labels, mtp_ids_BLK=ids_BLK, mtp_labels_BLK=labels_BLK)
+    # Positions differ by a constant, so angles round differently to float32.
+    torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
+    got.sum().backward()
+    gradients = _apply(
+        mapper,
+        {each: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for each, tensor in on_disk.items()},
+    )
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for each, parameter in ours.named_parameters():
+        assert parameter.grad is not None, each
+        assert (parameter.grad - gradients[each]).abs().max() <= 1e-4 * largest, each
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+
+
+@pytest.mark.parametrize("params", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])
+def test_stages_and_packed_documents(params: SparseParams) -> None:
+    """Two stages of a packed row give the losses of the separate documents."""
+    whole = DecoderWithMtp(params, num_mtp_layers=2).double()
+    input_ids, labels = torch.randint(0, 19, (2, 1, 9))
+    lengths = [4, 5]
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    documents = torch.tensor([[0] * lengths[0] + [7] * lengths[1]])
+    ids_BLK, labels_BLK = mtp_targets(input_ids, labels, documents, num_mtp_layers=2)
+    hidden: Any = input_ids
+    names: set[str] = set()
+    for index in range(2):
+        stage = DecoderWithMtp(params, StageInfo(index, 2), num_mtp_layers=2).double()
+        stage.load_state_dict({each: whole.state_dict()[each] for each in stage.state_dict()})
+        names |= stage.state_dict().keys()
+        assert "backbone.embedding.weight" in stage.state_dict()
+        hidden = stage(
+            hidden,
+            position_ids=positions,
+            document_ids_BL=documents,
+            labels=labels,
+            mtp_ids_BLK=ids_BLK,
+            mtp_labels_BLK=labels_BLK,
+        )
+    expected = []
+    for ids, each in zip(input_ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True):
+        own_ids, own_labels = mtp_targets(ids, each, num_mtp_layers=2)
+        expected.append(whole(ids, labels=each, mtp_ids_BLK=own_ids, mtp_labels_BLK=own_labels))
+    torch.testing.assert_close(hidden, torch.cat(expected, dim=1), rtol=1e-9, atol=1e-9)
+    assert names == whole.state_dict().keys()
+    layers = QWEN_MTP if params is QWEN else DEEPSEEK_MTP
+    if params is DEEPSEEK:
+        mapper = parallel(sparse_from_hugging_face(params), mtp_from_hugging_face(params, layers, num_mtp_layers=2))
+        assert set(mapper.outputs) == names
+        assert "model.layers.3.eh_proj.weight" in mapper.inputs
+    else:
+        mapper = mtp_from_hugging_face(params, layers)
+        assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} < set(mapper.inputs)
+
+
+def test_targets_end_with_their_document() -> None:
+    ids, labels = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 3, -100, 5, 6]])
+    ids_BLK, labels_BLK = mtp_targets(ids, labels, torch.tensor([[0, 0, 0, 1, 1]]), num_mtp_layers=2)
+    assert ids_BLK[0].T.tolist() == [[2, 3, 0, 5, 0], [3, 0, 0, 0, 0]]
+    assert labels_BLK[0].T.tolist() == [[3, -100, -100, 6, -100], [-100] * 5]
+    assert mtp_targets(ids, labels)[1][0, :, 0].tolist() == [3, -100, 5, 6, -100]
+
+
+def test_router_losses_of_the_mtp_layer_are_added() -> None:
+    params = replace(DEEPSEEK, router_losses=RouterLosses(z=0.1))
+    model = DecoderWithMtp(params, mtp_loss_weight=0.5).double()
+    input_ids, labels = torch.randint(0, 19, (2, 1, 9))
+    ids_BLK, labels_BLK = mtp_targets(input_ids, labels)
+    losses = model(input_ids, labels=labels, mtp_ids_BLK=ids_BLK, mtp_labels_BLK=labels_BLK)
+    plain = DecoderWithMtp(DEEPSEEK, mtp_loss_weight=0.5).double()
+    plain.load_state_dict(model.state_dict())
+    without = plain(input_ids, labels=labels, mtp_ids_BLK=ids_BLK, mtp_labels_BLK=labels_BLK)
+    backbone = DecoderForCausalLM(params).double()
+    backbone.load_state_dict({name: each for name, each in model.state_dict().items() if not name.startswith("mtp.")})
+    only_main = backbone.backbone(input_ids)[1]
+    added = losses - without - only_main
+    assert (added[:, :-1] > 0).all()
+    assert added[0, -1].abs() <= 1e-12
+
+
+def test_missing_or_wrong_arguments_are_refused() -> None:
+    model = DecoderWithMtp(DEEPSEEK)
+    input_ids, labels = torch.randint(0, 19, (2, 1, 9))
+    ids_BLK, labels_BLK = mtp_targets(input_ids, labels, num_mtp_layers=2)
+    with pytest.raises(UserError, match=r"got mtp_ids_BLK of shape None; expected \(1, 9, 1\): use mtp_targets"):
+        model(input_ids, labels=labels)
+    with pytest.raises(UserError, match=r"got mtp_ids_BLK of shape \(1, 9, 2\); expected \(1, 9, 1\)"):
+        model(input_ids, labels=labels, mtp_ids_BLK=ids_BLK, mtp_labels_BLK=labels_BLK)
+    main = DecoderForCausalLM(DEEPSEEK)
+    main.load_state_dict({name: each for name, each in model.state_dict().items() if not name.startswith("mtp.")})
+    torch.testing.assert_close(model.eval()(input_ids, labels=labels), main.eval()(input_ids, labels=labels))
+    with pytest.raises(UserError, match=r"num_mtp_layers = 0, mtp_loss_weight = 0\.3; expected a number of layers"):
+        DecoderWithMtp(DEEPSEEK, num_mtp_layers=0)
+    joint = RouterLosses(balance=0.1, definition="transformers")
+    with pytest.raises(UserError, match="router losses over all layers, which MTP does not support"):
+        DecoderWithMtp(replace(DEEPSEEK, router_losses=joint))

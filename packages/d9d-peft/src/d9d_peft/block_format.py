@@ -1,0 +1,72 @@
+"""Block-quantised formats of frozen weights: NF4 with 4 bits per element, and int8.
+
+Each block of consecutive input features of a row has one scale, the largest magnitude of the block (float32). NF4
+("QLoRA", arXiv:2305.14314, section 3 and appendix E) codes an element as the nearest of 16 quantiles of a normal
+distribution, in units of the scale; int8 as a multiple of scale / 127.
+
+Shape legend: O rows, of all groups in a weight [G, O, I]; I input features; N blocks of a row.
+"""
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+BlockFormat: TypeAlias = Literal["nf4", "int8"]
+"""Format of a block-quantised weight."""
+
+NF4_VALUES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""Values of the codes 0 to 15 of NF4, from the appendix E of the paper."""
+
+_INT8_MAX = 127.0
+
+
+def quantize_blocks(weight_OI: Tensor, block_format: BlockFormat, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of a weight [..., O, I], both as bytes (uint8).
+
+    `block_size` divides I, and is even for NF4. Codes are [..., O, I / 2] for NF4, with the even element in the high
+    bits, and [..., O, I] for int8. Scales are the bytes of float32 numbers, [..., O, 4 N]. No collectives.
+    """
+    blocks_ONB = weight_OI.float().unflatten(-1, (-1, block_size))
+    scales_ON = blocks_ONB.abs().amax(dim=-1)
+    normal_ONB = blocks_ONB / scales_ON.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    normal_OI = normal_ONB.flatten(-2)
+    if block_format == "int8":
+        codes = (normal_OI * _INT8_MAX).round().to(torch.int8).view(torch.uint8)
+    else:
+        values = torch.tensor(NF4_VALUES, device=weight_OI.device)
+        pairs = torch.bucketize(normal_OI, (values[1:] + values[:-1]) / 2).to(torch.uint8).unflatten(-1, (-1, 2))
+        codes = pairs[..., 0] << 4 | pairs[..., 1]
+    return codes, scales_ON.contiguous().view(torch.uint8)
+
+
+def dequantize_blocks(codes: Tensor, scale_bytes: Tensor, block_format: BlockFormat, *, dtype: torch.dtype) -> Tensor:
+    """Return the weight [..., O, I] of codes and scales in a dtype. The product is rounded once. No collectives."""
+    scales_ON = scale_bytes.contiguous().view(torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
+    if block_format == "int8":
+        normal_OI = codes.view(torch.int8).to(wide) / _INT8_MAX
+    else:
+        # One lookup for both elements of a byte needs fewer index bytes than one for each.
+        values = torch.tensor(NF4_VALUES, dtype=wide, device=codes.device)
+        pairs = torch.cartesian_prod(values, values)
+        normal_OI = pairs[codes.int()].flatten(-2)
+    normal_ONB = normal_OI.unflatten(-1, (scales_ON.shape[-1], -1))
+    return (normal_ONB * scales_ON.to(wide).unsqueeze(-1)).flatten(-2).to(dtype)

@@ -1,0 +1,124 @@
+"""Weights of a model in the names and shapes on disk, without files: gathered group by group, or this rank's shards.
+
+For programs that take over weights while training goes on, such as inference engines.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import DistributedContext, Region, UserError, gather_in_blocks, local_region, local_tensor
+from d9d_state._export_plan import exchange_offers
+from d9d_state._ranks import num_ranks
+from d9d_state._stage_offer import check_complete, groups_of, offer_of, part_of
+from d9d_state.mapper.fill import Destination
+from d9d_state.mapper.graph import StateGroup
+from d9d_state.mapper.names import identity_of
+from d9d_state.mapper.state_mapper import StateMapper
+from d9d_state.module_tensors import module_tensors
+from d9d_state.tensor_info import TensorInfo
+
+
+def gathered_weights(
+    model: nn.Module, mapper: StateMapper | None = None, ctx: DistributedContext | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that `save_model_state` would write, unsharded, one group of the mapper at a time. Collective.
+
+    The ranks of a pipeline stage gather a group, transform it, and all yield its tensors. A rank holds one group in
+    addition to the model, and the tensors that the caller keeps: the variable of a loop keeps one, until it is deleted.
+    Ranks must consume the iterator completely, and may not change the model before.
+
+    Args:
+        model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
+        mapper: Maps names and shapes in memory to those on disk, usually `load_mapper.inverse()`; `None` keeps them.
+        ctx: Distributed context; `None` for a single process.
+
+    Yields:
+        Name and tensor, on the device of the model, in the order of the mapper's groups: those of this rank's stage. A
+        tensor may be a view of the group, and of the model if it is not sharded: clone it to keep it or to change it.
+
+    Raises:
+        UserError: On every rank, if mapper and model do not match.
+        ValueError: If `ctx` is missing although there are several ranks.
+    """
+    num_ranks(ctx)
+    mapper = identity_of(model) if mapper is None else mapper
+    parts = exchange_offers(offer_of(model, mapper, 0 if ctx is None else ctx.coordinate("regular", "pp")), ctx)
+    check_complete(mapper, parts)
+    mine, tensors = part_of(parts, ctx), module_tensors(model)
+    for group in groups_of(mapper, mine):
+        with torch.no_grad():  # as a decorator it would keep the last tensor
+            outputs = mapper.apply({name: gather_in_blocks(tensors[name]) for name in group.inputs})
+        while outputs:
+            name, tensor = outputs.popitem()
+            if name in mine.tensors:
+                yield name, tensor
+            del tensor  # it may be a view that keeps the group in memory while the next one is gathered
+
+
+def weight_shards(model: nn.Module, load_mapper: StateMapper | None = None) -> Iterator[tuple[str, Tensor, Region]]:
+    """Yield this rank's shards of a model's tensors as regions of the tensors on disk. No collectives, no copies.
+
+    The shards of all ranks cover each tensor on disk, except for parts that the mapper does not read. Ranks that hold
+    replicas of a parameter yield equal regions.
+
+    Args:
+        model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
+        load_mapper: Maps names and shapes on disk to those of the whole model; `None` if they are equal. It has an
+            inverse.
+
+    Yields:
+        Name on disk; shard, a view of the parameter's memory, or a copy if the dtype on disk differs; region of the
+        tensor on disk. Empty shards are skipped.
+
+    Raises:
+        UserError: If the mapper computes values, which are on no rank before. Use `gathered_weights` then.
+        ValueError: If the mapper has no inverse.
+    """
+    mapper = identity_of(model) if load_mapper is None else load_mapper
+    tensors = module_tensors(model)
+    part = mapper.restrict(outputs=tensors)
+    for group in part.groups:
+        if group.inputs:
+            yield from _shards_of_group(part, group, {name: tensors[name] for name in group.outputs if name in tensors})
+
+
+def _shards_of_group(
+    mapper: StateMapper, group: StateGroup, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Region]]:
+    infos = _infos_on_disk(mapper, group, tensors)
+    seen: set[tuple[str, Region]] = set()
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor).detach()
+        # Loading into `meta` computes which views of the parameter's memory would be read from which regions.
+        memory = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+        recorder = _Reads(infos)
+        mapper.fill({name: Destination(local_region(tensor, name), memory)}, recorder)
+        for source, region, target in recorder.reads:
+            if target.untyped_storage()._cdata != memory.untyped_storage()._cdata:
+                raise UserError(
+                    f"{source} is computed from {name} by the state mapper; expected an operation that only moves "
+                    "values. Use weights() without shards."
+                )
+            if (source, region) not in seen:
+                seen.add((source, region))
+                offset = local.storage_offset() + target.storage_offset()
+                shard = local.as_strided(target.shape, target.stride(), offset)
+                yield source, shard.to(infos[source].dtype), region
+
+
+def _infos_on_disk(mapper: StateMapper, group: StateGroup, tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    inverse = mapper.restrict(outputs=group.outputs).inverse()
+    return inverse.infer({name: TensorInfo.of(tensors[name]) for name in group.outputs})
+
+
+class _Reads:
+    """Source that records the memory that each region would be read into, without reading data."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self.tensors = tensors
+        self.reads: list[tuple[str, Region, Tensor]] = []
+
+    def read_into(self, name: str, region: Region, target: Tensor) -> None:
+        self.reads.append((name, region, target))
