@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from d9d_dist import UserError
 
-_POSITIVE = Field(gt=0)
+_FOLDER = files("d9d_loop.planning").joinpath("hardware")
 
 
 class _Part(BaseModel):
@@ -104,7 +104,7 @@ class Hardware(_Part):
                     f"got the hardware {name!r}; expected one of {', '.join(hardware_names())}, or the path of a TOML "
                     "file, which `d9d-plan --calibrate` writes for this machine."
                 )
-            text = files("d9d_loop.planning.hardware").joinpath(f"{name}.toml").read_text()
+            text = _FOLDER.joinpath(f"{name}.toml").read_text()
         elif not path.is_file():
             raise UserError(f"the hardware file {path} does not exist. Check --hardware.")
         else:
@@ -117,5 +117,4 @@ class Hardware(_Part):
 
 def hardware_names() -> list[str]:
     """Return the names of the hardware that this package describes."""
-    folder = files("d9d_loop.planning.hardware")
-    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
+    return sorted(each.name.removesuffix(".toml") for each in _FOLDER.iterdir() if each.name.endswith(".toml"))

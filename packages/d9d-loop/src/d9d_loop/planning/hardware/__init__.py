@@ -1,1 +1,0 @@
-"""Data sheets and fitted constants of accelerators, one TOML file each."""
