@@ -48,7 +48,8 @@ def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy
         tie_word_embeddings=kind == "tied",
         initializer_range=0.2,
     )
-    moe = Qwen3MoeParams(**vars(dense), num_experts=6, top_k=2, expert_intermediate_size=20)
+    shared = {field: value for field, value in vars(dense).items() if field != "is_causal"}
+    moe = Qwen3MoeParams(**shared, num_experts=6, top_k=2, expert_intermediate_size=20)
     parallelism = Parallelism(context_method=method, activation_checkpointing=checkpointing)
     return Decoder(dense, moe if kind == "moe" else None, parallelism)
 
