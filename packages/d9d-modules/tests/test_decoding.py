@@ -52,11 +52,13 @@ class MixedParams(DecoderParams):
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         raise NotImplementedError
 
-    def mixer(self, index: int) -> nn.Module:
+    def mixer(self, index: int) -> nn.Module:  # noqa: PLR0911  (one for each mixer)
         grouped: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "init_std": 0.3}
         match self.mixers[index]:
             case "full":
                 return GroupedQueryAttention(WIDTH, qk_norm_eps=1e-6, output_gate=True, **grouped)
+            case "bidirectional":
+                return GroupedQueryAttention(WIDTH, options=AttentionOptions(is_causal=False), **grouped)
             case "window":
                 return GroupedQueryAttention(WIDTH, options=AttentionOptions(window=4), **grouped)
             case "sinks":
@@ -215,6 +217,7 @@ def test_models_without_a_cache_are_refused_or_recomputed() -> None:
     refused(lambda ids: ids, "the model is a function, whose layers are not known")
     refused(nn.Linear(2, 2), "the model is a Linear, not a DecoderForCausalLM")
     refused(decoder("full", "mean"), r"backbone\.layers\.1\.attention is a Mean without start_cache")
+    refused(decoder("bidirectional"), r"backbone\.layers\.0\.attention is bidirectional: .*")
     scaling = DynamicNtkScaling(factor=2.0, original_max_positions=4)
     refused(decoder("full", rope_scaling=scaling), r"backbone scales rotary positions by the longest row .*")
     stage = DecoderForCausalLM(decoder("full", "full").backbone.params, StageInfo(1, 2))

@@ -106,6 +106,8 @@ def why_no_attention_cache(function: Attention) -> str | None:
     """Return the reason why an attention function cannot use keys of a cache; None if it can."""
     if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
         return "is context parallel: no rank has all keys of a row"
+    if isinstance(function, ChosenAttention) and not function.is_causal:
+        return "is bidirectional: outputs depend on later positions"
     if isinstance(function, DeclaresCausality) and not function.is_causal:
         return "is bidirectional: earlier positions attend to later ones"
     return None
