@@ -1,10 +1,15 @@
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
+from d9d_dist import UserError
+from d9d_loop import Task
+from d9d_loop.job.job_check import check_likelihoods
 from d9d_loop.losses import PreferenceLoss
-from d9d_loop.tasks import PreferenceTask
+from d9d_loop.tasks import NextTokenTask, PolicyTask, PreferenceTask
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -37,3 +42,15 @@ def test_without_reference_log_probabilities_there_is_no_reference() -> None:
     del batch["reference_log_probs"]
     zero = PreferenceTask().loss(losses, {**batch, "reference_log_probs": torch.zeros(2, 6)})
     assert_close(PreferenceTask().loss(losses, batch).total, zero.total)
+
+
+@pytest.mark.parametrize("task", [PreferenceTask(), PolicyTask()], ids=["preference", "policy"])
+def test_a_model_that_adds_other_losses_is_refused(task: Task) -> None:
+    class AddsLosses(nn.Linear):
+        returns_likelihoods = False
+
+    message = "uses the losses of AddsLosses as negative log-likelihoods, but the model adds router losses"
+    with pytest.raises(UserError, match=message):
+        check_likelihoods(task, AddsLosses(1, 1))
+    check_likelihoods(task, nn.Linear(1, 1))
+    check_likelihoods(NextTokenTask(), AddsLosses(1, 1))

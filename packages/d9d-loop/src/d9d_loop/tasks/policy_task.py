@@ -20,13 +20,15 @@ class PolicyTask(Task):
 
     A batch has packed rows whose labels are the sampled tokens, -100 elsewhere, and `advantages` [B, L]. Optional keys,
     [B, L] each: `old_log_probs`, `reference_log_probs` and `importance`; see `PolicyLoss`. The outputs of the model
-    must be negative log-likelihoods: balance experts by a bias, not by router losses.
+    must be negative log-likelihoods: balance experts by a bias, not by router losses, which are
+    refused.
 
     Args:
         loss: Loss of the sampled tokens.
     """
 
     weight_unit = "tokens"
+    needs_likelihoods = True
 
     def __init__(self, loss: PolicyLoss = GRPO) -> None:
         self._loss = loss

@@ -25,13 +25,15 @@ class PreferenceTask(Task):
     `Engine.reference`. Without this key, the loss has no reference (SimPO).
 
     The metrics are `reward_margin`, the mean of `beta * h`, and `reward_accuracy`, the share of pairs with a positive
-    margin. The outputs of the model must be negative log-likelihoods: balance experts by a bias, not by router losses.
+    margin. The outputs of the model must be negative log-likelihoods: balance experts by a bias. The Trainer refuses a
+    model with router losses.
 
     Args:
         loss: Loss of a pair.
     """
 
     weight_unit = "pairs"
+    needs_likelihoods = True
 
     def __init__(self, loss: PreferenceLoss = DPO) -> None:
         self._loss = loss

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
-from d9d_modules.cross_entropy import IGNORED_LABEL
+from d9d_dist.vocab_parallel import token_cross_entropy
+from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
 from d9d_modules.models.decoder_params import DecoderParams
@@ -59,6 +60,13 @@ class HeadedDecoder(nn.Module):
     def layers(self) -> nn.ModuleDict:
         """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
+
+    @property
+    def returns_likelihoods(self) -> bool:
+        """True if no router loss, z-loss or label smoothing is added to the losses of a language-model head."""
+        plain = (PLAIN_CROSS_ENTROPY, token_cross_entropy)
+        heads = [module for module in self.modules() if isinstance(module, LanguageModelHead)]
+        return self.backbone.auxiliary_losses is None and all(head.token_loss in plain for head in heads)
 
     def ends(self) -> list[nn.Module]:
         """Return this stage's embedding and heads that have parameters and share none of them."""
