@@ -45,8 +45,8 @@ def check_likelihoods(task: Task, model: nn.Module) -> None:
     if task.needs_likelihoods and not getattr(model, "returns_likelihoods", True):
         raise UserError(
             f"{type(task).__name__} uses the losses of {type(model).__name__} as negative log-likelihoods, but the "
-            "model adds router losses, z-loss or label smoothing to them; expected a model without them. Set their weights "
-            "to 0, and balance experts by a bias."
+            "model adds router losses, z-loss or label smoothing to them; expected a model without them. Set their "
+            "weights to 0, and balance experts by a bias."
         )
 
 

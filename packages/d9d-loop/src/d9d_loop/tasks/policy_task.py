@@ -20,8 +20,7 @@ class PolicyTask(Task):
 
     A batch has packed rows whose labels are the sampled tokens, -100 elsewhere, and `advantages` [B, L]. Optional keys,
     [B, L] each: `old_log_probs`, `reference_log_probs` and `importance`; see `PolicyLoss`. The outputs of the model
-    must be negative log-likelihoods: balance experts by a bias, not by router losses, which are
-    refused.
+    must be negative log-likelihoods: balance experts by a bias. The Trainer refuses a model with router losses.
 
     Args:
         loss: Loss of the sampled tokens.
