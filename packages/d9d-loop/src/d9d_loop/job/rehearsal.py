@@ -5,6 +5,7 @@ and computes nothing. Whatever the user's code caches, counts or draws is gone w
 values, such as `.item()`, cannot be rehearsed; its errors are left to the first step.
 """
 
+import gc
 import inspect
 import json
 import math
@@ -77,6 +78,7 @@ def _in_fork(function: Callable[[], str]) -> str:
 
 def _run_and_exit(function: Callable[[], str], sender: int) -> None:
     """Write the result of a function to a pipe as JSON, and end this process without any clean-up."""
+    gc.disable()  # collecting objects of the parent, such as process groups whose threads were not forked, crashes
     code = 1
     try:
         signal.set_wakeup_fd(-1)
