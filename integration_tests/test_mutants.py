@@ -8,6 +8,8 @@ from oracle import parse_cell
 from d9d_dist.testing import RankError
 
 ALL = [*MUTANTS, *DECODER_MUTANTS]
+CHECKS = ("no update was applied in the steps", "the loss weight of step 1 is 0 over all samples")
+"""Errors by which a job itself notices a bug: gradients that are not finite, and a weight that no rank knows."""
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
@@ -20,7 +22,9 @@ def _first_difference(mutant: Mutant) -> str | None:
     found = parse_cell(mutant.cell).differences(num_steps=mutant.num_steps, around=mutant.bug)
     try:
         return next(map(str, found), None)
-    except RankError:
+    except RankError as error:
+        if any(check in str(error) for check in CHECKS):
+            return str(error)
         raise
     except AssertionError as error:  # ranks that disagree on a loss or a norm are detected earlier
         return str(error)

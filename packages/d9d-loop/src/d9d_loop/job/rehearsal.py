@@ -33,7 +33,7 @@ from d9d_loop.user_frames import describe_frame, user_frames
 from d9d_pipeline import Inputs
 from d9d_state import CheckpointStore
 
-_SECONDS = 60.0
+_SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
 """Words in the messages of `RuntimeError`s that come from fake tensors, and would not be raised in a real step."""
@@ -78,7 +78,8 @@ def _in_fork(function: Callable[[], str]) -> str:
 
 def _run_and_exit(function: Callable[[], str], sender: int) -> None:
     """Write the result of a function to a pipe as JSON, and end this process without any clean-up."""
-    gc.disable()  # collecting objects of the parent, such as process groups whose threads were not forked, crashes
+    gc.disable()  # process groups of the parent, whose threads were not forked, must not be collected here
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
     code = 1
     try:
         signal.set_wakeup_fd(-1)

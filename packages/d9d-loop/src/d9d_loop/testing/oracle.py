@@ -173,6 +173,7 @@ def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConf
             "trackers": (),
             "logging": {"progress": False},
             "export": False,
+            "rehearsal": False,
             # Garbage collection at fixed steps and these checks would take longer than the job.
             "host": {"collect_garbage_every": None},
             "resilience": {"health": {"enabled": False}, "watchdog": {"enabled": False}},

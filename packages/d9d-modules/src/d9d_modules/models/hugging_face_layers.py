@@ -25,7 +25,8 @@ def sliding_window_of(config: HuggingFaceConfig) -> int:
     """Read the window size of a configuration with sliding windows; raise a `UserError` if it is missing or invalid."""
     if config.get("sliding_window") is None:
         raise UserError(
-            "config.json has no 'sliding_window', but some layers have a window; expected the window size in positions."
+            "config.json has no 'sliding_window', but use_sliding_window or layer_types give layers a window; expected "
+            "the window size in positions."
         )
     return config_value(config, "sliding_window", int)
 
