@@ -238,6 +238,7 @@ def _config(mesh: Mapping[str, int], folder: Path) -> TrainerConfig:
             "trackers": (),
             "logging": {"progress": False, "draw_lr_schedule": False},
             "export": False,
+            "rehearsal": False,
             "host": {"collect_garbage_every": None},
             "resilience": {
                 "health": {"enabled": False},

@@ -43,11 +43,13 @@ def rehearse(plan: JobPlan) -> None:
     """Run the first microbatch of a planned job with fake tensors, in a forked process. No collectives.
 
     Jobs that resume, pipelines and context parallelism are not rehearsed: the first have run before, and the inputs of
-    the others depend on process groups.
+    the others depend on process groups. Only rank 0 rehearses; if it raises, the launcher ends the other ranks.
 
     Raises:
         UserError: If the dataset, the task or the model raises, or the task returns something else than a loss.
     """
+    if plan.model.launch.rank != 0:
+        return
     mesh = plan.model.mesh
     num_parts = mesh.pipeline_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
     if num_parts > 1 or plan.model.program.num_stages > 1 or CheckpointStore(checkpoint_folder(plan.config)).complete():
