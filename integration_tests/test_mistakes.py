@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -311,6 +312,25 @@ def test_the_rehearsal_leaves_no_trace_and_passes_what_it_cannot_run(tmp_path: P
     _CACHE.clear()
     assert _train(tmp_path, {"task": _Values(), "model": _Caching()}, []).steps == 3
     assert type(_CACHE[8]) is torch.Tensor
+
+
+class _OverRanks(Regression):
+    """Loss that needs the process group, as contrastive losses do, and a model that needs a kernel of the device."""
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        return Loss(outputs.square().sum() / dist.get_world_size(), weight=len(outputs))
+
+
+class _OnDevices(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not dist.is_initialized():
+            raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("change", [{"task": _OverRanks()}, {"model": _OnDevices()}], ids=["process group", "kernel"])
+def test_the_rehearsal_passes_code_that_needs_the_job(change: dict[str, Any], tmp_path: Path) -> None:
+    assert _train(tmp_path, change, []).steps == 3
 
 
 class _MaskedOut(Regression):

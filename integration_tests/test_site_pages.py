@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("mkdocs", reason="needs the dependency group docs; .ci/run runs it in the lane 'pages of the site'")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / ".ci"))
 from benchmark_records import read_output  # noqa: E402

@@ -35,6 +35,8 @@ from d9d_state import CheckpointStore
 
 _SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
+_JOB = ("process group", "accelerator", "cuda", "gpu", "triton")
+"""Words of errors of code that needs the running job: its process group, or a kernel of its device."""
 _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
 """Words in the messages of `RuntimeError`s that come from fake tensors, and would not be raised in a real step."""
 
@@ -255,12 +257,14 @@ class _SameDtypes(TorchDispatchMode):
 
 
 def _is_limit(error: BaseException) -> bool:
-    """Return True if an exception may come from the fake tensors themselves."""
+    """Return True if an exception may come from the fake tensors themselves, or from the missing process group."""
     chain: BaseException | None = error
     while chain is not None:
         if type(chain).__module__.startswith(("torch._subclasses", "torch.fx", "torch._dynamo")):
             return True
         if isinstance(chain, NotImplementedError | MemoryError | RecursionError):
+            return True
+        if any(word in str(chain).lower() for word in _JOB):
             return True
         if isinstance(chain, RuntimeError | TypeError) and any(word in str(chain).lower() for word in _LIMITS):
             return True

@@ -129,7 +129,10 @@ class BackgroundTracker:
         return {**self._state, **not_durable}
 
     def close(self) -> None:
-        """Wait up to `close_seconds` for the tracker; undelivered values stay in the spool."""
+        """Wait up to `close_seconds` for the tracker; undelivered values stay in the spool.
+
+        A tracker that fails gets one more attempt after the call.
+        """
         self._outbox.close()
         self._closing.set()
         if self._thread.ident is None:
@@ -155,6 +158,7 @@ class BackgroundTracker:
     def _deliver_all(self) -> None:
         retry = self._retry_seconds
         while True:
+            is_last_attempt = self._closing.is_set()
             try:
                 if self._tracker is None and self._is_resumed:
                     self._open()  # without waiting for an entry: `resume` must drop later steps now
@@ -165,7 +169,7 @@ class BackgroundTracker:
             except Exception as error:  # a tracker exception must not end the run
                 self._after_failure(error, retry)
                 self._outbox.failed()
-                if self._start_error is not None or self._closing.is_set():
+                if self._start_error is not None or is_last_attempt:
                     break
                 self._closing.wait(retry)
                 retry = min(2 * retry, self._longest_retry_seconds)
