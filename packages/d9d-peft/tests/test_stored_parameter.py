@@ -19,12 +19,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 from d9d_dist import DistributedContext, MeshConfig, StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_moe import (
+    QWEN3_MOE,
     GroupedSwiGLU,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     parallelize_moe,
     qwen3_moe_from_hugging_face,
-    qwen3_moe_hugging_face_config,
 )
 from d9d_peft import LoRA, PeftMethod, Stack, inject, load_adapters, merge_, save_adapters
 from d9d_state import StateMapper, parallel, rename, sequential, split, transpose
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
 def reference(dtype: torch.dtype) -> Reference:
     """Return the model of `transformers` with random weights, equal on every call."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(PARAMS))
+    config = Qwen3MoeConfig.from_dict(QWEN3_MOE.write(PARAMS))
     config._experts_implementation = "eager"  # torch's grouped kernel takes no float64
     model = Reference(config)
     with torch.no_grad():

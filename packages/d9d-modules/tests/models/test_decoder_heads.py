@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_tensor, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_modules import (
+    QWEN3,
     ClassificationHead,
     DecoderForClassification,
     DecoderForEmbedding,
@@ -23,7 +24,6 @@ from d9d_modules import (
     decoder_lm_head,
     decoder_tensor_plan,
     pool,
-    qwen3_hugging_face_config,
 )
 
 PARAMS = Qwen3Params(
@@ -148,7 +148,7 @@ def test_a_backbone_is_a_part_of_every_model() -> None:
 
 
 def test_a_classifier_is_that_of_transformers() -> None:
-    config = Qwen3Config.from_dict({**qwen3_hugging_face_config(PARAMS), "num_labels": 3, "pad_token_id": 0})
+    config = Qwen3Config.from_dict({**QWEN3.write(PARAMS), "num_labels": 3, "pad_token_id": 0})
     reference: Any = Qwen3ForSequenceClassification(config)
     mapper = decoder_classifier_from_hugging_face(PARAMS)
     model = DecoderForClassification(PARAMS, num_classes=3)

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from d9d_dist.testing import assert_rounds_like, assert_trees_close
 from d9d_modules import (
+    LLAMA3,
+    QWEN3,
     DecoderForCausalLM,
     DynamicNtkScaling,
     GroupedQueryParams,
@@ -30,9 +32,7 @@ from d9d_modules import (
     RopeScaling,
     YarnScaling,
     llama3_from_hugging_face,
-    llama3_hugging_face_config,
     qwen3_from_hugging_face,
-    qwen3_hugging_face_config,
     rotary_tables,
 )
 from d9d_state import JsonValue, StateMapper, load_model_state, save_model_state
@@ -52,14 +52,14 @@ class Family:
 FAMILIES = {
     "qwen3": Family(
         Qwen3Params,
-        qwen3_hugging_face_config,
+        QWEN3.write,
         qwen3_from_hugging_face,
         transformers.Qwen3ForCausalLM,
         transformers.Qwen3Config,
     ),
     "llama3": Family(
         Llama3Params,
-        llama3_hugging_face_config,
+        LLAMA3.write,
         llama3_from_hugging_face,
         transformers.LlamaForCausalLM,
         transformers.LlamaConfig,

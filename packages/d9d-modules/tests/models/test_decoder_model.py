@@ -295,7 +295,7 @@ def _sharded_run(params: Qwen3Params, input_ids: Tensor) -> tuple[dict[str, Tens
         model(mine, labels=mine).sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         full = {name: g.full_tensor() for name, g in gradients.items() if isinstance(g, DTensor)}
-        return full, generate(model, input_ids, max_new_tokens=3, max_context=5, temperature=0)
+        return full, generate(model, input_ids, max_new_tokens=3, max_context=5, temperature=0).token_ids
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -307,7 +307,7 @@ def test_a_sharded_model_gives_the_gradients_of_one_process(tied: bool) -> None:
     materialize(model, device=torch.device("cpu"), seed=7)
     model(input_ids, labels=input_ids).sum().backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    continued = generate(model, input_ids, max_new_tokens=3, max_context=5, temperature=0)
+    continued = generate(model, input_ids, max_new_tokens=3, max_context=5, temperature=0).token_ids
     for gradients, text in run_ranks(_sharded_run, params, input_ids, world_size=2):
         torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
         assert torch.equal(text, continued)

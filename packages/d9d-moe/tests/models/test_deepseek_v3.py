@@ -23,16 +23,15 @@ from d9d_modules import (
     SwiGLU,
     YarnScaling,
     decoder_lm_head,
-    rollout,
+    generate,
 )
 from d9d_moe import (
+    DEEPSEEK_V3,
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
     MoELayer,
     RouterLosses,
     deepseek_v3_from_hugging_face,
-    deepseek_v3_hugging_face_config,
-    deepseek_v3_params_from_hugging_face,
 )
 from d9d_state import (
     Fp8Blocks,
@@ -216,7 +215,7 @@ def _exported() -> DeepseekV3Params:
 
 def _reference(params: DeepseekV3Params) -> Reference:
     """Return the reference model in float64."""
-    config = DeepseekV3Config.from_dict(deepseek_v3_hugging_face_config(params))
+    config = DeepseekV3Config.from_dict(DEEPSEEK_V3.write(params))
     # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
     config._experts_implementation = "eager"
     model = Reference(config).double()
@@ -299,7 +298,9 @@ def test_greedy_text_with_latent_cache_equals_that_without() -> None:
     prompts = torch.randint(1, 19, (2, 6))
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     cached, whole = (
-        rollout(model, prompts, prompt_mask=mask, max_new_tokens=10, max_context=30, temperature=0, use_cache=use_cache)
+        generate(
+            model, prompts, prompt_mask=mask, max_new_tokens=10, max_context=30, temperature=0, use_cache=use_cache
+        )
         for use_cache in (True, False)
     )
     assert torch.equal(cached.token_ids, whole.token_ids)
@@ -319,7 +320,7 @@ def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
     model = DeepseekV3ForCausalLM(params)
     for index in (1, 2):
         torch.nn.init.normal_(model.get_buffer(f"backbone.layers.{index}.feed_forward.router.selection_bias"))
-    files = {"config.json": deepseek_v3_hugging_face_config(params)}
+    files = {"config.json": DEEPSEEK_V3.write(params)}
     save_model_state(model, tmp_path / "export", mapper.inverse(), extra_files=files)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, Reference)
@@ -357,8 +358,8 @@ def test_a_released_float8_checkpoint_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{}, {"q_rank": None, "rotary_layout": "half", "rope_scaling": None}])
 def test_config_round_trip(changes: dict[str, Any]) -> None:
     params = replace(_exported(), **changes)
-    written = json.loads(json.dumps(deepseek_v3_hugging_face_config(params)))
-    assert deepseek_v3_params_from_hugging_face(written) == params
+    written = json.loads(json.dumps(DEEPSEEK_V3.write(params)))
+    assert DEEPSEEK_V3.read(written) == params
 
 
 @pytest.mark.parametrize(
@@ -389,16 +390,16 @@ def test_config_round_trip(changes: dict[str, Any]) -> None:
 )
 def test_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        deepseek_v3_params_from_hugging_face({**deepseek_v3_hugging_face_config(_exported()), **changes})
+        DEEPSEEK_V3.read({**DEEPSEEK_V3.write(_exported()), **changes})
 
 
 def test_missing_q_lora_rank_is_refused() -> None:
-    config = deepseek_v3_hugging_face_config(_exported())
+    config = DEEPSEEK_V3.write(_exported())
     del config["q_lora_rank"]
     with pytest.raises(UserError, match=r"config\.json has no 'q_lora_rank'; expected an integer, or null"):
-        deepseek_v3_params_from_hugging_face(config)
+        DEEPSEEK_V3.read(config)
 
 
 def test_config_without_shared_experts_is_refused() -> None:
     with pytest.raises(UserError, match="num_shared_experts = 0"):
-        deepseek_v3_hugging_face_config(replace(_exported(), num_shared_experts=0))
+        DEEPSEEK_V3.write(replace(_exported(), num_shared_experts=0))

@@ -22,14 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, assert_trees_close
 from d9d_modules import generate
-from d9d_moe import (
-    Qwen3MoeForCausalLM,
-    Qwen3MoeParams,
-    RouterLosses,
-    qwen3_moe_from_hugging_face,
-    qwen3_moe_hugging_face_config,
-    qwen3_moe_params_from_hugging_face,
-)
+from d9d_moe import QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeParams, RouterLosses, qwen3_moe_from_hugging_face
 from d9d_moe.models import experts_hugging_face
 from d9d_state import StateMapper, load_model_state, save_model_state, stack
 
@@ -80,7 +73,7 @@ def _params(*, tied: bool = False) -> Qwen3MoeParams:
 
 
 def _reference(params: Qwen3MoeParams) -> Reference:
-    config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(params))
+    config = Qwen3MoeConfig.from_dict(QWEN3_MOE.write(params))
     # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
     config._experts_implementation = "eager"
     model = Reference(config)
@@ -169,7 +162,9 @@ def test_greedy_text_equals_that_of_the_reference() -> None:
     expected = reference.generate(
         prompts, attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=99
     )
-    got = generate(model, prompts, prompt_mask=mask, max_new_tokens=10, max_context=30, temperature=0, use_cache=True)
+    got = generate(
+        model, prompts, prompt_mask=mask, max_new_tokens=10, max_context=30, temperature=0, use_cache=True
+    ).token_ids
     assert torch.equal(got, expected)
 
 
@@ -221,7 +216,7 @@ def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
         model,
         tmp_path / "export",
         qwen3_moe_from_hugging_face(params).inverse(),
-        extra_files={"config.json": qwen3_moe_hugging_face_config(params)},
+        extra_files={"config.json": QWEN3_MOE.write(params)},
     )
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, Reference)
@@ -262,7 +257,7 @@ def test_global_load_is_not_exported(tmp_path: Path) -> None:
 def test_reference_checkpoint_loads_into_stages(tmp_path: Path, tied: bool) -> None:
     reference = _reference(_params(tied=tied))
     reference.save_pretrained(tmp_path)
-    params = qwen3_moe_params_from_hugging_face(json.loads((tmp_path / "config.json").read_text()))
+    params = QWEN3_MOE.read(json.loads((tmp_path / "config.json").read_text()))
     input_ids = torch.randint(0, 21, (2, 9))
     hidden, num_stages = input_ids, 1 if tied else 2
     for index in range(num_stages):
@@ -279,7 +274,7 @@ def test_import_and_export_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> 
     _reference(params).save_pretrained(tmp_path / "theirs")
     ours, mapper = Qwen3MoeForCausalLM(params), qwen3_moe_from_hugging_face(params)
     load_model_state(ours, tmp_path / "theirs", mapper)
-    config = qwen3_moe_hugging_face_config(params)
+    config = QWEN3_MOE.write(params)
     save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": config})
     original, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("theirs", "ours"))
     exported.save_pretrained(tmp_path / "again")
@@ -298,22 +293,22 @@ WINDOWS = {"sliding_window": 3, "sliding_layers": (0, 1, 2)}
 def test_config_round_trip(changes: dict[str, Any]) -> None:
     params = _params()
     params = replace(params, **changes)
-    written = json.loads(json.dumps(qwen3_moe_hugging_face_config(params)))
-    assert qwen3_moe_params_from_hugging_face(written) == params
+    written = json.loads(json.dumps(QWEN3_MOE.write(params)))
+    assert QWEN3_MOE.read(written) == params
     # The config as `transformers` writes it.
-    assert qwen3_moe_params_from_hugging_face(Qwen3MoeConfig.from_dict(written).to_diff_dict()) == params
+    assert QWEN3_MOE.read(Qwen3MoeConfig.from_dict(written).to_diff_dict()) == params
 
 
 def test_window_of_some_layers_is_refused_in_the_config() -> None:
     params = _params()
     params = replace(params, sliding_window=3, sliding_layers=(0, 2))
     with pytest.raises(UserError, match=r"sliding_layers = \(0, 2\) of 3 layers; .*: expected all layers, or none\."):
-        qwen3_moe_hugging_face_config(params)
+        QWEN3_MOE.write(params)
 
 
 def test_sparse_step_selects_dense_layers() -> None:
-    config = {**qwen3_moe_hugging_face_config(_params()), "decoder_sparse_step": 2, "mlp_only_layers": None}
-    assert qwen3_moe_params_from_hugging_face(config).dense_layers == (0, 2)
+    config = {**QWEN3_MOE.write(_params()), "decoder_sparse_step": 2, "mlp_only_layers": None}
+    assert QWEN3_MOE.read(config).dense_layers == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -341,4 +336,4 @@ def test_sparse_step_selects_dense_layers() -> None:
 )
 def test_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        qwen3_moe_params_from_hugging_face({**qwen3_moe_hugging_face_config(_params()), **changes})
+        QWEN3_MOE.read({**QWEN3_MOE.write(_params()), **changes})
