@@ -305,11 +305,7 @@ def _logits(model: nn.Module) -> Tensor:
 
 def _own(family: Family, params: Any, reference: nn.Module) -> nn.Module:
     mapper, model = family.mapper(params), family.build(params)
-    state = reference.state_dict()
-    loaded: dict[str, Tensor] = {}
-    for group in mapper.groups:
-        loaded |= mapper.apply({name: state[name] for name in group.inputs})
-    model.load_state_dict(loaded, strict=False)
+    model.load_state_dict(mapper.apply_all(reference.state_dict()), strict=False)
     return model
 
 

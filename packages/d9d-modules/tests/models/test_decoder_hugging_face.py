@@ -161,13 +161,6 @@ def _take_rotary_tables(rotary: Any, params: GroupedQueryParams) -> None:
     rotary.forward = forward
 
 
-def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    mapped: dict[str, Tensor] = {}
-    for group in mapper.groups:
-        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
-    return mapped
-
-
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_losses_and_gradients_match(name: str) -> None:
     drawn: list[Any] = []
@@ -199,7 +192,7 @@ def _compare(family: Family, params: Any, *, shape: tuple[int, int], seed: int) 
     torch.manual_seed(seed)
     reference, mapper = _reference(family, params), family.mapper(params)
     ours = DecoderForCausalLM(params)
-    state = _apply(mapper, reference.state_dict())
+    state = mapper.apply_all(reference.state_dict())
     ours.load_state_dict(state, strict=False)
     assert state.keys() == dict(ours.named_parameters()).keys()
     input_ids, labels = torch.randint(0, params.vocab_size, (2, *shape))
@@ -234,7 +227,7 @@ def _results(
     return {
         "logits": logits.detach(),
         "losses": losses.detach(),
-        "gradients": gradients if mapper is None else _apply(mapper, gradients),
+        "gradients": gradients if mapper is None else mapper.apply_all(gradients),
     }
 
 

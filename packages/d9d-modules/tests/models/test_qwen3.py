@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers import Qwen3ForCausalLM as Reference
 
 from d9d_dist import StageInfo, UserError
+from d9d_dist.testing import assert_rounds_like, in_float64
 from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, YarnScaling, qwen3_from_hugging_face
 from d9d_state import load_model_state, save_model_state
 
@@ -26,10 +27,6 @@ def _reference(params: Qwen3Params) -> Reference:
 
 def _own_state(reference: nn.Module, *, tied: bool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in reference.state_dict().items() if not (tied and name == "lm_head.weight")}
-
-
-def _relative_error(got: Tensor, expected: Tensor) -> float:
-    return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -115,7 +112,7 @@ def test_an_export_loads_in_the_reference(tmp_path: Path, changes: dict[str, Any
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, Reference)
     input_ids = torch.randint(0, params.vocab_size, (2, 9))
-    assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-5
+    assert_rounds_like(model(input_ids), in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -129,4 +126,4 @@ def test_a_checkpoint_of_the_reference_loads_in_stages(tmp_path: Path, tied: boo
         stage = Qwen3ForCausalLM(params, StageInfo(index, num_stages))
         load_model_state(stage, tmp_path, qwen3_from_hugging_face(params))
         hidden = stage(hidden)
-    assert _relative_error(hidden, reference(input_ids).logits) <= 1e-5
+    assert_rounds_like(hidden, in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)

@@ -16,6 +16,7 @@ from transformers import DeepseekV3ForCausalLM as Reference
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 
 from d9d_dist import StageInfo, UserError
+from d9d_dist.testing import assert_rounds_like, in_float64
 from d9d_modules import (
     DecoderForClassification,
     DecoderForEmbedding,
@@ -36,7 +37,6 @@ from d9d_moe import (
 from d9d_state import (
     Fp8Blocks,
     ModelFolder,
-    StateMapper,
     dequantize_inputs,
     load_model_state,
     read_model_state,
@@ -254,13 +254,6 @@ def _route(router: DeepseekV3TopkRouter, hidden_states: Tensor) -> tuple[Tensor,
     return logits, weights * router.routed_scaling_factor, indices
 
 
-def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    mapped: dict[str, Tensor] = {}
-    for group in mapper.groups:
-        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
-    return mapped
-
-
 def _relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
@@ -272,11 +265,12 @@ def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, len
     mapper = deepseek_v3_from_hugging_face(params, layout="fused")
     reference = _reference(params)
     ours = DeepseekV3ForCausalLM(params).double()
-    ours.load_state_dict(_apply(mapper, dict(reference.state_dict())))
+    ours.load_state_dict(mapper.apply_all(dict(reference.state_dict())))
     input_ids = torch.randint(0, params.vocab_size, (batch, length))
     got, expected = ours(input_ids), reference(input_ids).logits
-    # The rotary tables of both implementations are float32, but computed in a different order.
-    assert _relative_error(got, expected) <= 1e-6
+    # Both implementations round the angles of at most 10 positions to float32, in a different order.
+    rounding = 10 * torch.finfo(torch.float32).eps
+    assert _relative_error(got, expected) <= rounding
 
     gradient = torch.randn_like(expected)
     got.backward(gradient)
@@ -285,11 +279,11 @@ def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, len
         name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         for name, tensor in reference.state_dict(keep_vars=True).items()
     }
-    expected_gradients = _apply(mapper, named)
+    expected_gradients = mapper.apply_all(named)
     largest = max(each.abs().max() for each in expected_gradients.values())
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
-        assert (parameter.grad - expected_gradients[name]).abs().max() <= 1e-5 * largest, name
+        assert (parameter.grad - expected_gradients[name]).abs().max() <= 8 * rounding * largest, name
 
 
 def test_greedy_text_with_latent_cache_equals_that_without() -> None:
@@ -304,7 +298,7 @@ def test_greedy_text_with_latent_cache_equals_that_without() -> None:
         for use_cache in (True, False)
     )
     assert torch.equal(cached.token_ids, whole.token_ids)
-    torch.testing.assert_close(cached.log_probs, whole.log_probs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cached.log_probs, whole.log_probs, rtol=torch.finfo(torch.float32).eps, atol=0)
 
 
 def test_each_stage_loads_its_tensors_from_the_checkpoint() -> None:
@@ -325,7 +319,7 @@ def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, Reference)
     input_ids = torch.randint(0, 21, (2, 9))
-    assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-4
+    assert_rounds_like(model(input_ids), in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)
 
     reference.save_pretrained(tmp_path / "theirs")
     again = DeepseekV3ForCausalLM(params)
