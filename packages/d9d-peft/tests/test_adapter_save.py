@@ -61,9 +61,7 @@ def test_round_trip_replaces_an_earlier_save(tmp_path: Path, method: str) -> Non
     save_adapters(other, tmp_path)
     save_adapters(model, tmp_path)
     load_adapters(other, tmp_path)
-    torch.testing.assert_close(
-        other.state_dict(), model.state_dict(), rtol=0, atol=dora_rounding(model) if method == "DoRA" else 0
-    )
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=rounding_of(method))
     assert files(tmp_path) == FILES
 
 
