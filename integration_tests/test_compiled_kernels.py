@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,12 @@ import pytest
 pytest.importorskip("triton")
 import compiled_kernels
 
-DEFAULT = "sm_90"
 MAX_SPILLED = {"norm of 16384 with residual": 128, "norm of 16384 in float32 with residual": 128}
 """Bytes of local memory of a thread that a case may use; 0 for the others.
 
 A row of 16,384 fills the registers of 1,024 threads. Two passes over the row would read more than this spill does.
 """
 MIN_OCCUPANCY = 0.375
-
-
-def _targets() -> Iterator[Any]:
-    for target in compiled_kernels.TARGETS:
-        yield pytest.param(target, marks=() if target == DEFAULT else pytest.mark.full)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +31,8 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("compiled", list(_targets()), indirect=True)
+@pytest.mark.parametrize("compiled", compiled_kernels.TARGETS, indirect=True)
+@pytest.mark.sample("sm_90")
 def test_kernels_fit_into_registers_and_access_16_bytes(compiled: list[dict[str, Any]]) -> None:
     cases = [kernel for kernel in compiled if kernel["case"] != compiled_kernels.SPILLING]
     assert {kernel["case"] for kernel in cases} == set(compiled_kernels.CASES)

@@ -31,6 +31,7 @@ def _close(ours: list[float], theirs: list[float], *, rel: float) -> bool:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.sample("moe-1")
 def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
     file = [MOE] if kind == "moe" else []
     _run(file + _tiny(tmp_path, "one", steps=20, evaluation__every=10))
@@ -92,6 +93,7 @@ def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("dense", "true"), ("dense", "false"), ("moe", "true")])
+@pytest.mark.sample("dense-false")
 def test_transformers_loads_the_export_and_gives_the_same_logits(tmp_path: Path, kind: str, tied: str) -> None:
     file = [MOE] if kind == "moe" else []
     ended = _run(file + _tiny(tmp_path, "run", steps=3, model__tie_word_embeddings=tied))
