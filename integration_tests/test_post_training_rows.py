@@ -57,7 +57,7 @@ def test_a_row_equals_one_process(task: str, model: str, layout: str, method: Co
     assert not found, f"{len(found)} differences. First: {found[0]}"
 
 
-# The lane "all cases" of .ci/nightly catches the others.
+# The lane `jobs` of .ci/nightly catches the others.
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.sample(
     "mask_shifted_by_one",

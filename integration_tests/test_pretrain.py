@@ -34,10 +34,10 @@ def _close(ours: list[float], theirs: list[float], *, rel: float) -> bool:
 @pytest.mark.sample("moe-1")
 def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
     file = [MOE] if kind == "moe" else []
-    _run(file + _tiny(tmp_path, "one", steps=20, evaluation__every=10))
+    _run(file + _tiny(tmp_path, "one", steps=8, evaluation__every=4))
     _run(
         file
-        + _tiny(tmp_path, "four", steps=20, evaluation__every=10, batch__microbatch_size=microbatch_size)
+        + _tiny(tmp_path, "four", steps=8, evaluation__every=4, batch__microbatch_size=microbatch_size)
         + options(HYBRID),
         world_size=4,
     )
@@ -45,7 +45,7 @@ def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, mic
     tolerance = 1e-3 if kind == "moe" else 1e-5
     for name in ("loss", "grad_norm", "bits_per_byte", "evaluation_loss"):
         assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=tolerance), name
-    assert len(curve(tmp_path / "one", "loss")) == 20
+    assert len(curve(tmp_path / "one", "loss")) == 8
 
 
 def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
