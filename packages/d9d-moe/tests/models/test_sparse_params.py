@@ -41,7 +41,7 @@ def test_sparse_params_are_like_those_of_a_dense_model() -> None:
     )
     experts = {"num_experts": 5, "top_k": 2, "expert_intermediate_size": 10}
     assert Qwen3MoeParams.like(dense, **experts, dense_layers=(1,), initializer_range=0.3) == PARAMS
-    with pytest.raises(UserError, match=r"is_causal = False; expected its default, because Qwen3MoeParams has no"):
+    with pytest.raises(UserError, match=r"is_causal = False; expected its default, because Qwen3MoeParams has no such"):
         Qwen3MoeParams.like(replace(dense, is_causal=False), **experts)
 
 

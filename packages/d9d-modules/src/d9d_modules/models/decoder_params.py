@@ -120,7 +120,8 @@ class DecoderParams(ABC):
         for each in fields(other):
             if each.name not in names and values[each.name] != each.default:
                 raise UserError(
-                    f"{each.name} = {values[each.name]}; expected its default, because {cls.__name__} has no {each.name}."
+                    f"{each.name} = {values[each.name]}; expected its default, because {cls.__name__} has no such "
+                    "hyperparameter."
                 )
         return cls(**{**{name: value for name, value in values.items() if name in names}, **changes})
 
