@@ -45,6 +45,7 @@ from d9d_modules.lm_head import (
     IGNORED_LABEL,
     LanguageModelHead,
     LossBackend,
+    Scores,
     language_model_head,
 )
 from d9d_modules.mixer_cache import MixerCache, PositionCache, RecurrentCache, SupportsCache
@@ -242,6 +243,7 @@ __all__ = [
     "RotaryScaling",
     "RotaryTables",
     "RowParts",
+    "Scores",
     "SdpaBackend",
     "SplitTokenEmbedding",
     "SupportsCache",

@@ -14,7 +14,6 @@ from d9d_loop.job.job_check import (
     changed_settings,
     check_checkpoint,
     check_evaluation_only,
-    check_likelihoods,
     check_metric_names,
     check_num_samples,
     check_retention,
@@ -119,7 +118,6 @@ def plan_job(
     )
     whole = layout.built.module
     check_trainable(whole)
-    check_likelihoods(task, whole)
     if optimizer is None:
         config.optimizer.check(whole)
     weights = config.initial_weights or model.initial_weights

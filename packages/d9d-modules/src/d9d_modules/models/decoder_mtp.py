@@ -21,7 +21,7 @@ from d9d_modules.cross_entropy import IGNORED_LABEL
 from d9d_modules.decoder import DecoderLayer, HiddenAndLosses
 from d9d_modules.embedding import TokenEmbedding
 from d9d_modules.linear import Linear
-from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.lm_head import LanguageModelHead, Scores
 from d9d_modules.models.decoder_heads import HeadedDecoder, decoder_lm_head
 from d9d_modules.models.decoder_hugging_face import FeedForwardMapper, decoder_layer_from_hugging_face
 from d9d_modules.models.decoder_model import WHOLE_MODEL, Received
@@ -128,7 +128,7 @@ class DecoderWithMtp(HeadedDecoder):
         expert_indices: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | Mapping[str, Tensor] | None = None,
-        scores: bool = False,
+        scores: Scores = False,
         mtp_ids_BLK: Tensor | None = None,
         mtp_labels_BLK: Tensor | None = None,
     ) -> Received | dict[str, Tensor]:
