@@ -65,6 +65,13 @@ def curve_rounding(num_steps: int, *, num_operators: int = 200) -> float:
     return num_steps * num_operators**0.5 * torch.finfo(torch.float32).eps
 
 
+def assert_same_export(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Assert that two exports have the same weights, except for rounding that the optimizer amplifies."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
 def script(name: str, arguments: Sequence[str]) -> Ended:
     """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does; it generates less text."""
     module = importlib.import_module(name)
