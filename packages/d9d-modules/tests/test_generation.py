@@ -16,7 +16,7 @@ def _successor(input_ids: Tensor) -> Tensor:
 
 def test_temperature_zero_is_greedy() -> None:
     prompt = torch.tensor([[3], [6]])
-    continued = generate(_successor, prompt, max_new_tokens=4, max_context=10, temperature=0)
+    continued = generate(_successor, prompt, max_new_tokens=4, max_context=10, temperature=0).token_ids
     assert continued.tolist() == [[3, 4, 5, 6, 7], [6, 7, 0, 1, 2]]
 
 
@@ -34,22 +34,22 @@ def test_the_context_is_truncated() -> None:
 def test_top_k_samples_from_the_most_likely_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.zeros(500, 1, dtype=torch.int64)
-    drawn = generate(_successor, prompt, top_k=2, max_new_tokens=1, max_context=1, generator=generator)[:, 1]
+    drawn = generate(_successor, prompt, top_k=2, max_new_tokens=1, max_context=1, generator=generator).token_ids[:, 1]
     assert set(drawn.tolist()) == {1, 2}
     # exp(2) : exp(1)
     assert abs((drawn == 1).float().mean().item() - 0.731) < 0.07
-    everything = generate(_successor, prompt, max_new_tokens=1, max_context=1, generator=generator)[:, 1]
+    everything = generate(_successor, prompt, max_new_tokens=1, max_context=1, generator=generator).token_ids[:, 1]
     assert set(everything.tolist()) == set(range(VOCAB))
 
 
 def test_top_k_beyond_the_vocabulary_samples_from_all() -> None:
-    continued = generate(_successor, torch.tensor([[0]]), max_new_tokens=2, max_context=4, top_k=100)
+    continued = generate(_successor, torch.tensor([[0]]), max_new_tokens=2, max_context=4, top_k=100).token_ids
     assert continued.shape == (1, 3)
 
 
 def test_low_temperature_sharpens() -> None:
     prompt = torch.zeros(300, 1, dtype=torch.int64)
-    drawn = generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=0.05)[:, 1]
+    drawn = generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=0.05).token_ids[:, 1]
     assert drawn.eq(1).all()
 
 
@@ -60,7 +60,7 @@ def test_equal_seeds_give_equal_text_and_no_graph() -> None:
     model = Qwen3ForCausalLM(params)
     prompt = torch.randint(0, 16, (2, 3))
     first, second = (
-        generate(model, prompt, max_new_tokens=6, max_context=4, generator=torch.Generator().manual_seed(5))
+        generate(model, prompt, max_new_tokens=6, max_context=4, generator=torch.Generator().manual_seed(5)).token_ids
         for _ in range(2)
     )
     assert torch.equal(first, second)
@@ -87,9 +87,9 @@ def test_padding_does_not_change_the_generated_text() -> None:
         return F.one_hot(ids.cumsum(dim=1) % 7, num_classes=7).float()
 
     prompt = torch.tensor([[1, 2, 3]])
-    plain = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0)
+    plain = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0).token_ids
     assert lengths == [3, 4, 5, 5]
-    padded = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0, pad_to_multiple_of=4)
+    padded = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0, pad_to_multiple_of=4).token_ids
     assert lengths[4:] == [4, 4, 8, 8]
     assert torch.equal(padded, plain)
     with pytest.raises(UserError, match="pad_to_multiple_of = 0; expected at least 1"):

@@ -119,6 +119,12 @@ class HeadedDecoder(nn.Module):
         )
         if not self.backbone.stage.is_last:
             return x
+        return self.apply_heads(x, mask_BL=mask_BL, labels=labels, scores=scores)
+
+    def apply_heads(
+        self, x: Received, *, mask_BL: Tensor | None, labels: Tensor | Mapping[str, Tensor] | None, scores: Scores
+    ) -> Tensor | dict[str, Tensor]:
+        """Compute the outputs of the last stage from those of its backbone; arguments as in `forward`."""
         names, owner = self._head_names, self.heads if self._in_dict else self
         if scores:
             return self._scores(owner.get_submodule(names[0]), x, labels, scores)
