@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist.counter_random import mix_bits, uniform_at
 from d9d_dist.errors import UserError
 from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
 
@@ -46,6 +47,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
+    row_seeds: Tensor | None = None,
     use_cache: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -63,6 +65,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         generator=generator,
+        row_seeds=row_seeds,
         use_cache=use_cache,
         group=group,
     ).token_ids
@@ -83,6 +86,7 @@ def rollout(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
+    row_seeds: Tensor | None = None,
     use_cache: bool | None = None,
     group: dist.ProcessGroup | None = None,
     on_tokens: Callable[[Tensor], None] | None = None,
@@ -113,6 +117,8 @@ def rollout(
         top_p: Sample only from the most likely tokens whose probabilities sum to at least this number ("nucleus
             sampling", arXiv:1904.09751); None samples from all.
         generator: Random generator on the device of the logits; None for torch's default.
+        row_seeds: Seed of each row [B], int64. A sampled token is then a function of the logits, the row's seed and the
+            number of the token: the same in any split of the rows over batches and ranks. Replaces `generator`.
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
         group: Ranks that stop together. Required with `stop_tokens` if ranks that run one model together have different
@@ -125,6 +131,7 @@ def rollout(
             mixer without a cache.
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check_seeds(row_seeds, input_ids, generator)
     if pad_to_multiple_of < 1:
         raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
@@ -146,7 +153,8 @@ def rollout(
                 if step > 0 and stop_tokens and _all_done(is_done_B, group):
                     break
                 logits_BV = compute(token_ids, context_mask)
-                next_B1 = _choose(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+                probabilities_BV = _probabilities(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p)
+                next_B1 = _draw(probabilities_BV, generator=generator, row_seeds=row_seeds, step=step)
                 log_prob_B1 = _log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B.unsqueeze(1), 0.0)
                 next_B1 = next_B1.masked_fill(is_done_B.unsqueeze(1), pad_token)
                 token_ids = torch.cat((token_ids, next_B1), dim=1)
@@ -189,17 +197,10 @@ def _log_softmax(logits_BV: Tensor) -> Tensor:
     return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(dim=-1).float()
 
 
-def _choose(
-    logits_BV: Tensor,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Sample one token per row [B, 1]."""
+def _probabilities(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """Return the distribution that tokens are sampled from [B, V]; one-hot at temperature 0."""
     if temperature == 0:
-        return logits_BV.argmax(dim=-1, keepdim=True)
+        return F.one_hot(logits_BV.argmax(dim=-1), logits_BV.shape[-1]).float()
     if top_k is not None:
         threshold_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, float("-inf"))
@@ -209,7 +210,32 @@ def _choose(
         before_BV = descending_BV.cumsum(dim=-1) - descending_BV
         descending_BV = descending_BV.masked_fill(before_BV >= top_p, 0.0)
         probabilities_BV = torch.zeros_like(probabilities_BV).scatter(-1, order_BV, descending_BV)
-    return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
+    return probabilities_BV
+
+
+def _draw(
+    probabilities_BV: Tensor, *, generator: torch.Generator | None, row_seeds: Tensor | None, step: int
+) -> Tensor:
+    """Sample one token per row [B, 1]."""
+    if row_seeds is None:
+        return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
+    vocab = probabilities_BV.shape[-1]
+    index_V = torch.arange(step * vocab, (step + 1) * vocab, device=probabilities_BV.device)
+    uniform_BV = uniform_at(index_V, mix_bits(row_seeds.to(probabilities_BV.device)).unsqueeze(1))
+    # The largest log p + Gumbel noise is distributed as p.
+    return (probabilities_BV.double().log() - (-uniform_BV.log()).log()).argmax(dim=-1, keepdim=True)
+
+
+def _check_seeds(row_seeds: Tensor | None, input_ids: Tensor, generator: torch.Generator | None) -> None:
+    if row_seeds is None:
+        return
+    if row_seeds.shape != input_ids.shape[:1] or row_seeds.dtype != torch.int64:
+        raise UserError(
+            f"row_seeds have shape {tuple(row_seeds.shape)} and dtype {row_seeds.dtype}; expected torch.int64 of shape "
+            f"{tuple(input_ids.shape[:1])}, one for each row."
+        )
+    if generator is not None:
+        raise UserError("got row_seeds and a generator; expected one of them. Remove the generator.")
 
 
 def _checked_mask(prompt_mask: Tensor, input_ids: Tensor) -> Tensor:
