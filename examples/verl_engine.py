@@ -5,10 +5,10 @@ verl's workers call these methods on every rank. Register a subclass that builds
     @EngineRegistry.register(model_type="language_model", backend="d9d")
     class D9dEngine(VerlEngine, BaseEngine): ...
 
-Batches are mappings as TensorDicts are: `input_ids` is a jagged nested tensor [B, *], and `micro_batch_size_per_gpu`,
-or `max_token_len_per_gpu` with `use_dynamic_bsz`, split it. A loss function gets log-probabilities of whole sequences,
-under context parallelism too, and returns a loss and metrics. As for verl's other engines, its losses are summed over
-microbatches and averaged over data-parallel ranks.
+A batch is a mapping, such as a TensorDict: `input_ids` is a jagged nested tensor, and `micro_batch_size_per_gpu`, or
+`max_token_len_per_gpu` with `use_dynamic_bsz`, splits it. A loss function gets whole sequences, under context
+parallelism too. As in verl's own engines, its losses are summed over microbatches, and averaged over
+data-parallel ranks.
 """
 
 import json
@@ -19,20 +19,18 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from jagged_rows import Data, jagged, microbatches, packed
 from torch import Tensor
 
 from d9d_dist import ContextSplit, UserError, gather_json
-from d9d_loop import Engine, EngineConfig, Loss, ModelProvider, Task
-from d9d_loop.engine.engine import Reference
-from d9d_modules import IGNORED_LABEL
-from d9d_pipeline import Inputs
+from d9d_loop import BatchTask, Engine, EngineConfig, Loss, ModelProvider
+from d9d_pipeline import Inputs, broadcast_tree
 
-Data: TypeAlias = Mapping[str, Any]
 LossFunction: TypeAlias = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 
 
-class Scores(Task):
-    """Log-probabilities of packed sequences; `loss` is passed to the engine in each call."""
+class Scores(BatchTask):
+    """Log-probabilities of packed sequences; each call of the engine passes its own loss."""
 
     def inputs(self, batch: Data) -> Inputs:
         names = {"labels": "labels", "position_ids": "position_ids", "document_ids_BL": "documents"}
@@ -43,14 +41,10 @@ class Scores(Task):
 
 
 class VerlEngine:
-    """Training engine with the methods of verl's `BaseEngine`. Collective methods: see `Engine`.
+    """Training engine with the methods of verl's `BaseEngine`. For collectives and options see `Engine.open`.
 
-    Args:
-        config: Configuration of the engine, with the run folder of checkpoints.
-        model: Model provider.
-        learning_rates: Factor of the learning rates after n calls of `lr_scheduler_step`.
-        offloads: True to keep parameters and optimizer state in host memory outside of `train_mode` and `eval_mode`.
-        reference: Reference of the engine, for `disable_adapter`.
+    `learning_rates` returns the factor of the learning rates after n calls of `lr_scheduler_step`. With `offloads`,
+    the state is in host memory outside of `train_mode` and `eval_mode`.
     """
 
     def __init__(
@@ -60,43 +54,34 @@ class VerlEngine:
         *,
         learning_rates: Callable[[int], float] = lambda _: 1.0,
         offloads: bool = False,
-        reference: Reference | None = None,
+        **options: Any,
     ) -> None:
-        self.config, self.model, self.learning_rates, self.offloads = config, model, learning_rates, offloads
-        self.reference, self.num_lr_steps, self.is_pending = reference, 0, False
-        self._open = ExitStack()
+        self.config, self.model, self.learning_rates, self.options = config, model, learning_rates, options
+        self.is_param_offload_enabled = self.is_optimizer_offload_enabled = offloads
+        self.num_lr_steps, self.is_pending, self._opened = 0, False, ExitStack()
 
     def initialize(self) -> None:
-        opened = Engine.open(self.config, model=self.model, task=Scores(), reference=self.reference)
-        self.engine = self._open.enter_context(opened)
+        opened = Engine.open(self.config, model=self.model, task=Scores(), **self.options)
+        self.engine = self._opened.enter_context(opened)
         self.ctx = self.engine.ctx
         self._split = ContextSplit(self.ctx.mesh_for("batch")["cp"])
-        if self.offloads:
+        self._multiple = 2 * self._split.mesh.size() * self.ctx.size("batch", "tp")
+        if self.is_param_offload_enabled:
             self.engine.offload()
 
     def close(self) -> None:
-        """Close the engine; verl has no such call."""
-        self._open.close()
-
-    @property
-    def is_param_offload_enabled(self) -> bool:
-        return self.offloads
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return self.offloads
+        """Close the engine. verl has no such call."""
+        self._opened.close()
 
     @contextmanager
     def train_mode(self, **_: Any) -> Generator[None]:
-        if self.offloads:
+        if self.is_param_offload_enabled:
             self.engine.onload()
-        try:
-            yield
-        finally:
-            if self.offloads:
-                self.engine.offload()
+        yield
+        if self.is_param_offload_enabled:
+            self.engine.offload()
 
-    eval_mode = train_mode  # `Engine.score` evaluates; model and optimizer move together
+    eval_mode = train_mode  # forward_only evaluates
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         return self.engine.reference()
@@ -137,67 +122,52 @@ class VerlEngine:
         """Return `model_output`, `loss` and `metrics` on the ranks of `is_mp_src_rank_with_outputs`, else nothing."""
         if float(data.get("temperature", 1.0)) != 1.0 or (data.get("calculate_entropy") and not forward_only):
             raise UserError("got a temperature, or calculate_entropy in training; expected 1.0, and no entropy bonus.")
-        parts = microbatches(data)
-        batches = [self._packed(part["input_ids"].unbind(), number) for number, part in enumerate(parts)]
-        found: list[tuple[Tensor, Mapping[str, Any]]] = []
+        parts, found = microbatches(data), []
+        batches = [packed(part, multiple=self._multiple, number=number) for number, part in enumerate(parts)]
 
         def call(scores: Mapping[str, Tensor], number: int) -> Tensor:
+            if loss_function is None:
+                return torch.zeros(())
             nested = {name: jagged(value[0], parts[number]) for name, value in scores.items()}
-            group = self.get_data_parallel_group()
-            found.append(loss_function(model_output=nested, data=parts[number], dp_group=group))
+            found.append(loss_function(nested, parts[number], dp_group=self.get_data_parallel_group()))
             return found[-1][0]
 
         def loss(outputs: Mapping[str, Tensor], batch: Data) -> Loss:
             if "auxiliary_losses" in outputs:
                 raise UserError("the model has router losses, whose weight verl does not know; expected none.")
             mine, cp_size = {"log_probs": outputs["log_probs"]}, self._split.mesh.size()
-            total = call(self._split.join(mine, gradient="partial"), batch["number"])
+            total = call(self._split.join(mine, gradient="partial"), batch["number"]) / cp_size
             # The weights of a step sum to the data-parallel size.
-            return Loss(total / cp_size, weight=1.0 / (len(parts) * cp_size), tokens=mine)
+            return Loss(total, weight=1.0 / (len(parts) * cp_size), tokens=mine)
 
         if forward_only:
             scores = self.engine.score(batches)
-            if loss_function is not None:
-                for number, each in enumerate(scores):
-                    call(each, number)
+            for number, each in enumerate(scores):
+                call(each, number)
         else:
             scores, self.is_pending = self.engine.forward_backward(batches, loss), True
         if not self.is_mp_src_rank_with_outputs():
             return {}
-        whole = {
-            name: [jagged(each[name][0], part) for each, part in zip(scores, parts, strict=True)] for name in scores[0]
-        }
-        return {
-            "model_output": {
-                name: jagged(torch.cat([v.values() for v in values]), data) for name, values in whole.items()
-            },
-            "loss": [total.item() for total, _ in found],
-            "metrics": {name: [metrics[name] for _, metrics in found] for name in (found[0][1] if found else ())},
-        }
+        rows = [
+            {name: jagged(value[0], part) for name, value in each.items()}
+            for each, part in zip(scores, parts, strict=True)
+        ]
+        outputs = {name: jagged(torch.cat([each[name].values() for each in rows]), data) for name in rows[0]}
+        metrics = {name: [each[name] for _, each in found] for name in (found[0][1] if found else ())}
+        return {"model_output": outputs, "loss": [total.item() for total, _ in found], "metrics": metrics}
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Return all weights under their names on disk, on every rank: pipeline ranks take turns. Collective."""
+        """Return all weights under their names on disk, on every rank: pipeline ranks take turns."""
         return self._all_weights(), None
 
     def _all_weights(self) -> Iterator[tuple[str, Tensor]]:
-        group, own = self.ctx.group_for("regular", "pp"), iter(self.engine.weights())
-        while True:
-            item = next(own, None)
-            known = None if item is None else [item[0], list(item[1].shape), str(item[1].dtype).removeprefix("torch.")]
-            turns = gather_json(known, group)
-            if not any(turns):
-                return
-            for source, turn in enumerate(turns):
-                if turn is None:
-                    continue
-                name, shape, dtype = turn
-                if source == group.rank() and item is not None:
-                    tensor = item[1].contiguous()
-                else:
-                    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ctx.device)
-                if group.size() > 1:
-                    dist.broadcast(tensor, group=group, group_src=source)
-                yield name, tensor
+        group, own = self.ctx.group_for("regular", "pp"), self.engine.weights()
+        while any(turns := gather_json((item := next(own, None)) is not None, group)):
+            for source, has_item in enumerate(turns):
+                if has_item:
+                    tree = None if item is None else {item[0]: item[1].contiguous()}
+                    found: dict[str, Tensor] = broadcast_tree(tree, group, source=source, device=self.ctx.device)
+                    yield from found.items()
 
     def get_data_parallel_size(self) -> int:
         return self.ctx.size("batch", "dp")
@@ -212,77 +182,17 @@ class VerlEngine:
         is_first = self.ctx.coordinate("batch", "cp") == self.ctx.coordinate("batch", "tp") == 0
         return is_first and self.engine.pipeline.has_last_stage
 
-    def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
-    ) -> None:
-        """Save to the run folder of the configuration, and write to `local_path` which step it is."""
-        if hdfs_path is not None or max_ckpt_to_keep not in {None, self.config.keep_last}:
-            raise UserError("got hdfs_path or max_ckpt_to_keep; expected keep_last of the engine's configuration.")
+    def save_checkpoint(self, local_path: str, hdfs_path: None = None, global_step: int = 0, **_: Any) -> None:
+        """Save to the run folder, whose `keep_last` holds, and write the number of the step to `local_path`."""
         self.engine.save({"global_step": global_step, "num_lr_steps": self.num_lr_steps})
         if self.ctx.is_main_process:
             Path(local_path).mkdir(parents=True, exist_ok=True)
-            (Path(local_path) / "d9d.json").write_text(json.dumps({"num_steps": self.engine.num_steps}))
+            (Path(local_path) / "d9d.json").write_text(json.dumps(self.engine.num_steps))
 
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path: str, hdfs_path: None = None, del_local_after_load: bool = False) -> None:
         """Load the newest checkpoint of the run folder, which must be that of `local_path`."""
-        if hdfs_path is not None or del_local_after_load:
-            raise UserError(
-                "got hdfs_path or del_local_after_load; expected neither: the run folder keeps checkpoints."
-            )
-        expected = json.loads((Path(local_path) / "d9d.json").read_text())["num_steps"]
-        state = self.engine.load()
+        state, expected = self.engine.load(), json.loads((Path(local_path) / "d9d.json").read_text())
         if not isinstance(state, dict) or self.engine.num_steps != expected:
             raise UserError(f"the newest checkpoint is that of step {self.engine.num_steps}; expected step {expected}.")
         self.num_lr_steps = int(str(state["num_lr_steps"]))
         self.engine.set_learning_rates(self.learning_rates(self.num_lr_steps))
-
-    def _packed(self, sequences: tuple[Tensor, ...], number: int) -> dict[str, Any]:
-        """Return one row of whole sequences, padded for the split over context- and tensor-parallel ranks."""
-        length = sum(map(len, sequences))
-        padding = -length % (2 * self._split.mesh.size() * self.ctx.size("batch", "tp"))
-        end = sequences[0].new_full((1,), IGNORED_LABEL)  # the last token of a sequence predicts none
-        parts = {
-            "input_ids": [*sequences, end.new_zeros(padding)],
-            "labels": [*(torch.cat((each[1:], end)) for each in sequences), end.expand(padding)],
-            "position_ids": [*(torch.arange(len(each)) for each in sequences), torch.arange(padding)],
-            "documents": [torch.full((len(each),), index) for index, each in enumerate((*sequences, range(padding)))],
-        }
-        return {"number": number, **{name: torch.cat(values).unsqueeze(0) for name, values in parts.items()}}
-
-
-def jagged(values: Tensor, like: Data) -> Tensor:
-    """Return a row of packed values [L] as a nested tensor of the sequences of a batch; padding is cut off."""
-    offsets = torch.tensor([0, *map(len, like["input_ids"].unbind())], device=values.device).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(values[: int(offsets[-1])], offsets)
-
-
-def microbatches(data: Data) -> list[dict[str, Any]]:
-    """Split a batch in the order of its rows: equally many rows, or up to a number of tokens."""
-    lengths = [len(each) for each in data["input_ids"].unbind()]
-    starts, tokens = [0], 0
-    for row, length in enumerate(lengths):
-        tokens += length
-        if data.get("use_dynamic_bsz"):
-            is_full = tokens > data["max_token_len_per_gpu"]
-        else:
-            is_full = row - starts[-1] == data["micro_batch_size_per_gpu"]
-        if is_full and row > 0:
-            starts.append(row)
-            tokens = length
-    ends = [*starts[1:], len(lengths)]
-    return [
-        {name: rows_of(value, start, end) for name, value in data.items()}
-        for start, end in zip(starts, ends, strict=True)
-    ]
-
-
-def rows_of(value: Any, start: int, end: int) -> Any:
-    """Return some rows of a tensor; any other value is that of the whole batch."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    if not value.is_nested:
-        return value[start:end]
-    rows = value.unbind()[start:end]
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
