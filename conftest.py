@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -18,6 +19,13 @@ from hypothesis.internal.constants_ast import Constants
 
 # One thread in each process: the tensors are tiny, and a second thread would only wait for its turn on a busy core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's TCPStore resolves the name of each address it connects to, and a lost DNS query stalls for 5 s. No test needs
+# DNS: names are those of /etc/hosts.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+if sys.dont_write_bytecode:  # else each process of each test compiles torch and transformers again
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
+    os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=sys.pycache_prefix)
 
 _ONLY_WITH_ALL = "runs only with --all"
 

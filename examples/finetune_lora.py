@@ -9,7 +9,7 @@ from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_loop import Finished, ModelProvider, Section, Trainer, TrainerConfig, cli_main, read_config_file
-from d9d_modules import qwen3_params_from_hugging_face
+from d9d_modules import QWEN3
 from d9d_peft import LoRA, inject, merge_, save_adapters
 from d9d_state import JsonValue, StateMapper, save_model_state, sequential
 
@@ -72,7 +72,7 @@ def main() -> None:
     source = config.initial_weights
     if source is None or not source.is_dir():
         raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
-    params = qwen3_params_from_hugging_face(read_config_file(source / "config.json"))
+    params = QWEN3.read(read_config_file(source / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
     trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())
     trainer.events.on(Finished, lambda done: export(done, provider, source))

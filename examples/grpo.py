@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from d9d_loop import Engine, EngineConfig, Section, cli_main
 from d9d_loop.losses import PolicyLoss, normalize_advantages, truncated_importance
 from d9d_loop.tasks import NextTokenTask, PolicyTask
-from d9d_modules import IGNORED_LABEL, Qwen3Params, qwen3_hugging_face_config, rollout
+from d9d_modules import IGNORED_LABEL, QWEN3, Qwen3Params, generate
 
 END = ord(";")
 ANSWER = 3  # at most two digits, and the end
@@ -77,7 +77,7 @@ class Arithmetic:
         self.rank, self.num_ranks = engine.ctx.coordinate("batch", "dp"), engine.ctx.size("batch", "dp")
         self.draws = torch.Generator().manual_seed(config.seed)  # equal on all ranks
         self.policy, self.multiple = for_generation(engine.ctx, engine.model, engine.pipeline.callable())
-        model = qwen3_hugging_face_config(config.model)
+        model = QWEN3.write(config.model)
         self.client = None if config.rollouts is None else RolloutClient(config.rollouts, engine, model)
 
     def own(self, values: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Arithmetic:
         seeds = torch.randint(2**62, (len(questions),), generator=self.draws)
         if self.client is not None:
             return self.sample_remotely(self.client, questions, int(seeds[0]))
-        found = rollout(
+        found = generate(
             self.policy,
             self.own(questions).to(self.engine.ctx.device),
             max_new_tokens=ANSWER,

@@ -40,6 +40,7 @@ from d9d_loop.data import DocumentStream, PackedSamples, PackedStream, SampleStr
 from d9d_metrics import BitsPerByte, plot_metrics
 from d9d_modules import (
     IGNORED_LABEL,
+    QWEN3,
     CheckpointPolicy,
     Float8,
     Qwen3ForCausalLM,
@@ -49,15 +50,14 @@ from d9d_modules import (
     decoder_tensor_plan,
     generate,
     qwen3_from_hugging_face,
-    qwen3_hugging_face_config,
 )
 from d9d_moe import (
+    QWEN3_MOE,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
     parallelize_moe,
     qwen3_moe_from_hugging_face,
-    qwen3_moe_hugging_face_config,
 )
 from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
@@ -187,7 +187,7 @@ class Decoder(ModelProvider):
 
     def export_files(self) -> Mapping[str, JsonValue]:
         dense, moe = self.dense, self.moe
-        return {"config.json": qwen3_hugging_face_config(dense) if moe is None else qwen3_moe_hugging_face_config(moe)}
+        return {"config.json": QWEN3.write(dense) if moe is None else QWEN3_MOE.write(moe)}
 
 
 class NextByte(Task):
@@ -256,7 +256,7 @@ def continue_text(
         temperature=temperature,
         generator=torch.Generator(ctx.device).manual_seed(0),
     )
-    return bytes(written[0].tolist()).decode(errors="replace")
+    return bytes(written.token_ids[0].tolist()).decode(errors="replace")
 
 
 def for_generation(

@@ -25,7 +25,7 @@ from d9d_dist import UserError
 from d9d_loop import Finished, Trainer, cli_main, read_config_file
 from d9d_loop.data import ChatData, ChatTemplate, ChatTokenizer
 from d9d_loop.tasks import NextTokenTask
-from d9d_modules import generate, qwen3_params_from_hugging_face
+from d9d_modules import QWEN3, generate
 from d9d_peft import LoRA
 
 WORDINGS = ("What does {} do?", "What is {} for?", "Explain {}.")
@@ -102,7 +102,7 @@ def answers(done: Finished, questions: Sequence[str]) -> list[str]:
         pad_to_multiple_of=multiple,
         stop_tokens=[0],
         temperature=0,
-    )
+    ).token_ids
     return [bytes(row).split(b"\0")[0].decode(errors="replace") for row in written[:, ids.shape[1] :].tolist()]
 
 
@@ -119,7 +119,7 @@ def lora_decoder(source: Path | None, lora: Lora) -> tuple[LoraDecoder, Path]:
     """Return the model of pretrain.py with adapters, and the folder of its weights."""
     if source is None or not source.is_dir():
         raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
-    params = qwen3_params_from_hugging_face(read_config_file(source / "config.json"))
+    params = QWEN3.read(read_config_file(source / "config.json"))
     return LoraDecoder(Decoder(params), LoRA(**lora.model_dump())), source
 
 

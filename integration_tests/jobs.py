@@ -13,8 +13,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
-
 from d9d_dist.testing import run_ranks
 from d9d_loop import cli_main
 
@@ -78,7 +76,7 @@ def _shorter_text(module: ModuleType) -> AbstractContextManager[object]:
         return nullcontext()
     generate = vars(module)["generate"]
 
-    def fewer(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def fewer(*args: Any, **kwargs: Any) -> object:
         return generate(*args, **{**kwargs, "max_new_tokens": _NEW_TOKENS})
 
     return mock.patch.object(module, "generate", fewer)

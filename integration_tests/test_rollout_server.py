@@ -17,7 +17,7 @@ from torch import Tensor
 from d9d_dist.testing import run_ranks
 from d9d_loop import Engine
 from d9d_loop.tasks import PolicyTask
-from d9d_modules import qwen3_hugging_face_config
+from d9d_modules import QWEN3
 
 SHORT = {"imitation.steps": 2, "imitation.batch_size": 32, "num_prompts": 4, "num_answers": 4, "steps": 2}
 
@@ -128,7 +128,7 @@ def test_the_server_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="there is no model; expected a POST of its config"):
         rollouts.load({})
     params = grpo.GrpoConfig.from_cli(EXAMPLES / "grpo.toml", []).model
-    rollouts.open(dict(qwen3_hugging_face_config(params)))
+    rollouts.open(dict(QWEN3.write(params)))
     asked = {"version": 1, "prompts": [[51, 43, 52, 61]], "num_tokens": 3, "seed": 0}
     with pytest.raises(RequestError, match=r"version 1 of the weights misses model\.embed_tokens\.weight"):
         rollouts.generate(asked)

@@ -28,7 +28,7 @@ LAYOUTS = {
 def _batch(dp_rank: int, dp_size: int) -> dict[str, Any]:
     """Return a rank's part of a batch, as verl's trainer hands it out."""
     draws = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(0, 64, (size,), generator=draws) for size in (5, 9, 4, 7, 6, 3, 8, 10)]
+    sequences = [torch.randint(0, 64, (size,), generator=draws) for size in (5, 8, 4, 7, 6, 3, 8, 7)]
     advantages = torch.randn(NUM_SEQUENCES, generator=draws)
     own = slice(dp_rank * NUM_SEQUENCES // dp_size, (dp_rank + 1) * NUM_SEQUENCES // dp_size)
     return {

@@ -4,6 +4,7 @@ Shape legend: B batch, P prompt length, N new tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -33,46 +34,8 @@ class Rollout(NamedTuple):
     log_probs: Tensor
 
 
-def generate(
-    model: Callable[..., Any],
-    input_ids: Tensor,
-    *,
-    max_new_tokens: int,
-    max_context: int,
-    prompt_mask: Tensor | None = None,
-    stop_tokens: Sequence[int] = (),
-    pad_token: int = 0,
-    pad_to_multiple_of: int = 1,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-    row_seeds: Tensor | None = None,
-    use_cache: bool | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Sample a continuation of each prompt; return the `token_ids` of `rollout`, with the same arguments."""
-    return rollout(
-        model,
-        input_ids,
-        max_new_tokens=max_new_tokens,
-        max_context=max_context,
-        prompt_mask=prompt_mask,
-        stop_tokens=stop_tokens,
-        pad_token=pad_token,
-        pad_to_multiple_of=pad_to_multiple_of,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        generator=generator,
-        row_seeds=row_seeds,
-        use_cache=use_cache,
-        group=group,
-    ).token_ids
-
-
 @torch.no_grad()
-def rollout(
+def generate(
     model: Callable[..., Any],
     input_ids: Tensor,
     *,
@@ -135,40 +98,64 @@ def rollout(
     if pad_to_multiple_of < 1:
         raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
-    (batch, prompt_length), device = input_ids.shape, input_ids.device
-    stops = torch.tensor(list(stop_tokens), dtype=input_ids.dtype, device=device)
-    is_done_B = torch.zeros(batch, dtype=torch.bool, device=device)
-    is_kept, log_probs = [torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask], []
-    token_ids, context_mask = input_ids, mask
+    tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
+    choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)
     with evaluating(model):
         compute = _next_logits(
             model,
             use_cache=use_cache,
-            capacity=prompt_length + max_new_tokens,
+            capacity=input_ids.shape[1] + max_new_tokens,
             multiple=pad_to_multiple_of,
             max_context=max_context,
         )
         try:
             for step in range(max_new_tokens):
-                if step > 0 and stop_tokens and _all_done(is_done_B, group):
+                if step > 0 and stop_tokens and tokens.all_done(group):
                     break
-                logits_BV = compute(token_ids, context_mask)
-                probabilities_BV = _probabilities(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p)
-                next_B1 = _draw(probabilities_BV, generator=generator, row_seeds=row_seeds, step=step)
-                log_prob_B1 = _log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B.unsqueeze(1), 0.0)
-                next_B1 = next_B1.masked_fill(is_done_B.unsqueeze(1), pad_token)
-                token_ids = torch.cat((token_ids, next_B1), dim=1)
-                context_mask = None if context_mask is None else F.pad(context_mask, (0, 1), value=True)
-                is_kept.append(~is_done_B.unsqueeze(1))
-                log_probs.append(log_prob_B1)
-                is_done_B = is_done_B | torch.isin(next_B1.squeeze(1), stops)
+                logits_BV = compute(tokens.ids, tokens.context_mask)
+                next_B = tokens.append(choose(logits_BV, step), logits_BV)
                 if on_tokens is not None:
-                    on_tokens(next_B1.squeeze(1))
+                    on_tokens(next_B)
         finally:
             if isinstance(compute, CachedContext):
                 compute.close()
-    no_tokens = torch.empty(batch, 0, dtype=torch.float32, device=device)
-    return Rollout(token_ids, torch.cat(is_kept, dim=1), torch.cat([no_tokens, *log_probs], dim=1))
+    return tokens.rollout()
+
+
+class _Tokens:
+    """Rows so far: tokens, masks, log-probabilities, and the rows that have ended."""
+
+    def __init__(self, input_ids: Tensor, mask: Tensor | None, *, stop_tokens: Sequence[int], pad_token: int) -> None:
+        (batch, _), device = input_ids.shape, input_ids.device
+        self.ids, self.context_mask = input_ids, mask
+        self._pad_token = pad_token
+        self._stops = torch.tensor(list(stop_tokens), dtype=input_ids.dtype, device=device)
+        self._is_done_B = torch.zeros(batch, dtype=torch.bool, device=device)
+        self._is_kept = [torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask]
+        self._log_probs = [torch.empty(batch, 0, dtype=torch.float32, device=device)]
+
+    def append(self, next_B1: Tensor, logits_BV: Tensor) -> Tensor:
+        """Append one token to each row, padding to ended ones; return the appended tokens [B]."""
+        is_done_B1 = self._is_done_B.unsqueeze(1)
+        self._log_probs.append(_log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B1, 0.0))
+        self._is_kept.append(~is_done_B1)
+        next_B1 = next_B1.masked_fill(is_done_B1, self._pad_token)
+        self.ids = torch.cat((self.ids, next_B1), dim=1)
+        if self.context_mask is not None:
+            self.context_mask = F.pad(self.context_mask, (0, 1), value=True)
+        self._is_done_B = self._is_done_B | torch.isin(next_B1.squeeze(1), self._stops)
+        return next_B1.squeeze(1)
+
+    def all_done(self, group: dist.ProcessGroup | None) -> bool:
+        """Return True if all rows have ended, on all ranks of `group`. One all-reduce with a group."""
+        is_done = self._is_done_B.all().to(torch.int32)
+        if group is not None:
+            dist.all_reduce(is_done, op=dist.ReduceOp.MIN, group=group)
+        return bool(is_done.item())
+
+    def rollout(self) -> Rollout:
+        """Return the result."""
+        return Rollout(self.ids, torch.cat(self._is_kept, dim=1), torch.cat(self._log_probs, dim=1))
 
 
 def _next_logits(
@@ -186,21 +173,23 @@ def _next_logits(
     return CachedContext(model, capacity=capacity, multiple=multiple, max_context=max_context)
 
 
-def _all_done(is_done_B: Tensor, group: dist.ProcessGroup | None) -> bool:
-    is_done = is_done_B.all().to(torch.int32)
-    if group is not None:
-        dist.all_reduce(is_done, op=dist.ReduceOp.MIN, group=group)
-    return bool(is_done.item())
-
-
 def _log_softmax(logits_BV: Tensor) -> Tensor:
     return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(dim=-1).float()
 
 
-def _probabilities(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Return the distribution that tokens are sampled from [B, V]; one-hot at temperature 0."""
+def _choose(
+    logits_BV: Tensor,
+    step: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
+    seeds: Tensor | None,
+) -> Tensor:
+    """Sample one token per row [B, 1]."""
     if temperature == 0:
-        return F.one_hot(logits_BV.argmax(dim=-1), logits_BV.shape[-1]).float()
+        return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         threshold_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, float("-inf"))
@@ -210,18 +199,11 @@ def _probabilities(logits_BV: Tensor, *, temperature: float, top_k: int | None, 
         before_BV = descending_BV.cumsum(dim=-1) - descending_BV
         descending_BV = descending_BV.masked_fill(before_BV >= top_p, 0.0)
         probabilities_BV = torch.zeros_like(probabilities_BV).scatter(-1, order_BV, descending_BV)
-    return probabilities_BV
-
-
-def _draw(
-    probabilities_BV: Tensor, *, generator: torch.Generator | None, row_seeds: Tensor | None, step: int
-) -> Tensor:
-    """Sample one token per row [B, 1]."""
-    if row_seeds is None:
+    if seeds is None:
         return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
-    vocab = probabilities_BV.shape[-1]
-    index_V = torch.arange(step * vocab, (step + 1) * vocab, device=probabilities_BV.device)
-    uniform_BV = uniform_at(index_V, mix_bits(row_seeds.to(probabilities_BV.device)).unsqueeze(1))
+    vocab, device = probabilities_BV.shape[-1], probabilities_BV.device
+    index_V = torch.arange(step * vocab, (step + 1) * vocab, device=device)
+    uniform_BV = uniform_at(index_V, mix_bits(seeds.to(device)).unsqueeze(1))
     # The largest log p + Gumbel noise is distributed as p.
     return (probabilities_BV.double().log() - (-uniform_BV.log()).log()).argmax(dim=-1, keepdim=True)
 

@@ -12,7 +12,7 @@ from d9d_dist.testing.compare import (
     full_parameters,
     full_tree,
 )
-from d9d_dist.testing.float64 import KeepFloat64
+from d9d_dist.testing.float64 import KeepFloat64, in_float64
 from d9d_dist.testing.pool import Device, RankError, RankPool, accelerators_for, run_ranks
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "full_gradients",
     "full_parameters",
     "full_tree",
+    "in_float64",
     "run_ranks",
 ]

@@ -4,10 +4,11 @@ from d9d_loop.data.best_fit import best_fit_decreasing
 from d9d_loop.data.bucketed_stream import BucketedStream
 from d9d_loop.data.chat_data import ChatData
 from d9d_loop.data.chat_files import tokenize_chats
-from d9d_loop.data.chat_stream import ChatStream, TooLong
+from d9d_loop.data.chat_stream import ChatStream
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, ChatTokens, read_chat_tokenizer
 from d9d_loop.data.conversation import Conversation, Message, read_conversation, read_pair
+from d9d_loop.data.conversation_stream import TooLong
 from d9d_loop.data.data_error import DataError
 from d9d_loop.data.data_provider import DataProvider, DatasetProvider
 from d9d_loop.data.document import Document, Pair
