@@ -106,10 +106,8 @@ class PretrainConfig(TrainerConfig):
     def moe(self) -> Qwen3MoeParams | None:
         if self.experts is None:
             return None
-        # Sparse decoders are always causal.
-        shared = {name: value for name, value in vars(self.model).items() if name != "is_causal"}
-        return Qwen3MoeParams(
-            **shared,
+        return Qwen3MoeParams.like(
+            self.model,
             num_experts=self.experts.num_experts,
             top_k=self.experts.top_k,
             expert_intermediate_size=self.experts.intermediate_size,

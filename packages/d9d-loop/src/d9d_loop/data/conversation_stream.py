@@ -29,8 +29,8 @@ class ConversationStream(SampleStream):
         tokenizer: ChatTokenizer,
         *,
         max_length: int,
-        too_long: TooLong,
-        window: int,
+        too_long: TooLong = "refuse",
+        window: int = 64,
         num_each: int = 1,
     ) -> None:
         """Check the sizes; `num_each` is the number of conversations in an entry, which share `max_length`."""
