@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class RequestError(ValueError):
@@ -37,6 +36,8 @@ class Rollouts:
 
     def open(self, config: dict[str, Any]) -> dict[str, Any]:
         """Build a model without weights; a new job replaces the model of the previous one."""
+        from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
+
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
         self.versions = {}
         return {"bytes": sum(each.nbytes for each in self._parameters().values())}
