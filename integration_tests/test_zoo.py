@@ -45,13 +45,11 @@ LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
     "transformers:doge": "model.layers.*.self_attn.A (no style)",
-    "transformers:gemma4": "got mixed torch.Tensor and DTensor",
-    "transformers:llama4_text": "model.layers.*.feed_forward.experts.gate_up_proj (packed_rowwise)",
 }
 """Modules that are refused on several ranks, with the error.
 
-The first one keeps ranges of activations in buffers. The others are refused with tensor parallelism only: their plans
-miss a split parameter, or name styles that are not supported; one reads a row of its split embedding.
+The first one keeps ranges of activations in buffers. The second is refused with tensor parallelism only: its plan
+misses a parameter of split heads.
 """
 
 _CHUNK = 16

@@ -161,7 +161,8 @@ def _placed_values(parallelize: Callable[[nn.Module, DistributedContext], None],
         move_to_meta(model)
         layout = dict(built_values_on_meta(model))
         parallelize(model, ctx)
-        place_values([model], layout, built_values(_build()) if ctx.is_main_process else None, device=ctx.device)
+        build = (lambda: built_values(_build())) if ctx.is_main_process else None
+        place_values([model], layout, build, device=ctx.device)
         wrong = []
         tensors = {canonical_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         for name, value in built_values(expected).items():
@@ -198,7 +199,7 @@ def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], de
     """Return the bytes that this rank gets by scatters and by broadcasts for two layers of 8 x 8 and 8 elements."""
     with MeshConfig(**degrees).build() as ctx:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        values = built_values(model) if ctx.is_main_process else None
+        values = built_values(model)
         move_to_meta(model)
         layout = dict(built_values_on_meta(model))
         parallelize(model, ctx)
@@ -206,7 +207,7 @@ def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], de
             mock.patch.object(torch.distributed, "scatter", wraps=torch.distributed.scatter) as scatter,
             mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as broadcast,
         ):
-            place_values([model], layout, values, device=ctx.device)
+            place_values([model], layout, (lambda: values) if ctx.is_main_process else None, device=ctx.device)
         return [sum(call.args[0].nbytes for call in sent.call_args_list) for sent in (scatter, broadcast)]
 
 

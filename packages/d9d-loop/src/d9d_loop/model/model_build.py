@@ -1,6 +1,7 @@
 """Build of this rank's pipeline stages: parallelized, on the device, with initial values."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,9 +53,9 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
             materialize(stage, device=ctx.device, seed=seed)
     elif ctx.world_size > 1:
         report_different_values(whole, ctx)
-        values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
+        build = partial(_values_of, provider, whole, seed=seed) if ctx.is_main_process else None
         layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
-        place_values(list(stages.values()), layout, values, device=ctx.device)
+        place_values(list(stages.values()), layout, build, device=ctx.device)
     pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
     if plan.weights is not None:
         # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
