@@ -120,6 +120,29 @@ def test_parameters_in_plain_lists_are_refused() -> None:
         move_to_meta(nn.Sequential(nn.Identity(), _Listed()))
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(register: str) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    getattr(model[1].weight, register)(lambda gradient: None)
+    with pytest.raises(UserError, match=r"1\.weight have hooks \(register_hook\); expected none"):
+        move_to_meta(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripts_are_refused() -> None:
+    model = nn.Sequential(nn.Identity(), torch.jit.trace(nn.Linear(2, 2), torch.ones(2)))
+    with pytest.raises(UserError, match=r"1 is a module of torch\.jit; expected Python modules"):
+        move_to_meta(model)
+
+
+def test_attributes_of_parameters_are_kept() -> None:
+    model = nn.Linear(2, 2)
+    vars(model.weight)["no_weight_decay"] = True
+    move_to_meta(model)
+    assert vars(model.weight) == {"no_weight_decay": True}
+    assert not vars(model.bias)
+
+
 def test_overlapping_views_are_refused() -> None:
     model = nn.Module()
     whole = nn.Parameter(torch.zeros(6))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
 from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
@@ -57,12 +58,14 @@ def digest_values(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def move_to_meta(model: nn.Module) -> None:
     """Replace every parameter and buffer by a tensor on `meta`, in place.
 
-    Tied tensors stay tied. Shapes, strides, dtypes, `requires_grad` and module hooks are kept; gradients are freed.
+    Tied tensors stay tied. Shapes, strides, dtypes, `requires_grad`, Python attributes of parameters and module hooks
+    are kept; gradients are freed.
 
     Raises:
         UserError: If values could not be restored later: two tensors overlap in memory, or a module also keeps a
-            parameter in a plain list or dict.
+            parameter in a plain list or dict. Also if hooks of parameters would be lost, or a module is a ScriptModule.
     """
+    _check_replaceable(model)
     _check_no_overlap(model)
     before = {id(tensor): canonical_name(name) for name, tensor in named_tensors(model)}
     for parameter in model.parameters():
@@ -262,6 +265,26 @@ def _copy_part(target: _Target, block: torch.Tensor, begin: int) -> None:
 def _crc(tensor: torch.Tensor) -> int:
     whole = tensor.cpu().contiguous()  # the variable keeps the memory alive during the read
     return zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())) if whole.nbytes else 0
+
+
+def _check_replaceable(model: nn.Module) -> None:
+    scripted = [canonical_name(name) for name, module in model.named_modules() if isinstance(module, ScriptModule)]
+    if scripted:
+        raise UserError(
+            f"{', '.join(name or 'the model' for name in scripted[:1])} is a module of torch.jit; expected Python "
+            "modules, because sharded parameters cannot replace those of a script. Use the module that was scripted or "
+            "traced."
+        )
+    hooked = [
+        canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if any((parameter._backward_hooks, parameter._post_accumulate_grad_hooks))
+    ]
+    if hooked:
+        raise UserError(
+            f"{', '.join(hooked)} have hooks (register_hook); expected none, because sharded parameters replace those "
+            "that were built. Change the gradients in forward, or in a handler of GradientsReady."
+        )
 
 
 def _check_no_overlap(model: nn.Module) -> None:
