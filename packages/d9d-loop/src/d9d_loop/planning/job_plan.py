@@ -7,14 +7,16 @@ from typing import Any, final
 from d9d_dist import Launch, MeshConfig, UserError
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.dry_run import DryRun, dry_run, representatives
+from d9d_loop.planning.dry_run import representatives
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, search_layouts
 from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.planning.short_run import RankCost, rank_costs
 from d9d_loop.planning.step_model import StepTime, step_time
+from d9d_pipeline import build, simulate
 
 PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan]
 """Function that plans the job for a place in it, with another mesh, microbatch size and global batch size if given."""
@@ -162,37 +164,23 @@ def plan_cluster(
     plan = plan_with(launch, None, None, None)
     if shape is None or length is None:
         shape, length = shape_of_job(plan)
-    num_stages = plan.model.program.num_stages
-    shown = _shortened(plan, num_stages)
-
-    def plan_for(place: Launch) -> JobPlan:
-        return plan_with(place, None, plan.microbatch_size, shown)
-
+    shown = shown_microbatches(plan)
     first, *others = representatives(plan, world_size)
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
-    dry_runs = dry_run(
-        plan_for,
-        ranks=ranks,
-        world_size=world_size,
-        precision="parameters" if plan.config.precision == "parameters" else "bfloat16",
-    )
-    layout = _layout(plan, shape, length, dry_runs[0])
-    memory = tuple(
-        _rank_memory(each, name)
-        for each, name in zip(dry_runs, ("first stage", "second stage", "last stage"), strict=False)
-    )
-    if len(dry_runs) == 2:
-        memory = (memory[0], replace(memory[1], name="last stage"))
+    precision = "parameters" if plan.config.precision == "parameters" else "bfloat16"
+    costs = rank_costs(plan, ranks=ranks, world_size=world_size, num_microbatches=shown, precision=precision)
+    layout = _layout(plan, shape, length, costs[0])
+    names = ("first stage", "last stage") if len(costs) == 2 else ("first stage", "second stage", "last stage")
     made = ClusterPlan(
         hardware=hardware,
         layout=layout,
         shape=shape,
-        memory=memory,
+        memory=tuple(_rank_memory(each, name) for each, name in zip(costs, names, strict=False)),
         time=step_time(shape, layout, hardware),
         steps=plan.steps,
         collectives={
-            f"{name} over {size}": total * plan.num_microbatches // max(1, shown_microbatches(plan, shown))
-            for (name, size), total in dry_runs[0].forward_backward.collective_bytes().items()
+            f"{name} over {size}": total * plan.num_microbatches // shown
+            for (name, size), total in costs[0].collectives.items()
         },
         goodput=goodput(world_size, failures_per_device_day=hardware.failures_per_device_day),
         sensitivity=sensitivity(shape, layout, hardware),
@@ -205,9 +193,22 @@ def plan_cluster(
     return replace(made, search=_accepted(found, plan_with, launch))
 
 
-def shown_microbatches(plan: JobPlan, global_size: int) -> int:
-    """Return the microbatches of a rehearsal with another global batch size."""
-    return global_size * plan.num_microbatches // plan.config.batch.global_size
+def shown_microbatches(plan: JobPlan) -> int:
+    """Return the number of microbatches of a recorded step: the fewest that need as much memory as all.
+
+    They have as many activations in flight on each pipeline rank, and gradients of an earlier microbatch.
+    """
+    num_ranks, schedule = len(plan.model.program.ranks), plan.model.schedule
+    most, found = simulate(plan.model.program).peak_activations, 0
+    for count in range(1, plan.num_microbatches):
+        try:
+            program = build(schedule, num_ranks=num_ranks, num_microbatches=count)
+        except UserError:
+            continue
+        if found and program.splits == plan.model.program.splits:
+            return count
+        found = found or (count if simulate(program).peak_activations == most else 0)
+    return plan.num_microbatches
 
 
 def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> dict[str, float]:
@@ -249,32 +250,20 @@ def describe(layout: PlanLayout) -> str:
     return ", ".join(parts)
 
 
-def _shortened(plan: JobPlan, num_stages: int) -> int:
-    """Return a global batch size with at most the microbatches that fill the pipeline: more need no more memory."""
-    needed = max(1, 2 * num_stages if num_stages > 1 else 2)
-    for count in range(1, plan.num_microbatches):
-        if count >= needed and plan.num_microbatches % count == 0:
-            return plan.config.batch.global_size * count // plan.num_microbatches
-    return plan.config.batch.global_size
-
-
-def _rank_memory(found: DryRun, name: str) -> RankMemory:
-    activations = max(
-        found.activation_bytes, found.update.peak_bytes - found.optimizer_bytes if found.update.peak_bytes else 0
-    )
-    subtotal = found.state_bytes + activations
+def _rank_memory(cost: RankCost, name: str) -> RankMemory:
+    state = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
     return RankMemory(
         name=name,
-        rank=found.rank,
-        parameters=found.parameter_bytes,
-        gradients=found.gradient_bytes,
-        optimizer=found.optimizer_bytes,
-        activations=activations,
-        reserve=CONTEXT_BYTES + FRAGMENTATION * subtotal,
+        rank=cost.rank,
+        parameters=cost.parameter_bytes,
+        gradients=cost.gradient_bytes,
+        optimizer=cost.optimizer_bytes,
+        activations=cost.activation_bytes,
+        reserve=CONTEXT_BYTES + FRAGMENTATION * (state + cost.activation_bytes),
     )
 
 
-def _layout(plan: JobPlan, shape: DecoderShape, length: int, found: DryRun) -> PlanLayout:
+def _layout(plan: JobPlan, shape: DecoderShape, length: int, cost: RankCost) -> PlanLayout:
     mesh = plan.model.mesh
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     layout = PlanLayout(
@@ -290,14 +279,13 @@ def _layout(plan: JobPlan, shape: DecoderShape, length: int, found: DryRun) -> P
         sharding="parameters" if shards > 1 else "replicated",
         shard_ranks=shards,
     )
-    return replace(layout, recompute=_recompute(found))
+    return replace(layout, recompute=_recompute(cost))
 
 
-def _recompute(found: DryRun) -> Recompute:
+def _recompute(cost: RankCost) -> Recompute:
     """Return what the job recomputes: a whole forward runs attention's forward kernel twice for each backward one."""
-    names = [each.name for each in found.forward_backward.operations if "scaled_dot_product" in each.name]
-    backward = sum("backward" in name for name in names)
-    return "full" if backward and len(names) - backward >= 2 * backward else "none"
+    forward, backward = cost.attention_calls
+    return "full" if backward and forward >= 2 * backward else "none"
 
 
 def _accepted(found: SearchResult, plan_with: PlanWith, launch: Launch, *, wanted: int = 10) -> SearchResult:
