@@ -128,6 +128,8 @@ def run_rank(
     pipeline = Pipeline(
         stages, ctx=ctx, schedule=plan.model.schedule, shared_names=plan.model.shared_names, messages=messages
     )
+    pipeline.set_grad_dtype(plan.config.gradients.dtype)
+    pipeline.reduces_each_microbatch = plan.config.gradients.reduce_each_microbatch
     with fake:
         optimizer = plan.optimizer(pipeline.model)
     engine = Engine(

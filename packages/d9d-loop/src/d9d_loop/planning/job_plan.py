@@ -1,6 +1,6 @@
 """Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and better layouts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
 from d9d_loop.planning.short_run import RankCost, rank_costs
 from d9d_loop.planning.step_model import StepTime, step_time
-from d9d_pipeline import build, simulate
+from d9d_pipeline import Program, build, simulate
 
 PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan]
 """Function that plans the job for a place in it, with another mesh, microbatch size and global batch size if given."""
@@ -63,7 +63,9 @@ class ClusterPlan:
         collectives: Bytes of a step on the first rank, by name of the collective and size of its group.
         goodput: Expected share of useful time with failures.
         sensitivity: Step time in seconds if one thing were 10 % better, by its name.
+        program: Program of the pipeline schedule, with at most the microbatches that were recorded.
         search: Ranked layouts; `None` without a search.
+        nearest: If the job does not fit, the layout that fits with the fewest changes; `None` without one.
     """
 
     hardware: Hardware
@@ -75,7 +77,9 @@ class ClusterPlan:
     collectives: dict[str, int]
     goodput: Goodput
     sensitivity: dict[str, float]
+    program: Program
     search: SearchResult | None = None
+    nearest: Candidate | None = None
 
     @property
     def spare_bytes(self) -> float:
@@ -134,6 +138,7 @@ class ClusterPlan:
             "goodput": {name: getattr(self.goodput, name) for name in Goodput.__slots__},
             "sensitivity_seconds": self.sensitivity,
             "collective_bytes": self.collectives,
+            "nearest": None if self.nearest is None else _candidate_json(self.nearest),
             "search": None if self.search is None else _search_json(self.search),
         }
 
@@ -184,13 +189,27 @@ def plan_cluster(
         },
         goodput=goodput(world_size, failures_per_device_day=hardware.failures_per_device_day),
         sensitivity=sensitivity(shape, layout, hardware),
+        program=build(plan.model.schedule, num_ranks=layout.pp, num_microbatches=shown),
     )
     if not (search or not made.fits):
         return made
     found = search_layouts(
-        shape, hardware, world_size=world_size, global_size=plan.config.batch.global_size, length=length
+        shape, hardware, world_size=world_size, global_size=plan.config.batch.global_size, length=length, keep=None
     )
-    return replace(made, search=_accepted(found, plan_with, launch))
+    checks = _Checks(plan_with, launch, layout.stages_per_rank)
+    by_changes = sorted(found.fitting, key=lambda each: (num_changes(layout, each.layout), each.seconds))
+    return replace(
+        made,
+        search=replace(found, fitting=checks.accepted(found.fitting, 10)),
+        nearest=None if made.fits else next(iter(checks.accepted(by_changes, 1)), None),
+    )
+
+
+def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
+    """Return the number of settings of a job that differ between two layouts."""
+    names = ("tp", "pp", "cp", "dp", "ep", "microbatch_size", "stages_per_rank", "offload", "reduces_each_microbatch")
+    recompute = (layout.recompute, layout.recompute_every) != (other.recompute, other.recompute_every)
+    return recompute + sum(getattr(layout, name) != getattr(other, name) for name in names)
 
 
 def shown_microbatches(plan: JobPlan) -> int:
@@ -244,7 +263,10 @@ def describe(layout: PlanLayout) -> str:
     if layout.stages_per_rank > 1:
         parts.append(f"{layout.stages_per_rank} stages a rank")
     parts.append(f"{layout.num_microbatches} microbatches of {layout.microbatch_size}")
-    parts.append(f"recompute {layout.recompute}")
+    every = "" if layout.recompute_every == 1 else f" in every {layout.recompute_every} layers"
+    parts.append(f"recompute {layout.recompute}{every}")
+    if layout.reduces_each_microbatch:
+        parts.append("reduce each microbatch")
     if layout.offload:
         parts.append("offload activations")
     return ", ".join(parts)
@@ -278,6 +300,7 @@ def _layout(plan: JobPlan, shape: DecoderShape, length: int, cost: RankCost) -> 
         length=length,
         sharding="parameters" if shards > 1 else "replicated",
         shard_ranks=shards,
+        reduces_each_microbatch=plan.config.gradients.reduce_each_microbatch,
     )
     return replace(layout, recompute=_recompute(cost))
 
@@ -288,28 +311,36 @@ def _recompute(cost: RankCost) -> Recompute:
     return "full" if backward and forward >= 2 * backward else "none"
 
 
-def _accepted(found: SearchResult, plan_with: PlanWith, launch: Launch, *, wanted: int = 10) -> SearchResult:
-    """Keep the fastest layouts that the job's own checks accept; each mesh is checked once."""
-    accepted: list[Candidate] = []
-    known: dict[tuple[Any, ...], bool] = {}
-    for each in found.fitting:
-        mesh, size = mesh_config(each.layout), each.layout.microbatch_size
-        key = (*mesh.model_dump().values(), size, each.layout.stages_per_rank)
-        if key not in known:
-            known[key] = each.layout.stages_per_rank == 1 and _is_accepted(plan_with, launch, mesh, size)
-        if known[key]:
-            accepted.append(each)
-        if len(accepted) == wanted or len(known) > 8 * wanted:
-            break
-    return replace(found, fitting=tuple(accepted))
+class _Checks:
+    """The job's own checks of layouts; each mesh and microbatch size is checked once."""
 
+    def __init__(self, plan_with: PlanWith, launch: Launch, stages_per_rank: int) -> None:
+        self._plan_with, self._launch, self._stages_per_rank = plan_with, launch, stages_per_rank
+        self._known: dict[tuple[Any, ...], bool] = {}
 
-def _is_accepted(plan_with: PlanWith, launch: Launch, mesh: MeshConfig, microbatch_size: int) -> bool:
-    try:
-        plan_with(launch, mesh, microbatch_size, None)
-    except UserError:
-        return False
-    return True
+    def accepted(self, candidates: Sequence[Candidate], wanted: int) -> tuple[Candidate, ...]:
+        """Return the first layouts that the job accepts."""
+        found: list[Candidate] = []
+        limit = len(self._known) + 8 * wanted
+        for each in candidates:
+            if self._is_accepted(each.layout):
+                found.append(each)
+            if len(found) == wanted or len(self._known) > limit:
+                break
+        return tuple(found)
+
+    def _is_accepted(self, layout: PlanLayout) -> bool:
+        mesh, size = mesh_config(layout), layout.microbatch_size
+        key = (*mesh.model_dump().values(), size)
+        if layout.stages_per_rank != self._stages_per_rank:
+            return False
+        if key not in self._known:
+            try:
+                self._plan_with(self._launch, mesh, size, None)
+                self._known[key] = True
+            except UserError:
+                self._known[key] = False
+        return self._known[key]
 
 
 def _search_json(found: SearchResult) -> dict[str, Any]:
@@ -322,6 +353,8 @@ def _candidate_json(each: Candidate) -> dict[str, Any]:
         "mesh": mesh_config(each.layout).model_dump(),
         "microbatch_size": each.layout.microbatch_size,
         "recompute": each.layout.recompute,
+        "recompute_every": each.layout.recompute_every,
+        "reduce_each_microbatch": each.layout.reduces_each_microbatch,
         "offload": each.layout.offload,
         "seconds": each.seconds,
         "memory_bytes": each.memory.total,
