@@ -18,6 +18,7 @@ from d9d_dist.errors import UserError
 from d9d_dist.testing.fake_accelerator.log import KINDS, DeviceLog, Entry
 from d9d_dist.testing.fake_accelerator.operators import NAME, Operators
 from d9d_dist.testing.fake_accelerator.process_group import BACKEND, FakeGroup
+from d9d_dist.testing.fake_accelerator.triton_launches import record_triton_launches
 
 _SOURCE = Path(__file__).parent / "device.cpp"
 
@@ -59,6 +60,7 @@ class FakeAccelerator:
         device_module.max_memory_allocated = lambda *_: installed._extension.peak_bytes()
         device_module.memory_allocated = lambda *_: installed._extension.allocated_bytes()
         device_module.reset_peak_memory_stats = lambda *_: installed._extension.reset_peak()
+        record_triton_launches(installed._operators)
         dist.Backend.register_backend(BACKEND, installed._group, devices=["cpu", NAME])
         return installed
 
