@@ -1,12 +1,12 @@
 """Training steps of Qwen3 decoders on the fake accelerator, for one rank of any number, in this process.
 
-`trained` runs the whole Trainer on one rank. `stepped` runs the parts of a job that other ranks take part in: its model,
-loader and engine. Both return the log of one step.
+`trained` runs the whole Trainer on one rank. `stepped` runs the parts of a job that other ranks take part in: its
+model, loader and engine. Both return the log of one step.
 """
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,25 +14,27 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import pretrain  # noqa: E402 - an example, not a module of this folder
+import pretrain
 
-import d9d_modules.attention_backends.flex as flex  # noqa: E402
-from d9d_dist import Launch, MeshConfig, materialize  # noqa: E402
-from d9d_dist.testing.fake_accelerator import DeviceLog, FakeAccelerator  # noqa: E402
-from d9d_loop import Trainer, events  # noqa: E402
-from d9d_loop.engine.engine import Engine  # noqa: E402
-from d9d_loop.job.job import _build_loader  # noqa: E402
-from d9d_loop.job.pipeline import Pipeline  # noqa: E402
-from d9d_loop.model.model_build import parallelize_stages  # noqa: E402
-from d9d_loop.planning.dry_run import _messages  # noqa: E402
-from d9d_loop.resilience import StepGuard  # noqa: E402
+from d9d_dist import Launch, MeshConfig, materialize
+from d9d_dist.testing import DeviceLog, FakeAccelerator
+from d9d_loop import Trainer, events
+from d9d_loop.data import batch_reader
+from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.engine.engine import Engine
+from d9d_loop.job.job import _build_loader
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.model.model_build import parallelize_stages
+from d9d_loop.planning.dry_run import _messages
+from d9d_loop.resilience import StepGuard
+from d9d_modules.attention_backends import flex
 
 TINY = {
     "vocab_size": 512,
@@ -68,19 +70,40 @@ class Case:
     documents: bool = False
     num_workers: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
-    mutant: Callable[[Engine], None] = lambda engine: None
+    mutant: Callable[[Engine], object] | None = None
 
 
 @cache
 def accelerator() -> FakeAccelerator:
-    """Install the fake accelerator. FlexAttention, whose kernel only inductor can write, is recorded as SDPA."""
+    """Install the fake accelerator.
+
+    FlexAttention, whose kernel only inductor can write, is recorded as SDPA. The thread that prefetches batches reads
+    them itself, without worker processes.
+    """
     installed = FakeAccelerator.install()
+    batch_reader.WorkerPool = cast("Any", _NoWorkers)
     flex._compiled = cast("Any", lambda: _flex_as_sdpa)
     return installed
 
 
 def _flex_as_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> tuple[Tensor, None]:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=scale), None
+
+
+@dataclass
+class _NoWorkers:
+    """`WorkerPool` that reads each batch in the thread that wants it."""
+
+    reader: SampleReader
+    num_workers: int
+    seed: int
+    timeout: float | None
+
+    def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
+        return map(self.reader, jobs)
+
+    def close(self) -> None:
+        pass
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
@@ -106,16 +129,11 @@ class _Task(pretrain.NextByte):
         return inputs
 
 
-class _Decoder(pretrain.Decoder):
-    def build(self, stage: Any) -> nn.Module:
-        return super().build(stage)
-
-
 def _trainer(case: Case, folder: str) -> Trainer:
     mesh = MeshConfig.model_validate(case.mesh).resolve(case.world_size)
     replicas = mesh.data_parallel_replicate * mesh.data_parallel_shard
     values = {
-        "steps": 4,
+        "steps": 5,
         "run": {"folder": folder},
         "model": case.model,
         "experts": case.experts,
@@ -133,7 +151,7 @@ def _trainer(case: Case, folder: str) -> Trainer:
         "precision": "bfloat16",
     }
     config = pretrain.PretrainConfig.model_validate(values | dict(case.settings))
-    model = _Decoder(config.model, config.moe, config.parallelism)
+    model = pretrain.Decoder(config.model, config.moe, config.parallelism)
     _answer_reads(case)
     return Trainer(config, model=model, data=_Rows(case.length), task=_Task(documents=case.documents))
 
@@ -148,14 +166,14 @@ def _answer_reads(case: Case) -> None:
 
 
 def trained(case: Case) -> DeviceLog:
-    """Run four steps of the Trainer on one rank, with a checkpoint after the third; return the log of the third."""
+    """Run the Trainer on one rank; return the log of the fourth step, and of the checkpoint of the third before it."""
     recording = ExitStack()
     logs: list[DeviceLog] = []
 
     def on_done(event: events.StepDone) -> None:
-        if event.step == 2:
+        if event.step == 3:
             logs.append(recording.enter_context(accelerator().record()))
-        elif event.step == 3:
+        elif event.step == 4:
             recording.close()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +212,8 @@ def stepped(case: Case) -> DeviceLog:
         for _ in range(2):
             engine.accumulate(next(loader), plan.task.loss)
             engine.step()
-        case.mutant(engine)
+        if case.mutant is not None:
+            case.mutant(engine)
         with device.record() as log:
             engine.accumulate(next(loader), plan.task.loss)
             engine.step()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from d9d_dist.testing.fake_accelerator.operators import NAME, Operators
+from d9d_dist.testing._fake_operators import NAME, Operators
 
 BACKEND = "fakegpu_ranks"
 """Name of the backend for `torch.distributed.init_process_group`."""
@@ -39,14 +39,18 @@ class FakeWork(dist._Work):
         return self._result
 
 
+_ProcessGroup: Any = dist.ProcessGroup  # names and signatures of its methods depend on the version of torch
+
+
 @final
-class FakeGroup(dist.ProcessGroup):
+class FakeGroup(_ProcessGroup):
     """Process group whose other ranks do not exist."""
 
     def __init__(self, rank: int, size: int, extension: Any, operators: Operators) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._extension, self._operators = rank, size, extension, operators
         self._stream = extension.new_stream()
+        self._peer_streams: dict[int, int] = {}
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
@@ -70,94 +74,101 @@ class FakeGroup(dist.ProcessGroup):
         """Return this process's rank in the group."""
         return self._rank
 
-    def _record(self, name: str, inputs: Any, outputs: Any) -> FakeWork:
+    def _record(self, name: str, inputs: Any, outputs: Any, *, stream: int | None = None) -> FakeWork:
         tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
         results = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
         on_device = [x for x in (*tensors, *results) if x.device.type == NAME]
         if not on_device:
             return FakeWork(self._extension, None, results)
         num_bytes = max(sum(x.nbytes for x in tensors), sum(x.nbytes for x in results))
-        self._extension.put_event_wait(self._extension.put_event_record(-1), self._stream)
-        self._operators.put_collective(name, num_bytes, tensors, stream=self._stream, num_ranks=self._size)
-        return FakeWork(self._extension, self._extension.put_event_record(self._stream), results)
+        stream = self._stream if stream is None else stream
+        self._extension.put_event_wait(self._extension.put_event_record(-1), stream)
+        self._operators.put_collective(name, num_bytes, tensors, stream=stream, num_ranks=self._size)
+        return FakeWork(self._extension, self._extension.put_event_record(stream), results)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> FakeWork:
+    def _peer_stream(self, peer: int) -> int:
+        """Return the stream for messages between this rank and another; NCCL has a communicator for each pair."""
+        if peer not in self._peer_streams:
+            self._peer_streams[peer] = self._extension.new_stream()
+        return self._peer_streams[peer]
+
+    def allreduce(self, tensors: Any, _options: Any = None) -> FakeWork:
         """Record an all-reduce."""
         return self._record("all_reduce", tensors, tensors)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> FakeWork:
+    def allreduce_coalesced(self, tensors: Any, _options: Any = None) -> FakeWork:
         """Record an all-reduce of several tensors."""
         return self._record("all_reduce", tensors, tensors)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> FakeWork:
+    def broadcast(self, tensors: Any, _options: Any = None) -> FakeWork:
         """Record a broadcast."""
         return self._record("broadcast", tensors, tensors)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> FakeWork:
+    def reduce(self, tensors: Any, _options: Any = None) -> FakeWork:
         """Record a reduction to one rank."""
         return self._record("reduce", tensors, tensors)
 
-    def barrier(self, opts: Any = None) -> FakeWork:
+    def barrier(self, _options: Any = None) -> FakeWork:
         """Return at once."""
         return FakeWork(self._extension, None, [])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+    def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
         """Record an all-gather into a list."""
         for each, own in zip(outputs, inputs, strict=True):
             for output in each:
                 _fill(output, own)
         return self._record("all_gather", inputs, outputs)
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> FakeWork:
+    def all_gather_single(self, output: Tensor, own: Tensor, _options: Any = None) -> FakeWork:
         """Record an all-gather into one tensor."""
         for part in output.flatten().chunk(self._size) if output.device.type == "cpu" else ():
             _fill(part, own.flatten())
         return self._record("all_gather", own, output)
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
         """Record an all-gather of several tensors."""
         return self._record("all_gather", inputs, outputs)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
         """Record a reduce-scatter of a list."""
         return self._record("reduce_scatter", inputs, outputs)
 
-    def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any = None) -> FakeWork:
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, _options: Any = None) -> FakeWork:
         """Record a reduce-scatter of one tensor."""
         return self._record("reduce_scatter", own, output)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
         """Record a reduce-scatter of several tensors."""
         return self._record("reduce_scatter", inputs, outputs)
 
-    def all_to_all_single(self, output: Tensor, own: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> FakeWork:
+    def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> FakeWork:
         """Record an all-to-all."""
         return self._record("all_to_all", own, output)
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+    def alltoall(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
         """Record an all-to-all of lists."""
         return self._record("all_to_all", inputs, outputs)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+    def gather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
         """Record a gather."""
         for each, own in zip(outputs, inputs, strict=False):
             for output in each:
                 _fill(output, own)
         return self._record("gather", inputs, outputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+    def scatter(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
         """Record a scatter."""
         for output, each in zip(outputs, inputs, strict=False):
             _fill(output, each[self._rank])
         return self._record("scatter", inputs, outputs)
 
-    def send(self, tensors: Any, to: int, tag: int = 0) -> FakeWork:
+    def send(self, tensors: Any, to: int, _tag: int = 0) -> FakeWork:
         """Record a send."""
-        return self._record("send", tensors, ())
+        return self._record("send", tensors, (), stream=self._peer_stream(to))
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> FakeWork:
+    def recv(self, tensors: Any, source: int, _tag: int = 0) -> FakeWork:
         """Record a receive."""
-        return self._record("recv", (), tensors)
+        return self._record("recv", (), tensors, stream=self._peer_stream(source))
 
     # Names of torch before 2.15.
     _allgather_base = all_gather_single

@@ -2,7 +2,7 @@
 
 from typing import final
 
-from d9d_dist.testing.fake_accelerator.log import DeviceLog, Entry
+from d9d_dist.testing.device_log import DeviceEntry, DeviceLog
 
 _WORK = frozenset({"kernel", "copy", "copy in", "copy out", "collective"})
 
@@ -11,15 +11,15 @@ _WORK = frozenset({"kernel", "copy", "copy in", "copy out", "collective"})
 class StreamOrder:
     """Partial order of the kernels, copies and collectives of a log.
 
-    An operation follows the operations of its stream that were issued before it, and those that its stream waited for by
-    events. Operations without an order can run at the same time.
+    An operation follows the operations of its stream that were issued before it, and those that its stream waited for
+    by events. Operations without an order can run at the same time.
     """
 
     def __init__(self, log: DeviceLog) -> None:
         # A clock has the number of complete operations of each stream.
         now: dict[int, dict[int, int]] = {}
         at_event: dict[int, dict[int, int]] = {}
-        self._work: list[tuple[Entry, dict[int, int]]] = []
+        self._work: list[tuple[DeviceEntry, dict[int, int]]] = []
         self._place: dict[int, int] = {}
         for entry in log.entries:
             clock = now.setdefault(entry.stream, {})
@@ -33,13 +33,13 @@ class StreamOrder:
                 self._work.append((entry, dict(clock)))
                 clock[entry.stream] = clock.get(entry.stream, 0) + 1
 
-    def precedes(self, first: Entry, second: Entry) -> bool:
+    def precedes(self, first: DeviceEntry, second: DeviceEntry) -> bool:
         """Return True if `first` must be complete before `second` starts."""
         before_first = self._work[self._place[id(first)]][1]
         before_second = self._work[self._place[id(second)]][1]
         return before_second.get(first.stream, 0) > before_first.get(first.stream, 0)
 
-    def beside(self, entry: Entry, *, name: str) -> list[Entry]:
+    def beside(self, entry: DeviceEntry, *, name: str) -> list[DeviceEntry]:
         """Return the kernels whose names contain `name` and that can run at the same time as an operation."""
         return [
             other

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Kind = Literal[
+EntryKind = Literal[
     "kernel",
     "allocation",
     "free",
@@ -16,28 +16,30 @@ Kind = Literal[
     "host wait",
     "collective",
 ]
-"""Kind of an entry. `copy in` is from the host, `copy out` to the host, `copy` within the device."""
+"""EntryKind of an entry. `copy in` is from the host, `copy out` to the host, `copy` within the device."""
 
-KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order of the enum `Kind` in device.cpp; "collective" is Python's
+KINDS: tuple[EntryKind, ...] = get_args(
+    EntryKind
+)  # in the order of the enum `Kind` in _fake_device.cpp; "collective" is Python's
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DeviceEntry:
     """Operation that the host requested of the device, or a wait of the host.
 
     Attributes:
-        kind: Kind of the operation.
+        kind: EntryKind of the operation.
         stream: Stream on which the operation runs; 0 is the default stream.
         name: torch's name of the operator or collective, or the reason of a host wait; else empty.
         num_bytes: Bytes that the operation reads and writes, allocates, frees or transfers.
         flops: Floating-point operations; 0 except for matrix products and attention.
         number: Event of a record or wait; address of an allocation; number of ranks of a collective; else 0.
-        stack: Frames of the caller outside of torch, innermost first, such as "d9d_moe/all_to_all.py:86 _sizes". Only of
-            host waits and collectives.
+        stack: Frames of the caller outside of torch, innermost first, such as "d9d_moe/all_to_all.py:86 _sizes". Only
+            of host waits and collectives.
         shapes: Shapes of the tensor arguments of a kernel or collective.
     """
 
-    kind: Kind
+    kind: EntryKind
     stream: int
     name: str = ""
     num_bytes: int = 0
@@ -58,16 +60,16 @@ class DeviceLog:
             the delayed release of `Tensor.record_stream` are not modelled.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[DeviceEntry] = field(default_factory=list)
     start_bytes: int = 0
     peak_bytes: int = 0
 
-    def of(self, *kinds: Kind, name: str = "") -> list[Entry]:
+    def of(self, *kinds: EntryKind, name: str = "") -> list[DeviceEntry]:
         """Return the entries of some kinds whose names contain `name`."""
         return [entry for entry in self.entries if entry.kind in kinds and name in entry.name]
 
     @property
-    def host_waits(self) -> list[Entry]:
+    def host_waits(self) -> list[DeviceEntry]:
         """Points at which the host would wait for the device."""
         return self.of("host wait")
 
@@ -76,6 +78,6 @@ class DeviceLog:
         """Floating-point operations of all kernels."""
         return sum(entry.flops for entry in self.entries)
 
-    def counts(self, *kinds: Kind) -> Counter[str]:
+    def counts(self, *kinds: EntryKind) -> Counter[str]:
         """Return the number of entries by name; `kernel` by default."""
         return Counter(entry.name for entry in self.of(*(kinds or ("kernel",))))

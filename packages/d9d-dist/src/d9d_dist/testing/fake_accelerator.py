@@ -1,4 +1,8 @@
-"""`FakeAccelerator`: installs the device in this process, and records what code asks of it."""
+"""Accelerator that computes nothing: what a job asks of a device is recorded in order, on a machine without one.
+
+The device is torch's PrivateUse1 backend under the name "fakegpu". Operators have shapes, dtypes, FLOPs and bytes and
+no values; memory has sizes and no contents. The C++ part is compiled at first use, which needs g++ and ninja.
+"""
 
 import hashlib
 import os
@@ -12,18 +16,17 @@ from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
-from torch.utils import cpp_extension
 
 from d9d_dist.errors import UserError
-from d9d_dist.testing.fake_accelerator.log import KINDS, DeviceLog, Entry
-from d9d_dist.testing.fake_accelerator.operators import NAME, Operators
-from d9d_dist.testing.fake_accelerator.process_group import BACKEND, FakeGroup
-from d9d_dist.testing.fake_accelerator.triton_launches import record_triton_launches
+from d9d_dist.testing._fake_operators import NAME, Operators
+from d9d_dist.testing._fake_ranks import BACKEND, FakeGroup
+from d9d_dist.testing._triton_launches import record_triton_launches
+from d9d_dist.testing.device_log import KINDS, DeviceEntry, DeviceLog
 
-_SOURCE = Path(__file__).parent / "device.cpp"
+_SOURCE = Path(__file__).parent / "_fake_device.cpp"
 
 
-def why_unavailable() -> str | None:
+def why_no_fake_accelerator() -> str | None:
     """Return the reason why this machine cannot install the fake accelerator, or `None` if it can."""
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
     if missing:
@@ -50,7 +53,7 @@ class FakeAccelerator:
         Raises:
             UserError: If a tool to compile is missing, or the machine has an accelerator.
         """
-        if (reason := why_unavailable()) is not None:
+        if (reason := why_no_fake_accelerator()) is not None:
             raise UserError(f"got a machine without the fake accelerator; expected one that can compile it: {reason}.")
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _device_module())
@@ -94,10 +97,10 @@ class FakeAccelerator:
             log.peak_bytes = self._extension.peak_bytes()
             log.entries += [self._entry(*raw) for raw in self._extension.stop()]
 
-    def _entry(self, kind: int, stream: int, number: int, num_bytes: int) -> Entry:
+    def _entry(self, kind: int, stream: int, number: int, num_bytes: int) -> DeviceEntry:
         if kind in (0, len(KINDS) - 2):  # kernels or collectives, and host waits, have details
             details = self._operators.details[number]
-            return Entry(
+            return DeviceEntry(
                 details.kind,
                 stream,
                 details.name,
@@ -107,7 +110,7 @@ class FakeAccelerator:
                 details.stack,
                 details.shapes,
             )
-        return Entry(KINDS[kind], stream, num_bytes=num_bytes, number=number)
+        return DeviceEntry(KINDS[kind], stream, num_bytes=num_bytes, number=number)
 
     @contextmanager
     def ranks(self, *, rank: int, world_size: int) -> Generator[None]:
@@ -127,6 +130,8 @@ class FakeAccelerator:
 
 def _compiled() -> Any:
     """Compile the C++ part, or load it from torch's cache of extensions."""
+    from torch.utils import cpp_extension  # noqa: PLC0415 - it imports setuptools
+
     text = f"{torch.__version__} {_SOURCE.read_text()}"
     name = f"d9d_fakegpu_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return cpp_extension.load(name=name, sources=[str(_SOURCE)], extra_cflags=["-O1", "-g0"], with_cuda=False)

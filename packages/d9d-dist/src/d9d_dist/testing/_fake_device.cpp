@@ -1,5 +1,5 @@
 // The device "fakegpu", torch's PrivateUse1: memory has sizes and no contents, streams and events have only an order.
-// Here is what torch calls from C++: allocation, streams, events, copies and views. Operators are in operators.py.
+// Here is what torch calls from C++: allocation, streams, events, copies and views. Operators are in _fake_operators.py.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/DispatchStub.h>
@@ -30,7 +30,7 @@ constexpr auto kFake = c10::DeviceType::PrivateUse1;
 
 // ---------------------------------------------------------------------------------------------------------------- log
 
-// Same order as KINDS in log.py.
+// Same order as KINDS in device_log.py.
 enum Kind { OPERATOR, ALLOCATION, FREE, EVENT_RECORD, EVENT_WAIT, COPY_IN, COPY_OUT, COPY, HOST_WAIT };
 
 using Entry = std::tuple<int, int64_t, int64_t, int64_t>;  // kind, stream, number (index, address or event), bytes

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from d9d_dist.testing.fake_accelerator.log import Entry
+from d9d_dist.testing.device_log import DeviceEntry
 
 NAME = "fakegpu"
 """Type of the device."""
@@ -21,6 +22,7 @@ _SIZES_FROM_VALUES = frozenset(
 # Operators that C++ decomposes, and that have one kernel on an accelerator.
 _ONE_KERNEL = ("_grouped_mm", "_fused_rms_norm", "_fused_rms_norm_backward")
 _SDPA = "_scaled_dot_product_fused_attention_overrideable"
+_OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("_fake_operators.py", "_fake_ranks.py"))
 _NOT_COMPUTING = ("empty", "new_empty", "detach", "alias", "view", "_unsafe_view", "record_stream")
 
 
@@ -30,13 +32,12 @@ class Operators:
 
     Attributes:
         details: Entries of operators and host waits, by their index.
-        on_mixed_devices: Called with the operator's name and the shapes of CPU tensors that an operator received beside
-            tensors of the device.
+        answers: Functions from the shape of a tensor to the values that the host reads, by the name of the reader.
     """
 
     def __init__(self, extension: Any) -> None:
         self._extension = extension
-        self.details: dict[int, Entry] = {}
+        self.details: dict[int, DeviceEntry] = {}
         self.answers: dict[str, Callable[[tuple[int, ...]], Any]] = {}
         self._libraries = [torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL", "PrivateUse1")]
         self._libraries[0].fallback(self._run, "PrivateUse1")
@@ -77,21 +78,21 @@ class Operators:
         index = self._extension.put_operator(stream)
         if index >= 0:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-            self.details[index] = Entry("kernel", 0, name, num_bytes, flops, shapes=shapes)
+            self.details[index] = DeviceEntry("kernel", 0, name, num_bytes, flops, shapes=shapes)
 
     def put_collective(self, name: str, num_bytes: int, tensors: list[Tensor], *, stream: int, num_ranks: int) -> None:
         """Record a collective on a stream."""
         index = self._extension.put_operator(stream)
         if index >= 0:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-            self.details[index] = Entry("collective", 0, name, num_bytes, 0, num_ranks, _stack(), shapes)
+            self.details[index] = DeviceEntry("collective", 0, name, num_bytes, 0, num_ranks, _stack(), shapes)
 
     def host_wait(self, reason: str, read: Tensor | None) -> None:
         """Record a wait of the host, and answer a read of values; the tensor is 0 unless a function has an answer."""
         index = self._extension.put_host_wait()
         stack = _stack() if index >= 0 or (read is not None and self.answers) else ()
         if index >= 0:
-            self.details[index] = Entry("host wait", 0, reason, stack=stack)
+            self.details[index] = DeviceEntry("host wait", 0, reason, stack=stack)
         if read is not None:
             for frame in stack:
                 if (answer := self.answers.get(frame.rpartition(" ")[2])) is not None:
@@ -104,8 +105,8 @@ class Operators:
         elsewhere = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim() > 0]
         if on_device and elsewhere:
             raise RuntimeError(
-                f"{operator} got tensors on {NAME} and on the CPU of shapes {[tuple(each.shape) for each in elsewhere]}; "
-                f"expected all on one device. Called from {_stack()[:4]}."
+                f"{operator} got tensors on {NAME}, and on the CPU those of shapes "
+                f"{[tuple(each.shape) for each in elsewhere]}; expected all on one device. Called from {_stack()[:4]}."
             )
         return on_device
 
@@ -145,7 +146,9 @@ class Operators:
         seeds = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
         return out, sums, *offsets, length, k.shape[2], *seeds, torch.empty(0, device=q.device)
 
-    def _attention_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *args: Any, **kwargs: Any) -> Any:
+    def _attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         batch, heads, length, width = q.shape
         flops = 2 * batch * heads * length * k.shape[2] * (3 * width + 2 * v.shape[-1])
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -206,10 +209,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _stack() -> tuple[str, ...]:
-    """Return the frames of the caller outside of torch and of this folder, innermost first."""
+    """Return the frames of the caller outside of torch and of this device, innermost first."""
     frames = reversed(traceback.extract_stack(limit=60))
     return tuple(
         f"{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno} {frame.name}"
         for frame in frames
-        if "/torch/" not in frame.filename and "/fake_accelerator/" not in frame.filename
+        if "/torch/" not in frame.filename and frame.filename not in _OWN_FILES
     )
