@@ -4,6 +4,7 @@
 model, loader and engine. Both return the log of one step.
 """
 
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -186,6 +187,8 @@ def trained(case: Case) -> DeviceLog:
 def stepped(case: Case) -> DeviceLog:
     """Run three steps of the engine of a rank; return the log of the third, from reading the batch to the update."""
     device = accelerator()
+    gc.collect()
+    other_bytes = device.allocated_bytes
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trainer = _trainer(case, folder)
         messages = _messages(trainer.plan_for, case.world_size, FakeTensorMode(allow_non_fake_inputs=True), "bfloat16")
@@ -217,4 +220,6 @@ def stepped(case: Case) -> DeviceLog:
         with device.record() as log:
             engine.accumulate(next(loader), plan.task.loss)
             engine.step()
+    log.start_bytes -= other_bytes
+    log.peak_bytes -= other_bytes
     return log

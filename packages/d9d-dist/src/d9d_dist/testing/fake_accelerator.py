@@ -5,8 +5,11 @@ no values; memory has sizes and no contents. The C++ part is compiled at first u
 """
 
 import hashlib
+import importlib.util
 import os
 import shutil
+import sys
+import tempfile
 import types
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -48,7 +51,8 @@ class FakeAccelerator:
     def install(cls) -> Self:
         """Make the device torch's accelerator for the rest of this process.
 
-        Compiles the C++ part once for each version of torch; torch's variable `TORCH_EXTENSIONS_DIR` sets the cache.
+        Compiles the C++ part once for each version of torch and Python, in about a minute. The environment variable
+        `TORCH_EXTENSIONS_DIR` sets the folder of the cache.
 
         Raises:
             UserError: If a tool to compile is missing, or the machine has an accelerator.
@@ -129,12 +133,32 @@ class FakeAccelerator:
 
 
 def _compiled() -> Any:
-    """Compile the C++ part, or load it from torch's cache of extensions."""
-    from torch.utils import cpp_extension  # noqa: PLC0415 - it imports setuptools
-
-    text = f"{torch.__version__} {_SOURCE.read_text()}"
+    """Compile the C++ part, or load it from the cache."""
+    text = f"{torch.__version__} {sys.version_info[:2]} {_SOURCE.read_text()}"
     name = f"d9d_fakegpu_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    return cpp_extension.load(name=name, sources=[str(_SOURCE)], extra_cflags=["-O1", "-g0"], with_cuda=False)
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser() / "d9d"
+    library = folder / f"{name}.so"
+    if library.exists():
+        return _imported(name, library)
+    from torch.utils import cpp_extension  # noqa: PLC0415 - slow, and not needed for a cached library
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not in a shared folder: torch's lock of a build that was killed would never be released.
+    with tempfile.TemporaryDirectory(dir=folder) as build:
+        cpp_extension.load(
+            name, [str(_SOURCE)], extra_cflags=["-O0", "-g0"], build_directory=build, is_python_module=False
+        )
+        (Path(build) / library.name).replace(library)
+    return _imported(name, library)
+
+
+def _imported(name: str, library: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None, "the name of a library has a known suffix"
+    assert spec.loader is not None, "a library has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _device_module() -> types.ModuleType:

@@ -45,6 +45,7 @@ class StreamOrder:
             other
             for other, _ in self._work
             if other.kind == "kernel"
+            and other is not entry
             and name in other.name
             and not self.precedes(other, entry)
             and not self.precedes(entry, other)
