@@ -5,24 +5,19 @@ model, loader and engine. Both return the log of one step.
 """
 
 import gc
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
+import pretrain
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-import pretrain
 
 from d9d_dist import Launch, MeshConfig, materialize
 from d9d_dist.testing import DeviceLog, FakeAccelerator

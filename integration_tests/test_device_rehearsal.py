@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_jobs import TINY_EXPERTS, Case, stepped, trained
+from device_jobs import TINY, TINY_EXPERTS, Case, stepped, trained
 
 from d9d_dist.testing import DeviceLog, RankPool, StreamOrder, why_no_fake_accelerator
 from d9d_loop.engine.engine import Engine
@@ -41,8 +41,6 @@ LAYOUTS = {
     "muon": replace(FSDP, settings={"optimizer": {"kind": "muon", "groups": [_VECTORS]}}),
 }
 EXPOSED_GATHERS = {
-    # FSDP and the experts' all-to-alls have the same ranks, hence one process group, whose stream runs them in order.
-    "ep": [0, 1, 2, 3, 6, 7],
     # The backward pass of a layer starts with its experts, which FSDP gathers only once the layer is reached.
     "moe": [0, 1, 9, 11, 13],
 }
@@ -181,6 +179,21 @@ def test_a_job_waits_for_nothing_but_decisions_and_metrics_while_a_checkpoint_is
     assert set(_waits(log)) <= {"bad_steps.py wait", "sync.py read_values"}, [
         (wait.name, wait.stack[:6]) for wait in log.host_waits
     ]
+
+
+@pytest.mark.full
+def test_packed_documents_cost_no_kernels_per_layer_beyond_the_first() -> None:
+    """The block mask of FlexAttention is built once for a batch. Before, each layer launched 55 kernels for it."""
+    cases = {
+        f"{num_layers} {documents}": replace(
+            FSDP, model=TINY | {"num_layers": num_layers}, documents=documents == "packed"
+        )
+        for num_layers in (2, 4)
+        for documents in ("packed", "one")
+    }
+    kernels = {name: len(log.of("kernel")) for name, log in _logs(cases).items()}
+    assert kernels["4 packed"] - kernels["2 packed"] == kernels["4 one"] - kernels["2 one"]
+    assert kernels["2 packed"] > kernels["2 one"]
 
 
 def test_tensors_of_two_devices_are_refused() -> None:
