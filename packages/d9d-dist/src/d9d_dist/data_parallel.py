@@ -84,12 +84,25 @@ def parallelize_hsdp(
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
     )
+    _fully_shard(
+        module,
+        _replicate_and_shard(mesh, shard_axis),
+        dtypes,
+        reshard_after_forward=reshard_after_forward,
+        shard_dim=shard_dim,
+    )
+
+
+def _fully_shard(
+    module: nn.Module, mesh: DeviceMesh, dtypes: Precision, *, reshard_after_forward: bool, shard_dim: int
+) -> None:
+    """Apply FSDP, without its division of gradients, and with errors where it would be silently wrong."""
     # Registered before FSDP's hooks, one of which frees the parameters that this hook compares.
     refuse_writes_in_first_forward(module)
     module.register_forward_hook(_detach_from_base)
     fully_shard(
         module,
-        mesh=_replicate_and_shard(mesh, shard_axis),
+        mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
         ),

@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     )
     from d9d_loop.inference.inference import Inference, InferenceResult
     from d9d_loop.job.evaluation import Evaluator
-    from d9d_loop.job.job import Job, build_job, run_job
+    from d9d_loop.job.job import build_job, run_job
+    from d9d_loop.job.job_parts import Job
     from d9d_loop.job.pipeline import Pipeline
     from d9d_loop.job.plan import JobPlan, plan_job
     from d9d_loop.job.preset_job import preset_inference, preset_trainer

@@ -44,7 +44,7 @@ from d9d_loop import (
     TrainResult,
     validate_config,
 )
-from d9d_loop.job.job import BadStepError
+from d9d_loop.engine.engine import BadStepError
 from d9d_loop.resilience import Stopped
 from d9d_metrics import Metric, Sum, read_metrics
 from d9d_state import (

@@ -42,16 +42,11 @@ if TYPE_CHECKING:
     from d9d_modules.float8 import Float8, Float8Recipe, convert_to_float8
     from d9d_modules.gated_delta_net import GatedDeltaNet
     from d9d_modules.gated_norm import GatedRMSNorm
-    from d9d_modules.generation import Rollout, generate, rollout
+    from d9d_modules.generation import Rollout, generate
     from d9d_modules.latent_attention import MultiHeadLatentAttention
     from d9d_modules.layer_means import LayerMeans
     from d9d_modules.linear import Linear
-    from d9d_modules.lm_head import (
-        IGNORED_LABEL,
-        LanguageModelHead,
-        LossBackend,
-        language_model_head,
-    )
+    from d9d_modules.lm_head import IGNORED_LABEL, LanguageModelHead, LossBackend, Scores, language_model_head
     from d9d_modules.mixer_cache import MixerCache, PositionCache, RecurrentCache, SupportsCache
     from d9d_modules.models.decoder_heads import (
         DecoderForCausalLM,
@@ -111,14 +106,7 @@ if TYPE_CHECKING:
         read_full_layers,
         written_full_layers,
     )
-    from d9d_modules.models.llama3 import (
-        LLAMA3,
-        Llama3ForCausalLM,
-        Llama3Params,
-        llama3_from_hugging_face,
-        llama3_hugging_face_config,
-        llama3_params_from_hugging_face,
-    )
+    from d9d_modules.models.llama3 import LLAMA3, Llama3ForCausalLM, Llama3Params, llama3_from_hugging_face
     from d9d_modules.models.mistral import MISTRAL, MistralParams
     from d9d_modules.models.pretrained import (
         FAMILY_ENTRY_POINTS,
@@ -128,14 +116,7 @@ if TYPE_CHECKING:
         known_families,
     )
     from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
-    from d9d_modules.models.qwen3 import (
-        QWEN3,
-        Qwen3ForCausalLM,
-        Qwen3Params,
-        qwen3_from_hugging_face,
-        qwen3_hugging_face_config,
-        qwen3_params_from_hugging_face,
-    )
+    from d9d_modules.models.qwen3 import QWEN3, Qwen3ForCausalLM, Qwen3Params, qwen3_from_hugging_face
     from d9d_modules.models.qwen3_5 import QWEN3_5, Qwen35Params, text_config
     from d9d_modules.norm import RMSNorm, add_rms_norm, rms_norm
     from d9d_modules.pooling import Pooling, pool
@@ -263,6 +244,7 @@ __all__ = [
     "RotaryScaling",
     "RotaryTables",
     "RowParts",
+    "Scores",
     "SdpaBackend",
     "SplitTokenEmbedding",
     "SupportsCache",
@@ -300,20 +282,15 @@ __all__ = [
     "layer_types_of",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
-    "llama3_hugging_face_config",
-    "llama3_params_from_hugging_face",
     "mtp_from_hugging_face",
     "mtp_targets",
     "parallelize_decoder",
     "pool",
     "quantization_from_hugging_face",
     "qwen3_from_hugging_face",
-    "qwen3_hugging_face_config",
-    "qwen3_params_from_hugging_face",
     "read_full_layers",
     "require_value",
     "rms_norm",
-    "rollout",
     "rotary_tables",
     "silu_mul",
     "swiglu_from_hugging_face",

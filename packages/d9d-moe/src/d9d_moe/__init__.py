@@ -34,28 +34,13 @@ if TYPE_CHECKING:
         DeepseekV3ForCausalLM,
         DeepseekV3Params,
         deepseek_v3_from_hugging_face,
-        deepseek_v3_hugging_face_config,
-        deepseek_v3_params_from_hugging_face,
     )
     from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
     from d9d_moe.models.glm4_moe import GLM4_MOE, Glm4MoeParams
     from d9d_moe.models.gpt_oss import GPT_OSS, GptOssParams
-    from d9d_moe.models.qwen3_moe import (
-        QWEN3_MOE,
-        Qwen3MoeForCausalLM,
-        Qwen3MoeParams,
-        qwen3_moe_from_hugging_face,
-        qwen3_moe_hugging_face_config,
-        qwen3_moe_params_from_hugging_face,
-    )
-    from d9d_moe.models.qwen3_next import (
-        QWEN3_5_MOE,
-        QWEN3_NEXT,
-        Qwen3NextParams,
-        Qwen35MoeParams,
-        SparseHybridParams,
-    )
-    from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
+    from d9d_moe.models.qwen3_moe import QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeParams, qwen3_moe_from_hugging_face
+    from d9d_moe.models.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT, Qwen3NextParams, Qwen35MoeParams, SparseHybridParams
+    from d9d_moe.models.sparse_params import SoftmaxRoutedParams, SparseParams, sparse_from_hugging_face
     from d9d_moe.moe_parallel import Dispatch, DispatchName, parallelize_moe
     from d9d_moe.router import ReplayRouter, Router, Routing, SigmoidRouter, TopKRouter
     from d9d_moe.router_losses import (
@@ -115,6 +100,7 @@ __all__ = [
     "Routing",
     "SharedExperts",
     "SigmoidRouter",
+    "SoftmaxRoutedParams",
     "SparseHybridParams",
     "SparseParams",
     "TokenGroups",
@@ -124,8 +110,6 @@ __all__ = [
     "clamped_swiglu",
     "deep_ep_buffer",
     "deepseek_v3_from_hugging_face",
-    "deepseek_v3_hugging_face_config",
-    "deepseek_v3_params_from_hugging_face",
     "expert_load",
     "experts_from_hugging_face",
     "grouped_matmul",
@@ -133,8 +117,6 @@ __all__ = [
     "parallelize_moe",
     "pop_tokens_per_expert",
     "qwen3_moe_from_hugging_face",
-    "qwen3_moe_hugging_face_config",
-    "qwen3_moe_params_from_hugging_face",
     "sparse_from_hugging_face",
     "token_losses",
     "token_records",

@@ -281,7 +281,7 @@ class Engine:
         Collectives: those of the model, sends and receives between stages, and the gradient reduction.
 
         Args:
-            batches: Microbatches on this rank's device, split for context parallelism, equally many on all ranks: those
+            batches: Microbatches on this rank's device, split for context parallelism, as many on every rank: those
                 of a `StreamLoader`.
             loss: See `forward_backward`.
             num_own: Number of microbatches that count; the later ones are stand-ins. `None` if all count.

@@ -13,8 +13,9 @@ from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.job import Job, build_job, evaluate_job, run_job
+from d9d_loop.job.job import build_job, evaluate_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
+from d9d_loop.job.job_parts import Job
 from d9d_loop.job.plan import JobPlan, plan_job
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule

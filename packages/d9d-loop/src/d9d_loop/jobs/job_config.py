@@ -75,6 +75,10 @@ class AdapterConfig(Section):
     rank: PositiveInt = Field(default=16, description="Rank of the adapters.")
     alpha: PositiveFloat = Field(default=32.0, description="Scale of the update, divided by the rank.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability of the adapters' inputs.")
+    base: Literal["dense", "nf4", "int8"] = Field(
+        default="dense", description="Format of the weights under the adapters: nf4 (4 bits, QLoRA) or int8 need lora."
+    )
+    block_size: PositiveInt = Field(default=64, description="Number of inputs that share a scale in nf4 and int8.")
 
 
 class EmbeddingConfig(Section):

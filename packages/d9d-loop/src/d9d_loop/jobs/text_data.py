@@ -23,7 +23,7 @@ from d9d_loop.data import (
     read_chat_tokenizer,
     read_conversation,
 )
-from d9d_loop.data.chat_stream import fit_tokens
+from d9d_loop.data.conversation_stream import fit_tokens
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import TextJobConfig
