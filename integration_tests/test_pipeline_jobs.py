@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import TINY_MODEL, Ended, copy_run, curve, on_ranks, options
+from jobs import TINY_MODEL, Ended, assert_same_export, copy_run, curve, curve_rounding, on_ranks, options
 from safetensors.torch import load_file
 
 from d9d_loop.config.schedule_config import KINDS
@@ -33,11 +33,8 @@ def _export(folder: Path) -> dict[str, torch.Tensor]:
 
 def _assert_same(folder: Path, expected: Path) -> None:
     for name in NAMES:
-        assert curve(folder, name) == pytest.approx(curve(expected, name), rel=1e-5), name
-    ours, theirs = _export(folder), _export(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        assert curve(folder, name) == pytest.approx(curve(expected, name), rel=curve_rounding(2)), name
+    assert_same_export(_export(folder), _export(expected))
 
 
 @pytest.fixture(scope="module")
