@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
+
 from d9d_dist.testing import run_ranks
 from d9d_loop import cli_main
 
@@ -52,6 +54,22 @@ class Ended:
     def summary(self) -> dict[str, Any]:
         """The JSON object on the last line of the output."""
         return json.loads(self.output.splitlines()[-1])
+
+
+def curve_rounding(num_steps: int, *, num_operators: int = 200) -> float:
+    """Return the relative rounding of a float32 curve that another order of sums may change.
+
+    Roundings of the operators in sequence add up like a random walk, to their number's square root times an eps. The
+    weights carry those of each step to all later ones.
+    """
+    return num_steps * num_operators**0.5 * torch.finfo(torch.float32).eps
+
+
+def assert_same_export(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Assert that two exports have the same weights, except for rounding that the optimizer amplifies."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def script(name: str, arguments: Sequence[str]) -> Ended:

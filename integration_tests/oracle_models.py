@@ -48,8 +48,8 @@ def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy
         tie_word_embeddings=kind == "tied",
         initializer_range=0.2,
     )
-    moe = Qwen3MoeParams(
-        **_shared_with_moe(dense),
+    moe = Qwen3MoeParams.like(
+        dense,
         num_experts=6,
         top_k=2,
         expert_intermediate_size=20,
@@ -57,11 +57,6 @@ def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy
     )
     parallelism = Parallelism(context_method=method, activation_checkpointing=checkpointing)
     return Decoder(dense, moe if kind.startswith("moe") else None, parallelism)
-
-
-def _shared_with_moe(dense: Qwen3Params) -> dict[str, Any]:
-    """Return the hyperparameters that sparse decoders have too: all but `is_causal`."""
-    return {name: value for name, value in vars(dense).items() if name != "is_causal"}
 
 
 class MaskedNextToken(NextByte):

@@ -307,7 +307,7 @@ def test_parameters_that_fsdp_cannot_shard_are_replicated(degrees: dict[str, int
     assert expected.keys() >= {"temperature", "odd.scale", "odd.empty", "odd.small.weight", "odd.tied.bias"}
     for gradients, placements in run_ranks(_odd_gradients, degrees, world_size=prod(degrees.values())):
         # A part of the model is float32, and sums over 16 samples have another order.
-        assert_trees_close(gradients, expected, rtol=1e-5)
+        assert_trees_close(gradients, expected, rtol=16 * torch.finfo(torch.float32).eps)
         for name in ("temperature", "odd.scale", "odd.empty", "odd.small.weight"):
             assert all(placement.is_replicate() for placement in placements[name]), name
         for name in ("odd.layer.weight", "odd.frozen.weight"):
@@ -396,7 +396,8 @@ def test_replicated_parameters_can_be_used_outside_their_module(degrees: dict[st
     [alone] = run_ranks(_lent_gradients, {}, world_size=1)
     found = run_ranks(_lent_gradients, degrees, world_size=prod(degrees.values()))
     for rank in found:
-        assert_trees_close(rank["gradients"], alone["gradients"], rtol=1e-6)
+        # Sums over 4 rows of the float32 part have another order.
+        assert_trees_close(rank["gradients"], alone["gradients"], rtol=4 * torch.finfo(torch.float32).eps)
         for name, placements in rank["placements"].items():
             is_sharded = Shard(0) in placements
             assert is_sharded == name.startswith(("layer", "inner.frozen")), (name, placements)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist import MeshConfig, StageInfo, UserError
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import KeepFloat64, run_ranks
 from d9d_moe import (
     BalanceScope,
     JointBalance,
@@ -22,7 +22,7 @@ from d9d_moe import (
 
 NUM_EXPERTS, TOP_K = 5, 2
 ROUNDING = torch.finfo(torch.float32).eps
-"""transformers rounds the mean counts to float32 once. All terms of the loss are positive, so none cancels."""
+"""transformers divides counts in float32, which rounds once. All terms of the loss are positive, so none cancels."""
 
 
 def _joint(scope: BalanceScope = "batch", z: float = 0.0) -> RouterLosses:
@@ -37,7 +37,8 @@ def _expected(logits: list[Tensor], mask: Tensor | None = None) -> Tensor:
     # Here, not above: the ranks of other tests import this file.
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: PLC0415
 
-    loss = load_balancing_loss_func(tuple(logits), NUM_EXPERTS, TOP_K, mask)  # ty: ignore[invalid-argument-type]
+    with KeepFloat64():
+        loss = load_balancing_loss_func(tuple(logits), NUM_EXPERTS, TOP_K, mask)  # ty: ignore[invalid-argument-type]
     assert isinstance(loss, Tensor)
     return 0.3 * loss
 

@@ -209,6 +209,7 @@ def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
     )
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, Reference)
+    reference.config._experts_implementation = "eager"  # torch's grouped kernel takes no float64
     input_ids = torch.randint(0, 21, (2, 9))
     assert_rounds_like(model(input_ids), in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)
 

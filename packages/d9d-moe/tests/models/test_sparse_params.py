@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp, parallelize_tensor, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
-from d9d_modules import DecoderForClassification, SwiGLU, checkpoint_activations, decoder_tensor_plan
+from d9d_modules import DecoderForClassification, Qwen3Params, SwiGLU, checkpoint_activations, decoder_tensor_plan
 from d9d_moe import (
     BalanceScope,
     MoELayer,
@@ -33,6 +33,16 @@ PARAMS = Qwen3MoeParams(
     expert_intermediate_size=10,
     dense_layers=(1,),
 )
+
+
+def test_sparse_params_are_like_those_of_a_dense_model() -> None:
+    dense = Qwen3Params(
+        vocab_size=19, hidden_size=12, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=20
+    )
+    experts = {"num_experts": 5, "top_k": 2, "expert_intermediate_size": 10}
+    assert Qwen3MoeParams.like(dense, **experts, dense_layers=(1,), initializer_range=0.3) == PARAMS
+    with pytest.raises(UserError, match=r"is_causal = False; expected its default, because Qwen3MoeParams has no such"):
+        Qwen3MoeParams.like(replace(dense, is_causal=False), **experts)
 
 
 def test_chained_stages_match_the_whole_model() -> None:

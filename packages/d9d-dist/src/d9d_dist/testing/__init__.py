@@ -14,6 +14,7 @@ from d9d_dist.testing.compare import (
 )
 from d9d_dist.testing.float64 import KeepFloat64, in_float64
 from d9d_dist.testing.pool import Device, RankError, RankPool, accelerators_for, run_ranks
+from d9d_dist.testing.triton_interpreter import run_tests_interpreted
 
 __all__ = [
     "Device",
@@ -30,4 +31,5 @@ __all__ = [
     "full_tree",
     "in_float64",
     "run_ranks",
+    "run_tests_interpreted",
 ]

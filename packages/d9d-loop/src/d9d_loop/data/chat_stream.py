@@ -6,10 +6,9 @@ from pydantic import JsonValue
 
 from d9d_loop.data.chat_tokenizer import ChatTokenizer
 from d9d_loop.data.conversation import read_conversation
-from d9d_loop.data.conversation_stream import ConversationStream, MaskedTokens, TooLong, to_document
+from d9d_loop.data.conversation_stream import ConversationStream, MaskedTokens, to_document
 from d9d_loop.data.document import Document
 from d9d_loop.data.masked_text import mark_spans
-from d9d_loop.data.sample_stream import SampleStream
 
 
 @final
@@ -31,17 +30,6 @@ class ChatStream(ConversationStream):
     Raises:
         UserError: If `max_length` or `window` is below 1; when a conversation is read, if it is invalid or too long.
     """
-
-    def __init__(
-        self,
-        stream: SampleStream,
-        tokenizer: ChatTokenizer,
-        *,
-        max_length: int,
-        too_long: TooLong = "refuse",
-        window: int = 64,
-    ) -> None:
-        super().__init__(stream, tokenizer, max_length=max_length, too_long=too_long, window=window)
 
     def read(self, entry: MaskedTokens) -> Document:
         """Return the tokens of a conversation and their mask."""

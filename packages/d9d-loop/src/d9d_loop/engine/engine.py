@@ -28,7 +28,7 @@ from d9d_loop.events import BadStepFound
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
-from d9d_loop.optimizers.evaluation_weights import free_gathered_parameters
+from d9d_loop.optimizers.averaging import free_gathered_parameters
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import BatchTask, LossFunction
@@ -265,7 +265,7 @@ class Engine:
         Collectives: those of the model, sends and receives between stages, and the gradient reduction.
 
         Args:
-            batches: Microbatches on this rank's device, split for context parallelism, equally many on all ranks: those
+            batches: Microbatches on this rank's device, split for context parallelism, as many on every rank: those
                 of a `StreamLoader`.
             loss: See `forward_backward`.
             num_own: Number of microbatches that count; the later ones are stand-ins. `None` if all count.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import UserError, local_tensor
-from d9d_loop.optimizers.evaluation_weights import free_gathered_parameters
+from d9d_loop.optimizers.averaging import free_gathered_parameters
 
 Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
 """Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" for the first weights."""
@@ -71,7 +71,7 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self) -> Generator[None]:
-        """Let the model have the values of the reference in the body, and restore its own values bit for bit."""
+        """Copy the reference's values into the model for the body; then restore the model's own values bit for bit."""
         own = [_host_copy(parameter) for parameter, _ in self._copies]
         try:
             self._set([copy for _, copy in self._copies])

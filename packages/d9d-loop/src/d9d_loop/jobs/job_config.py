@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_valida
 
 from d9d_loop.config.section import Section
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data import TooLong
+from d9d_loop.data.conversation import TooLong
 
 JobKind: TypeAlias = Literal["sft", "pretrain", "classify"]
 """Fine-tuning on conversations, next-token prediction on text, or classification of texts."""

@@ -16,7 +16,7 @@ def calibrate(path: Path) -> Path:
     """Measure matrix products, attention, memory and launches of this machine; write a hardware file and return it.
 
     Takes less than two minutes. The links between devices are not measured: the file has those of a shared memory of
-    10 GB/s for a CPU, and else the values of DGX H100, to be edited.
+    10 GB/s for a CPU, and those of DGX H100 for an accelerator: edit them.
 
     Raises:
         UserError: If the file exists.

@@ -73,7 +73,7 @@ class DryRun:
 def dry_run(
     plan_for: PlanFor, *, ranks: Sequence[int], world_size: int, precision: PrecisionName | None = None
 ) -> tuple[DryRun, ...]:
-    """Run a step of a job for some ranks, one after another, without values; return what each allocates and does.
+    """Run a step of a job on fake tensors for some ranks, one after another; return a record of each.
 
     The recorded step is the second: the first creates optimizer state and lazily created buffers. No device, network or
     checkpoint is used; the first samples of the training data are read, for their shapes.
@@ -85,7 +85,7 @@ def dry_run(
         precision: Precision of the job on the planned device; by default that of the configuration on a CPU.
 
     Raises:
-        UserError: If this process already has a process group. If the plan of the job fails, as `Trainer.train` would.
+        UserError: If this process already has a process group, or the job fails a check of `Trainer.train`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Hardware of a cluster: data-sheet values, and the few constants fitted to measurements of it.
+"""Hardware of a cluster: data-sheet values, and a few constants fitted to measurements.
 
 A description is a TOML file, such as `hardware/h100-dgx.toml` in this package. `d9d-plan --calibrate` writes one for
 the machine that it runs on.

@@ -206,12 +206,12 @@ def plan_cluster(
 
 
 def shown_microbatches(plan: JobPlan, global_size: int) -> int:
-    """Return the microbatches of a rehearsal with another global batch size."""
+    """Return the number of microbatches on each rank for another global batch size."""
     return global_size * plan.num_microbatches // plan.config.batch.global_size
 
 
 def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> dict[str, float]:
-    """Return the step time in seconds with each part of the hardware 10 % faster, and with twice the microbatches."""
+    """Return the step time in seconds with each part of the hardware 10 % faster, by part."""
     device, links, network = hardware.device, hardware.links, hardware.network
     faster = {
         "matrix products": hardware.model_copy(
@@ -250,7 +250,7 @@ def describe(layout: PlanLayout) -> str:
 
 
 def _shortened(plan: JobPlan, num_stages: int) -> int:
-    """Return a global batch size with at most the microbatches that fill the pipeline: more need no more memory."""
+    """Return the smallest global batch size that fills the pipeline: more microbatches need no more memory."""
     needed = max(1, 2 * num_stages if num_stages > 1 else 2)
     for count in range(1, plan.num_microbatches):
         if count >= needed and plan.num_microbatches % count == 0:

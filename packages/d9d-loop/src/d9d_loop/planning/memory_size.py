@@ -88,7 +88,7 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
 
 
 def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> float:
-    """Return the bytes that the backward pass of one layer needs for each token of a rank, in 2-byte numbers."""
+    """Return the bytes of saved activations of one layer for each token of a rank, with 2-byte numbers."""
     t, h = layout.tp, shape.hidden_size
     thin = t if layout.sequence_parallel else 1
     if layout.recompute == "full":

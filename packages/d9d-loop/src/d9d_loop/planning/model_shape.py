@@ -83,7 +83,7 @@ def _shape(model: nn.Module, operations: Sequence[Operation]) -> DecoderShape:
 
 
 def _kv_heads(layer: nn.Module, *, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> int:
-    """Return the number of key heads: attention may receive repeated ones, so the smallest projection decides."""
+    """Return the number of key heads, from the smallest projection: attention may receive repeated key heads."""
     outputs = [each.shape[0] for each in layer.parameters() if each.dim() == 2 and each.shape[1] == hidden_size]
     candidates = [size // head_dim for size in outputs if size % head_dim == 0 and heads % (size // head_dim) == 0]
     return min([kv_heads, *candidates])

@@ -198,7 +198,7 @@ class DecoderWithMtp(HeadedDecoder):
             losses.append(self.lm_head(hidden_BLD, labels=labels_BL))
             if auxiliary_BL is not None:
                 losses.append(self.backbone.all_losses(auxiliary_BL).masked_fill(labels_BL == IGNORED_LABEL, 0.0))
-        return torch.stack(losses).sum(dim=0) * (self.mtp_loss_weight / self.num_mtp_layers)
+        return sum(losses[1:], losses[0]) * (self.mtp_loss_weight / self.num_mtp_layers)
 
     def _checked(self, name: str, given: Tensor | None, labels_BL: Tensor) -> Tensor:
         expected = (*labels_BL.shape, self.num_mtp_layers)
