@@ -328,15 +328,8 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.full] if name in {"glm4", "glm4_moe", "mistral", "qwen2", "qwen3_5_moe"} else []
-        )
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sample("qwen3-False", "qwen3-True", "gpt_oss-False")
 def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
     if sliding and (name in SPARSE or "sliding_window" not in family.used):

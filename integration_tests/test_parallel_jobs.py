@@ -47,6 +47,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample("tensor and context")
 def test_a_layout_has_the_curve_export_and_text_of_one_process(
     tmp_path: Path, layout: str, one_process: tuple[Path, str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_a_layout_has_the_curve_export_and_text_of_one_process(
     assert _written(ended.output) == _written(text)
 
 
+@pytest.mark.full
 def test_a_checkpoint_resumes_in_another_layout(tmp_path: Path, one_process: tuple[Path, str]) -> None:
     folder, _ = one_process
     first = LAYOUTS["tensor and sharded"]

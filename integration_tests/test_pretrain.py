@@ -31,12 +31,13 @@ def _close(ours: list[float], theirs: list[float], *, rel: float) -> bool:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.sample("moe-1")
 def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
     file = [MOE] if kind == "moe" else []
-    _run(file + _tiny(tmp_path, "one", steps=20, evaluation__every=10))
+    _run(file + _tiny(tmp_path, "one", steps=8, evaluation__every=4))
     _run(
         file
-        + _tiny(tmp_path, "four", steps=20, evaluation__every=10, batch__microbatch_size=microbatch_size)
+        + _tiny(tmp_path, "four", steps=8, evaluation__every=4, batch__microbatch_size=microbatch_size)
         + options(HYBRID),
         world_size=4,
     )
@@ -44,7 +45,7 @@ def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, mic
     tolerance = 1e-3 if kind == "moe" else curve_rounding(20)
     for name in ("loss", "grad_norm", "bits_per_byte", "evaluation_loss"):
         assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=tolerance), name
-    assert len(curve(tmp_path / "one", "loss")) == 20
+    assert len(curve(tmp_path / "one", "loss")) == 8
 
 
 def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("dense", "true"), ("dense", "false"), ("moe", "true")])
+@pytest.mark.sample("dense-false")
 def test_transformers_loads_the_export_and_gives_the_same_logits(tmp_path: Path, kind: str, tied: str) -> None:
     file = [MOE] if kind == "moe" else []
     ended = _run(file + _tiny(tmp_path, "run", steps=3, model__tie_word_embeddings=tied))

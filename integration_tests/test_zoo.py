@@ -102,6 +102,7 @@ def test_torch_modules_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path
     assert not _check(names, tmp_path)
 
 
+@pytest.mark.full
 def test_a_sample_of_libraries_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
     assert not _check(LIBRARY_SAMPLE, tmp_path)
 

@@ -330,6 +330,7 @@ def _generated(mesh: dict[str, int], prompts: Tensor, *, rows: int) -> Tensor:
 @pytest.mark.parametrize(
     ("mesh", "rows"), [({"data_parallel_shard": 2}, 2), ({"tensor_parallel": 2}, 1), ({"context_parallel_shard": 2}, 1)]
 )
+@pytest.mark.sample("mesh1-1")
 def test_sharded_models_generate_the_same_text(mesh: dict[str, int], rows: int) -> None:
     torch.manual_seed(0)
     prompts = torch.randint(0, 20, (2, 7))

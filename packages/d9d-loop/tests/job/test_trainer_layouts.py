@@ -111,6 +111,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, floa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample("tp=2,cp_shard=2")
 def test_reports_and_evaluations_are_those_of_one_process(
     tmp_path: Path, layout: str, one_process: list[dict[str, float]]
 ) -> None:

@@ -100,6 +100,7 @@ def _load(job: str, export: Path) -> Any:
 
 
 @pytest.mark.parametrize("job", JOBS)
+@pytest.mark.sample("sft")
 def test_a_job_is_the_same_on_four_ranks_and_is_loaded_by_transformers(job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter

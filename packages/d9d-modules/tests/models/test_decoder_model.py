@@ -307,6 +307,7 @@ def _sharded_run(params: Qwen3Params, input_ids: Tensor) -> tuple[dict[str, Tens
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sample("True")
 def test_a_sharded_model_gives_the_gradients_of_one_process(tied: bool) -> None:
     params = replace(PARAMS, tie_word_embeddings=tied, num_layers=2)
     input_ids = torch.randint(0, 19, (4, 6))
