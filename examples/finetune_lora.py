@@ -1,6 +1,7 @@
 """Fine-tune the model that pretrain.py exported with LoRA; save the adapters, merge them, export the result."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from pretrain import Decoder, NextByte, PackedText, Text
@@ -46,16 +47,17 @@ class LoraDecoder(ModelProvider):
         return sequential(self.base.state_mapper(model), self.injected)
 
 
-def export(done: Finished, provider: LoraDecoder, source: Path, **files: JsonValue) -> None:
-    """Save only the adapters, then the model with the adapters merged into its weights, and print a summary."""
+def export(done: Finished, provider: LoraDecoder, source: Path, found: Mapping[str, JsonValue] | None = None) -> None:
+    """Save only the adapters, then the model with the adapters merged into its weights; print `found` and a summary."""
     run_dir, model, ctx = done.result.run_dir, done.model, done.ctx
     save_adapters(model, run_dir / "adapters", provider.base.state_mapper(model), ctx)
     merge_(model, ctx)
     mapper = provider.state_mapper(model).inverse()
-    written = {**provider.base.export_files(), **files}
-    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=written, source=source)
+    files = provider.base.export_files()
+    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=files, source=source)
     if ctx.is_main_process:
         summary = {
+            **(found or {}),
             "steps": done.result.steps,
             "train_loss": done.result.train_loss,
             **{f"val_{name}": value for name, value in done.result.evaluation.items()},

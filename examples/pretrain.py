@@ -6,7 +6,7 @@ Each file is a document, and each byte a token. The preset pretrain_preset.toml 
 import hashlib
 import json
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -244,22 +244,33 @@ def continue_text(
 ) -> str:
     """Generate a continuation of a prompt, in any layout. Collective."""
     ctx = done.ctx
-    split = ContextSplit(ctx.mesh_for("batch")["cp"])
-    done.model.eval()
-
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        return split.join(done.forward(split.split(ids), position_ids=split.positions(ids.shape[1])))
-
+    model, multiple = for_generation(ctx, done.model, done.forward)
     written = generate(
-        logits,
+        model,
         torch.tensor([list(prompt.encode())], device=ctx.device),
         max_new_tokens=max_new_tokens,
         max_context=max_context,
-        pad_to_multiple_of=2 * ctx.size("batch", "cp") * ctx.size("batch", "tp"),
+        pad_to_multiple_of=multiple,
         temperature=temperature,
         generator=torch.Generator(ctx.device).manual_seed(0),
     )
     return bytes(written.token_ids[0].tolist()).decode(errors="replace")
+
+
+def for_generation(
+    ctx: DistributedContext, model: nn.Module, forward: Callable[..., Any]
+) -> tuple[Callable[..., Any], int]:
+    """Return the model of `generate` in any layout, with a cache where it supports one, and `pad_to_multiple_of`."""
+    cp = ctx.mesh_for("batch")["cp"]
+    if cp.size() == ctx.size("regular", "pp") == 1:
+        return model, ctx.size("batch", "tp")
+    split = ContextSplit(cp)
+
+    def logits(ids: torch.Tensor, **padded: torch.Tensor) -> torch.Tensor:
+        arguments = split.split(padded) or {"position_ids": split.positions(ids.shape[1])}
+        return split.join(forward(split.split(ids), **arguments))
+
+    return logits, 2 * cp.size() * ctx.size("batch", "tp")
 
 
 def main() -> None:

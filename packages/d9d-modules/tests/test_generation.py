@@ -67,6 +67,39 @@ def test_equal_seeds_give_equal_text_and_no_graph() -> None:
     assert torch.equal(first[:, :3], prompt)
 
 
+def test_row_seeds_sample_the_same_tokens_in_any_split_of_the_rows() -> None:
+    seeds = torch.arange(400) * 7 - 11
+
+    def sample(some: Tensor) -> Tensor:
+        prompt = torch.zeros(len(some), 1, dtype=torch.int64)
+        return generate(_successor, prompt, row_seeds=some, top_k=2, max_new_tokens=3, max_context=4).token_ids
+
+    whole = sample(seeds)
+    assert torch.equal(torch.cat([sample(part) for part in seeds.split((1, 150, 249))]), whole)
+    assert torch.equal(sample(seeds.flip(0)), whole.flip(0))
+    steps = whole.diff(dim=1) % VOCAB  # 1 with probability e / (e + 1), else 2
+    assert set(steps.unique().tolist()) == {1, 2}
+    for drawn in steps.unbind(1):
+        assert abs((drawn == 1).float().mean().item() - 0.731) < 5 * (0.731 * 0.269 / 400) ** 0.5
+    agreements = (steps[:, 0] == steps[:, 1]).float().mean().item()
+    assert abs(agreements - (0.731**2 + 0.269**2)) < 5 * (0.607 * 0.393 / 400) ** 0.5  # tokens of a row are independent
+
+
+def test_row_seeds_are_checked() -> None:
+    prompt = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"row_seeds have shape \(3,\) and dtype torch\.int64; expected torch\.int64"):
+        generate(_successor, prompt, row_seeds=torch.arange(3), max_new_tokens=1, max_context=1)
+    with pytest.raises(UserError, match="got row_seeds and a generator; expected one of them"):
+        generate(
+            _successor,
+            prompt,
+            row_seeds=torch.arange(2),
+            generator=torch.Generator(),
+            max_new_tokens=1,
+            max_context=1,
+        )
+
+
 def test_invalid_options_raise() -> None:
     prompt = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(UserError, match=r"input_ids have shape \(2, 0\); expected \[batch, length\] with length >= 1"):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist.counter_random import mix_bits, uniform_at
 from d9d_dist.errors import UserError
 from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
 
@@ -48,6 +49,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
+    row_seeds: Tensor | None = None,
     use_cache: bool | None = None,
     group: dist.ProcessGroup | None = None,
     on_tokens: Callable[[Tensor], None] | None = None,
@@ -78,6 +80,8 @@ def generate(
         top_p: Sample only from the most likely tokens whose probabilities sum to at least this number ("nucleus
             sampling", arXiv:1904.09751); None samples from all.
         generator: Random generator on the device of the logits; None for torch's default.
+        row_seeds: Seed of each row [B], int64. A sampled token is then a function of the logits, the row's seed and the
+            number of the token: the same in any split of the rows over batches and ranks. Replaces `generator`.
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
         group: Ranks that stop together. Required with `stop_tokens` if ranks that run one model together have different
@@ -90,11 +94,12 @@ def generate(
             mixer without a cache.
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check_seeds(row_seeds, input_ids, generator)
     if pad_to_multiple_of < 1:
         raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
     tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
-    choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)
     with evaluating(model):
         compute = _next_logits(
             model,
@@ -108,7 +113,7 @@ def generate(
                 if step > 0 and stop_tokens and tokens.all_done(group):
                     break
                 logits_BV = compute(tokens.ids, tokens.context_mask)
-                next_B = tokens.append(choose(logits_BV), logits_BV)
+                next_B = tokens.append(choose(logits_BV, step), logits_BV)
                 if on_tokens is not None:
                     on_tokens(next_B)
         finally:
@@ -174,11 +179,13 @@ def _log_softmax(logits_BV: Tensor) -> Tensor:
 
 def _choose(
     logits_BV: Tensor,
+    step: int,
     *,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     generator: torch.Generator | None,
+    seeds: Tensor | None,
 ) -> Tensor:
     """Sample one token per row [B, 1]."""
     if temperature == 0:
@@ -192,7 +199,25 @@ def _choose(
         before_BV = descending_BV.cumsum(dim=-1) - descending_BV
         descending_BV = descending_BV.masked_fill(before_BV >= top_p, 0.0)
         probabilities_BV = torch.zeros_like(probabilities_BV).scatter(-1, order_BV, descending_BV)
-    return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
+    if seeds is None:
+        return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
+    vocab, device = probabilities_BV.shape[-1], probabilities_BV.device
+    index_V = torch.arange(step * vocab, (step + 1) * vocab, device=device)
+    uniform_BV = uniform_at(index_V, mix_bits(seeds.to(device)).unsqueeze(1))
+    # The largest log p + Gumbel noise is distributed as p.
+    return (probabilities_BV.double().log() - (-uniform_BV.log()).log()).argmax(dim=-1, keepdim=True)
+
+
+def _check_seeds(row_seeds: Tensor | None, input_ids: Tensor, generator: torch.Generator | None) -> None:
+    if row_seeds is None:
+        return
+    if row_seeds.shape != input_ids.shape[:1] or row_seeds.dtype != torch.int64:
+        raise UserError(
+            f"row_seeds have shape {tuple(row_seeds.shape)} and dtype {row_seeds.dtype}; expected torch.int64 of shape "
+            f"{tuple(input_ids.shape[:1])}, one for each row."
+        )
+    if generator is not None:
+        raise UserError("got row_seeds and a generator; expected one of them. Remove the generator.")
 
 
 def _checked_mask(prompt_mask: Tensor, input_ids: Tensor) -> Tensor:
