@@ -65,14 +65,6 @@ class StepRecord:
         """Bytes that all operators read and write, if every operator reads its inputs from memory."""
         return sum(operation.num_bytes for operation in self.operations)
 
-    def by_operator(self) -> dict[str, tuple[int, int, int]]:
-        """Return calls, FLOPs and bytes by operator name."""
-        totals: dict[str, tuple[int, int, int]] = {}
-        for each in self.operations:
-            calls, flops, num_bytes = totals.get(each.name, (0, 0, 0))
-            totals[each.name] = calls + 1, flops + each.flops, num_bytes + each.num_bytes
-        return totals
-
     def collective_bytes(self) -> Counter[tuple[str, int]]:
         """Return the bytes by name of the collective and group size."""
         totals: Counter[tuple[str, int]] = Counter()
