@@ -15,8 +15,8 @@ _SECONDS = 1.0
 def calibrate(path: Path) -> Path:
     """Measure matrix products, attention, memory and launches of this machine; write a hardware file and return it.
 
-    Takes less than two minutes. The links between devices are not measured: the file has those of a shared memory of
-    10 GB/s for a CPU, and those of DGX H100 for an accelerator: edit them.
+    Takes less than two minutes. Links between devices are not measured. For a CPU the file has a shared memory of 10
+    GB/s, for an accelerator the links of DGX H100: edit them.
 
     Raises:
         UserError: If the file exists.

@@ -144,12 +144,12 @@ def recorded() -> Generator[StepRecord]:
 
 
 def _answer(tensor: Tensor) -> float | bool:
-    """Return what the host reads from a fake scalar: a number is finite and not 0."""
+    """Return the value that the host reads from a fake scalar: numbers are finite and not 0."""
     return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:
-    """Return what the host reads from a fake tensor with dims, such as flags of a bad step: nested lists of zeros."""
+    """Return nested lists of zeros for a fake tensor with dims that the host reads, such as flags of bad steps."""
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
