@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine.engine import Engine
+from d9d_loop.job.job import build_engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.model_build import parallelize_stages
@@ -132,16 +132,8 @@ def run_rank(
     pipeline.reduces_each_microbatch = plan.config.gradients.reduce_each_microbatch
     with fake:
         optimizer = plan.optimizer(pipeline.model)
-    engine = Engine(
-        pipeline,
-        optimizer,
-        ctx=ctx,
-        task=plan.task,
-        max_norm=plan.config.gradients.max_norm,
-        num_microbatches=plan.num_microbatches,
-        guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
-        polls_guard=False,
-    )
+    guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
+    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
     batches = [fake_batch(plan, ctx, fake)] * plan.num_microbatches
     with fake:
         with answered():
