@@ -82,6 +82,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert records(tmp_path / "run") == before
 
 
+@pytest.mark.full
 def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
     _run(_tiny(tmp_path, "start", steps=4, lr_schedule__final_fraction=1.0))
     for name, ranks in (("one", 1), ("four", 4)):

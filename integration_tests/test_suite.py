@@ -116,3 +116,13 @@ def test_a_sample_names_existing_cases(suite_without_torch: pytest.Pytester) -> 
     suite_without_torch.makepyfile(WITHOUT_TORCH.replace('sample("b")', 'sample("c")'))
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--collect-only")
     result.stdout.fnmatch_lines(["*test_sampled: the sample names {'c'}; expected some of a, b*"])
+
+
+def test_bytecode_is_cached_if_the_environment_forbids_to_write_it(
+    suite_without_torch: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--collect-only")
+    assert list((suite_without_torch.path / ".pytest_cache" / "bytecode").rglob("test_*.pyc"))
+    assert not list(suite_without_torch.path.glob("__pycache__"))

@@ -1,7 +1,8 @@
 import copy
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ from d9d_dist import (
     parallelize_tensor,
     sync_gradients,
 )
-from d9d_dist.testing import assert_rounds_like, full_gradients, run_ranks
+from d9d_dist.testing import assert_rounds_like, full_gradients, full_parameters, run_ranks
 from d9d_moe import GroupedLinear
 from d9d_peft import DoRA, LoRA, QuantizedWeight, adapters_off, inject, merge_, quantize_base
 from d9d_peft.block_format import NF4_VALUES, BlockFormat, dequantize_blocks, quantize_blocks
+from d9d_state import load_model_state, save_model_state, sequential
 
 FORMATS: tuple[BlockFormat, ...] = ("nf4", "int8")
 X = torch.linspace(-1, 1, 64).view(4, 16)
@@ -100,7 +102,7 @@ def adapted(block_format: BlockFormat | None = "nf4") -> nn.Sequential:
         if "adapter" in name:
             nn.init.normal_(parameter)
     if block_format is not None:
-        assert quantize_base(model, block_format=block_format, block_size=8) == 2
+        quantize_base(model, block_format=block_format, block_size=8)
     return model
 
 
@@ -264,8 +266,6 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     refused("0, which is already quantised", adapted())
     refused("block_size = 3; expected an even number", adapted(None), block_size=3)
     refused("block_format = 'fp4'; expected 'nf4' or 'int8'", adapted(None), block_format="fp4")
-    with torch.device("meta"):
-        refused("0, which is on meta: load the weights first", adapted(None))
     with_dora = base()
     inject(DoRA("0"), with_dora)
     refused("0, which has DoRA, whose norms need the dense weight", with_dora, "0")
@@ -273,6 +273,41 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     tied.append(nn.Linear(32, 16))
     tied[3].weight = tied[2].weight
     refused("2, which has a tied weight", tied, "2")
+
+
+def _streamed(mesh: dict[str, int], folder: Path) -> dict[str, Tensor]:
+    """Load a dense folder into a model on `meta` that is quantised and sharded; return its whole tensors."""
+    with MeshConfig(**mesh).build() as ctx:
+        with torch.device("meta"):
+            model = base()
+        injected = inject(LoRA("0|2", rank=3), model)
+        mapper = sequential(injected, quantize_base(model, block_size=8))
+        parallel = ctx.mesh_for("dense")
+        parallelize_tensor(model, parallel["tp"], {"0": ColumnParallel(), "2": RowParallel()})
+        parallelize_hsdp(model, parallel["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
+        model.to_empty(device="cpu")
+        load_model_state(model, folder, mapper, progress=False)
+        return {name: value for name, value in full_parameters(model).items() if "adapter" not in name}
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data_parallel_shard": 2}, {"tensor_parallel": 2}])
+def test_weights_are_quantised_while_they_are_loaded(mesh: dict[str, int], tmp_path: Path) -> None:
+    save_model_state(base(), tmp_path)
+    expected = {name: value for name, value in adapted().named_parameters() if "adapter" not in name}
+    for found in run_ranks(_streamed, mesh, tmp_path, world_size=2 if mesh else 1):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_codes_have_no_initial_values() -> None:
+    with pytest.raises(UserError, match=r"0\.weight is quantised, and codes have no initial values to draw"):
+        cast("nn.Linear", adapted()[0]).reset_parameters()
+    with torch.device("meta"):
+        model = base()
+        inject(LoRA("0|2"), model)
+        mapper = quantize_base(model, block_size=8)
+    with pytest.raises(ValueError, match=r"quantize\(nf4, block_size=8\) rounds, and has no inverse"):
+        mapper.inverse()
 
 
 def test_merging_into_quantised_weights_is_refused() -> None:

@@ -172,6 +172,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> _Outcome:
 
 
 @pytest.mark.parametrize("at", range(1, STEPS + 1))
+@pytest.mark.sample("1", "4", "7")
 def test_interrupted_after_any_step(tmp_path: Path, at: int, uninterrupted: _Outcome) -> None:
     _train_until(_trainer(tmp_path), StepDone, at)
     resumed = _finish(_trainer(tmp_path), tmp_path)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
+from d9d_loop import Finished
 from d9d_loop.jobs import STARTERS, TextJobConfig, text_trainer, write_starter
 from d9d_metrics import read_metrics
 
@@ -130,6 +131,31 @@ def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_pat
         merged = _load("sft", run / "export")(ids).logits
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
     assert (merged - before).abs().max() > 1e-4
+
+
+def test_a_base_is_quantised_while_it_is_loaded(folder: Path, tmp_path: Path) -> None:
+    peft, blocks = pytest.importorskip("peft"), pytest.importorskip("d9d_peft.block_format")
+    adapter = {"rank": 4, "alpha": 8.0, "base": "nf4", "block_size": 8}
+    trainer = text_trainer(_config(folder, tmp_path, "sft", adapter=adapter))
+    ids, found = torch.arange(12)[None], []
+
+    def take(done: Finished) -> None:
+        assert done.model.get_parameter("model.layers.0.mlp.up_proj.weight").dtype == torch.uint8
+        with torch.no_grad():
+            found.append(done.model.eval()(ids).logits)
+
+    trainer.events.on(Finished, take)
+    run = trainer.train().run_dir
+    assert not (run / "export").exists()
+    base = _load("sft", folder / "model")
+    for name, weight in base.named_parameters():
+        if name.endswith("_proj.weight"):
+            weight.data = blocks.dequantize_blocks(
+                *blocks.quantize_blocks(weight.data, "nf4", 8), "nf4", dtype=torch.float32
+            )
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(base, run / "adapters").eval()(ids).logits
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_loss_of_a_chat_is_that_of_transformers_on_the_answer(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from d9d_loop.cli_main import cli_main
 from d9d_loop.data.chat_files import tokenize_chats
 from d9d_loop.data.chat_stream import describe_chat
 from d9d_loop.data.chat_tokenizer import read_chat_tokenizer
-from d9d_loop.data.conversation_stream import TooLong
+from d9d_loop.data.conversation import TooLong
 from d9d_loop.data.json_lines import JsonLines
 from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
 

@@ -1,20 +1,18 @@
 """Streams that tokenize conversations while they are read, window by window."""
 
 from abc import abstractmethod
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 
 from d9d_dist import UserError
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, ChatTokens
+from d9d_loop.data.conversation import TooLong
 from d9d_loop.data.document import Document
 from d9d_loop.data.masked_text import mark_spans
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.window_cursor import WindowCursor
-
-TooLong: TypeAlias = Literal["refuse", "drop", "truncate"]
-"""What happens to a conversation of more than `max_length` positions."""
 
 MaskedTokens = tuple[list[int], list[bool]]
 """Tokens of a document, and for each whether it is trained."""

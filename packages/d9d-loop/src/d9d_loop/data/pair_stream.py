@@ -5,8 +5,8 @@ from typing import Any, final
 from pydantic import JsonValue
 
 from d9d_loop.data.chat_tokenizer import ChatTokenizer
-from d9d_loop.data.conversation import read_pair
-from d9d_loop.data.conversation_stream import ConversationStream, MaskedTokens, TooLong, to_document
+from d9d_loop.data.conversation import TooLong, read_pair
+from d9d_loop.data.conversation_stream import ConversationStream, MaskedTokens, to_document
 from d9d_loop.data.document import Pair
 from d9d_loop.data.sample_stream import SampleStream
 

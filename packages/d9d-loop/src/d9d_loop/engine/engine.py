@@ -31,7 +31,7 @@ from d9d_loop.events import (
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
-from d9d_loop.optimizers.evaluation_weights import free_gathered_parameters
+from d9d_loop.optimizers.averaging import free_gathered_parameters
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import BatchTask, LossFunction

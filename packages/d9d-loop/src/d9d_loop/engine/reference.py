@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import local_tensor
-from d9d_loop.optimizers.evaluation_weights import free_gathered_parameters
+from d9d_loop.optimizers.averaging import free_gathered_parameters
 
 
 @final

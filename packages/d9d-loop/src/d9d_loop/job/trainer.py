@@ -2,7 +2,7 @@
 
 import json
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import default_collate
@@ -21,12 +21,14 @@ from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
-from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware, plan_cluster
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.task import Task
 from d9d_loop.user_frames import explained
 from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore
+
+if TYPE_CHECKING:
+    from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware
 
 
 class Trainer:
@@ -85,11 +87,11 @@ class Trainer:
         self,
         *,
         world_size: int,
-        hardware: str | Hardware,
+        hardware: "str | Hardware",
         search: bool = False,
-        shape: DecoderShape | None = None,
+        shape: "DecoderShape | None" = None,
         length: int | None = None,
-    ) -> ClusterPlan:
+    ) -> "ClusterPlan":
         """Plan the job on a cluster: memory, step time, goodput, and other layouts. Needs no device.
 
         Args:
@@ -102,6 +104,8 @@ class Trainer:
         Raises:
             UserError: If a check of the job fails for this number of devices, or the model is not a decoder.
         """
+        from d9d_loop.planning import Hardware, plan_cluster  # noqa: PLC0415 - imports Triton through torch
+
         cluster = Hardware.load(hardware) if isinstance(hardware, str) else hardware
         return plan_cluster(
             self._plan_with, world_size=world_size, hardware=cluster, search=search, shape=shape, length=length

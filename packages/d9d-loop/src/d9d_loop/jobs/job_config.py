@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_valida
 
 from d9d_loop.config.section import Section
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data import TooLong
+from d9d_loop.data.conversation import TooLong
 
 JobKind: TypeAlias = Literal["sft", "pretrain", "classify"]
 """Fine-tuning on conversations, next-token prediction on text, or classification of texts."""
@@ -75,6 +75,10 @@ class AdapterConfig(Section):
     rank: PositiveInt = Field(default=16, description="Rank of the adapters.")
     alpha: PositiveFloat = Field(default=32.0, description="Scale of the update, divided by the rank.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability of the adapters' inputs.")
+    base: Literal["dense", "nf4", "int8"] = Field(
+        default="dense", description="Format of the weights under the adapters: nf4 (4 bits, QLoRA) or int8 need lora."
+    )
+    block_size: PositiveInt = Field(default=64, description="Number of inputs that share a scale in nf4 and int8.")
 
 
 class TextJobConfig(TrainerConfig):

@@ -88,9 +88,10 @@ def _vocabulary(config: TextJobConfig) -> dict[str, Any]:
 
 
 def _copy_tokenizer(done: Finished, tokenizer: Path) -> None:
-    if not done.ctx.is_main_process:
+    export = done.result.run_dir / "export"
+    if not done.ctx.is_main_process or not export.is_dir():  # adapters of a quantised base are not merged
         return
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, done.result.run_dir / "export" / name)
+            shutil.copyfile(folder / name, export / name)
