@@ -1,10 +1,12 @@
 """Training steps of Qwen3 decoders on the fake accelerator, for one rank of any number, in this process.
 
 `trained` runs the whole Trainer on one rank. `stepped` runs the parts of a job that other ranks take part in: its
-model, loader and engine. Both return the log of one step.
+model, loader and engine. Both return the log of one step. `rehearsed` runs them in another process.
 """
 
+import atexit
 import gc
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -14,13 +16,13 @@ from typing import Any, cast
 
 import pretrain
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from d9d_dist import Launch, MeshConfig, materialize
-from d9d_dist.testing import DeviceLog, FakeAccelerator
+from d9d_dist import DistributedContext, Launch, MeshConfig, materialize
+from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
@@ -30,7 +32,9 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_build import parallelize_stages
 from d9d_loop.planning.dry_run import _messages
 from d9d_loop.resilience import StepGuard
+from d9d_modules import parallelize_decoder
 from d9d_modules.attention_backends import flex
+from d9d_moe import parallelize_moe
 
 TINY = {
     "vocab_size": 512,
@@ -125,6 +129,12 @@ class _Task(pretrain.NextByte):
         return inputs
 
 
+class _Decoder(pretrain.Decoder):
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        experts = None if self.moe is None else parallelize_moe
+        parallelize_decoder(model, ctx, experts=experts, checkpointing=self.parallelism.activation_checkpointing)
+
+
 def _trainer(case: Case, folder: str) -> Trainer:
     mesh = MeshConfig.model_validate(case.mesh).resolve(case.world_size)
     replicas = mesh.data_parallel_replicate * mesh.data_parallel_shard
@@ -147,7 +157,7 @@ def _trainer(case: Case, folder: str) -> Trainer:
         "precision": "bfloat16",
     }
     config = pretrain.PretrainConfig.model_validate(values | dict(case.settings))
-    model = pretrain.Decoder(config.model, config.moe, config.parallelism)
+    model = _Decoder(config.model, config.moe, config.parallelism)
     _answer_reads(case)
     return Trainer(config, model=model, data=_Rows(case.length), task=_Task(documents=case.documents))
 
@@ -218,3 +228,22 @@ def stepped(case: Case) -> DeviceLog:
     log.start_bytes -= other_bytes
     log.peak_bytes -= other_bytes
     return log
+
+
+def rehearsed(cases: Mapping[str, Case], *, whole_jobs: bool = False) -> dict[str, DeviceLog]:
+    """Return the logs of cases, run one after another in a process that has the fake accelerator."""
+    return _pool().run(_rehearse, cases, whole_jobs, world_size=1, timeout=600)[0]
+
+
+@cache
+def _pool() -> RankPool:
+    """Return a process of this file only: the fake accelerator stays for the rest of a process."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def _rehearse(cases: Mapping[str, Case], whole_jobs: bool) -> dict[str, DeviceLog]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return {name: trained(case) if whole_jobs else stepped(case) for name, case in cases.items()}
