@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import pretrain
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from d9d_dist import DistributedContext, Launch, MeshConfig, materialize
+from d9d_dist import Launch, MeshConfig, materialize
 from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
@@ -32,9 +32,7 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_build import parallelize_stages
 from d9d_loop.planning.dry_run import _messages
 from d9d_loop.resilience import StepGuard
-from d9d_modules import parallelize_decoder
 from d9d_modules.attention_backends import flex
-from d9d_moe import parallelize_moe
 
 TINY = {
     "vocab_size": 512,
@@ -129,12 +127,6 @@ class _Task(pretrain.NextByte):
         return inputs
 
 
-class _Decoder(pretrain.Decoder):
-    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        experts = None if self.moe is None else parallelize_moe
-        parallelize_decoder(model, ctx, experts=experts, checkpointing=self.parallelism.activation_checkpointing)
-
-
 def _trainer(case: Case, folder: str) -> Trainer:
     mesh = MeshConfig.model_validate(case.mesh).resolve(case.world_size)
     replicas = mesh.data_parallel_replicate * mesh.data_parallel_shard
@@ -157,7 +149,7 @@ def _trainer(case: Case, folder: str) -> Trainer:
         "precision": "bfloat16",
     }
     config = pretrain.PretrainConfig.model_validate(values | dict(case.settings))
-    model = _Decoder(config.model, config.moe, config.parallelism)
+    model = pretrain.Decoder(config.model, config.moe, config.parallelism)
     _answer_reads(case)
     return Trainer(config, model=model, data=_Rows(case.length), task=_Task(documents=case.documents))
 
