@@ -111,5 +111,5 @@ def test_charts_stay_inside_their_frame(curve: list[tuple[int, float]]) -> None:
     assert points == sorted(points)
 
 
-def test_an_empty_chart_is_left_out() -> None:
+def test_an_empty_chart_is_omitted() -> None:
     assert line_chart({"loss": []}, title="loss") == ""

@@ -195,7 +195,7 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, dat
 
 _FREE = (
     *("steps", "run", "mesh", "pipeline", "checkpoint", "evaluation", "logging", "host", "profile", "resilience"),
-    *("trackers", "export", "rehearsal"),
+    *("trackers", "export", "rehearsal", "plan"),
 )
 """Keys of a configuration that a resumed run may change without an effect on its losses."""
 

@@ -45,7 +45,7 @@ class TextTokenizer(Protocol):
 
 @final
 class ByteTokenizer:
-    """Tokens are the bytes of UTF-8, and 256 ends a text."""
+    """Tokenizer whose tokens are the bytes of UTF-8 text. Token 256 ends a text."""
 
     vocab_size = _BYTES + 1
     name = "bytes"
