@@ -7,6 +7,7 @@ With `--rollouts URL`, the answers come from the process of rollout_server.py, w
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ from rollout_client import RolloutClient
 from torch import Tensor
 from torch.nn import functional as F
 
-from d9d_loop import Engine, EngineConfig, Section, cli_main
+from d9d_loop import Engine, EngineConfig, Loss, Section, cli_main
 from d9d_loop.losses import PolicyLoss, normalize_advantages, truncated_importance
-from d9d_loop.tasks import NextTokenTask, PolicyTask
+from d9d_loop.tasks import PolicyTask
 from d9d_modules import IGNORED_LABEL, QWEN3, Qwen3Params, generate
 
 END = ord(";")
@@ -69,6 +70,10 @@ def batch_of(tokens: Tensor) -> dict[str, Tensor]:
     }
 
 
+def imitation_loss(outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Loss:
+    return Loss(-outputs["log_probs"].sum(), weight=(batch["labels"] != IGNORED_LABEL).sum())
+
+
 class Arithmetic:
     """Sampling and training on this rank's share of a batch."""
 
@@ -85,13 +90,13 @@ class Arithmetic:
 
     def imitate(self) -> None:
         """Train on additions with few correct results."""
-        settings, loss = self.config.imitation, NextTokenTask().loss
+        settings = self.config.imitation
         for _ in range(settings.steps):
             questions, results = prompts(settings.batch_size, self.draws)
             is_correct = torch.rand(len(results), generator=self.draws) < settings.correct
             others = torch.randint(0, 19, results.shape, generator=self.draws)
             tokens = torch.cat((questions, write(torch.where(is_correct, results, others))), 1)
-            self.engine.forward_backward([batch_of(self.own(tokens))], loss)
+            self.engine.forward_backward([batch_of(self.own(tokens))], imitation_loss)
             self.engine.step(settings.learning_rate)
 
     def sample(self, questions: Tensor) -> dict[str, Tensor]:

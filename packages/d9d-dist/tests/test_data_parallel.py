@@ -458,6 +458,34 @@ def _gradient_of_a_view(degrees: dict[str, int]) -> tuple[dict[str, torch.Tensor
         return full_gradients(model), [str(each.message) for each in caught]
 
 
+class _ReturnsParameters(nn.Module):
+    """Returns a parameter, a view of it without a gradient, and an expanded view of a parameter in channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.codes = nn.Parameter(torch.randn(4, 3))
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.conv(x), self.codes, self.codes.detach()[1:], self.conv.weight.expand(2, 3, 2, 3, 3)]
+
+
+def _returned_parameters(num_ranks: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    with MeshConfig(data_parallel_shard=num_ranks).build() as ctx:
+        model = _ReturnsParameters()
+        parallelize_fsdp(model, ctx.mesh_for("dense")["dp_cp_shard"])
+        outputs = model(torch.ones(1, 2, 3, 3))
+        torch.stack([output.square().sum() for output in outputs]).sum().div(num_ranks).backward()
+        return [output.detach() for output in outputs], full_gradients(model)
+
+
+def test_returned_parameters_outlive_the_gathered_ones_in_any_memory_format() -> None:
+    expected = run_ranks(_returned_parameters, 1, world_size=1)[0]
+    for found in run_ranks(_returned_parameters, 2, world_size=2):
+        assert_trees_close(found, expected, rtol=1e-5)
+
+
 def test_outputs_that_are_views_may_be_changed_in_place_and_do_not_warn() -> None:
     [(alone, _)] = run_ranks(_gradient_of_a_view, {}, world_size=1)
     model = _View()

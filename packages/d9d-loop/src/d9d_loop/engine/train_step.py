@@ -156,7 +156,7 @@ class TrainStep:
         if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
             raise UserError(
                 "this rank has fewer microbatches than others, and the model has batch norms in training mode, whose "
-                "statistics would count stand-ins; expected equally many. Pass equal numbers, or call eval() on the "
+                "statistics would count stand-ins; expected equal numbers. Pass equal numbers, or call eval() on the "
                 "batch norms."
             )
 
