@@ -8,7 +8,8 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -18,6 +19,13 @@ from hypothesis.internal.constants_ast import Constants
 
 # One thread in each process: the tensors are tiny, and a second thread would only wait for its turn on a busy core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's TCPStore resolves the name of each address it connects to, and a lost DNS query stalls for 5 s. No test needs
+# DNS: names are those of /etc/hosts.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+if sys.dont_write_bytecode:  # else each process of each test compiles torch and transformers again
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
+    os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=sys.pycache_prefix)
 
 _ONLY_WITH_ALL = "runs only with --all"
 
@@ -38,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the order and the seeds of tests, unless `--randomly-seed` is given."""
     config.addinivalue_line("markers", "full: a case that runs only with --all")
+    config.addinivalue_line("markers", "sample(*ids): cases of a parametrized test that run without --all")
     is_fixed = getattr(config.option, "randomly_seed", "default") == "default"
     if is_fixed:
         config.option.randomly_seed = 0
@@ -51,6 +60,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Seed hypothesis too, if `--randomly-seed` is given."""
     if settings.get_current_profile_name() == "random":
         core.global_force_seed = session.config.option.randomly_seed
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collection: the imported modules are millions of objects, and none is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+    """Mark the cases that the marker `sample` of their test does not name."""
+    made = yield
+    cases = [case for case in made if isinstance(case, pytest.Function)] if isinstance(made, list) else []
+    if cases and (sample := cases[0].get_closest_marker("sample")):
+        if unknown := set(sample.args) - {case.callspec.id for case in cases}:
+            ids = ", ".join(case.callspec.id for case in cases)
+            raise pytest.UsageError(f"{cases[0].originalname}: the sample names {unknown}; expected some of {ids}")
+        for case in cases:
+            if case.callspec.id not in sample.args:
+                case.add_marker("full")
+    return made
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
     options = parser.parse_args(arguments)
     if shutil.which("chromium") is None:
-        print("left out: no chromium on the PATH (Debian: apt install chromium)")
+        print("skipped: no chromium on the PATH (Debian: apt install chromium)")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         if options.site is None:

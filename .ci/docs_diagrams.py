@@ -1,6 +1,7 @@
 """Draw the diagrams of the documentation: layouts, meshes, splits, dispatch, checkpoints and memory.
 
-Meshes come from `MeshConfig.domains`, and curves from a recorded run (`record_layout_curves.py`). The other figures
+Meshes come from `MeshConfig.domains`, and curves from recorded runs (`record_layout_curves.py`,
+`record_post_training.py`). The other figures
 show an order or a rule, not a measurement.
 """
 
@@ -13,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from d9d_dist import MeshConfig
 
-CURVES = Path(__file__).resolve().parents[1] / "docs" / "assets" / "layout_curves.json"
+ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 GREY = "#8a8a8a"
 
@@ -22,6 +23,7 @@ def diagrams() -> dict[str, Figure]:
     """Return all diagrams by name."""
     return {
         "layout_curves": layout_curves(),
+        "post_training": post_training(),
         "packages": packages(),
         "meshes": meshes(),
         "context_split": context_split(),
@@ -33,7 +35,7 @@ def diagrams() -> dict[str, Figure]:
 
 def layout_curves() -> Figure:
     """Plot the loss of one model in four layouts, and the difference from one process."""
-    curves: dict[str, list[float]] = json.loads(CURVES.read_text(encoding="utf-8"))
+    curves: dict[str, list[float]] = json.loads((ASSETS / "layout_curves.json").read_text(encoding="utf-8"))
     (_, reference), *others = curves.items()
     figure = Figure(figsize=(8.4, 3.1), layout="constrained")
     losses, errors = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -50,6 +52,24 @@ def layout_curves() -> Figure:
     errors.title.set_fontsize(10)
     errors.axhline(1e-9, color=GREY, linestyle=":")
     errors.text(1, 1.3e-9, "bound of the tests", fontsize=8, color=GREY)
+    return figure
+
+
+def post_training() -> Figure:
+    """Plot what the examples of post-training learn."""
+    recorded = json.loads((ASSETS / "post_training_curves.json").read_text(encoding="utf-8"))
+    figure = Figure(figsize=(9.6, 2.9), layout="constrained")
+    sft, dpo, grpo = figure.subplots(1, 3)
+    sft.plot(*zip(*recorded["sft"]["loss"], strict=True), color=COLORS[0])
+    sft.set(title="sft_chat.py", xlabel="step", ylabel="loss of answers, nats per byte", ylim=(0, None))
+    held_out = recorded["dpo"]["held_out"]
+    steps = [each["step"] for each in held_out]
+    dpo.plot(steps, [each["margin"] for each in held_out], color=COLORS[1], label="reward margin")
+    dpo.plot(steps, [each["accuracy"] for each in held_out], color=COLORS[2], label="share of pairs above 0")
+    dpo.set(title="dpo.py, held-out functions", xlabel="step")
+    dpo.legend(frameon=False, fontsize=8)
+    grpo.plot([100 * each for each in recorded["grpo"]["curve"]], color=COLORS[3])
+    grpo.set(title="grpo.py", xlabel="step", ylabel="correct answers, %", ylim=(0, 100))
     return figure
 
 

@@ -42,7 +42,7 @@ def exported(package: Path) -> dict[str, str]:
     public = next(
         (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and _assigns_all(node)), []
     )
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules = {(name.asname or name.name): str(node.module) for node in imports for name in node.names}
     return {name: modules[name] for name in public if name in modules}
 

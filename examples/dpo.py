@@ -1,74 +1,129 @@
-"""Direct preference optimization of the model that pretrain.py exported, with LoRA: short answers are preferred.
+"""Direct preference optimization of the model that pretrain.py exported, with LoRA: no typos.
 
-The preference is made by a rule: of a docstring's first sentence and the whole docstring, the first sentence is
-chosen. The reference is the same model with its adapters off. The script prints the reward margin of each step.
+Of two answers with the same letters, the one without typos is preferred: in the other, neighbouring letters of two
+words are swapped. So neither length nor letters tell them apart; the model learns which words are spelled well.
+The reference is the same model with its adapters off. The script prints the reward margin of functions that it was
+not trained on.
 """
 
 import json
+import random
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from finetune_lora import Lora
 from pretrain import Text
 from pydantic import PositiveInt
-from sft_chat import byte_chat, lora_decoder, questions
+from sft_chat import WORDINGS, byte_chat, documented, lora_decoder
 from torch.utils.data import default_collate
 
 from d9d_loop import Engine, EngineConfig, cli_main
-from d9d_loop.data import ChatData, Share, StreamLoader
+from d9d_loop.data import ChatData, SampleStream, Share, StreamLoader, is_held_out
 from d9d_loop.losses import PreferenceLoss
 from d9d_loop.tasks import PreferenceTask
+from d9d_modules import IGNORED_LABEL
 from d9d_peft import adapters_off
-
-MAX_CONTEXT = 256  # of the model; a row has several conversations
 
 
 class DpoConfig(EngineConfig):
-    steps: PositiveInt = 40
-    batch_size: PositiveInt = 16
-    microbatch_size: PositiveInt = 8
+    steps: PositiveInt = 60
+    batch_size: PositiveInt = 4
+    microbatch_size: PositiveInt = 4
+    evaluation_every: PositiveInt = 15
+    held_out_rows: PositiveInt = 16
     beta: float = 0.1
     text: Text = Text()
     lora: Lora
 
 
-def pairs(text: Text) -> list[dict[str, Any]]:
-    """Return questions with a short and a long answer."""
-    found = []
-    for sample in questions(text):
-        question, answer = (message["content"] for message in sample["messages"])
-        first, rest = answer.partition(". ")[::2]
-        if len(rest) > 20 and len(question) + len(answer) < MAX_CONTEXT - 10:  # both with their headers
-            found.append({"prompt": question, "chosen": f"{first}.", "rejected": answer})
-    return found
+def pairs(text: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return pairs to train on, and pairs of held-out functions."""
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for function, sentence in documented(text).items():
+        rejected = with_typos(sentence, random.Random(function))  # noqa: S311 - no secret
+        if rejected is not None:
+            pair = {"prompt": WORDINGS[0].format(function), "chosen": sentence, "rejected": rejected}
+            parts[is_held_out(function, 0.2)].append(pair)
+    return parts
+
+
+def with_typos(sentence: str, draws: random.Random) -> str | None:
+    """Swap two neighbouring letters in two words; None if the sentence has too few long words."""
+    words = sentence.split(" ")
+    swaps = [
+        (index, at)
+        for index, word in enumerate(words)
+        for at in range(1, len(word) - 2)
+        if word.isalpha() and word[at] != word[at + 1]
+    ]
+    if len({index for index, _ in swaps}) < 2:
+        return None
+    for index in draws.sample(sorted({index for index, _ in swaps}), 2):
+        at = draws.choice([at for word, at in swaps if word == index])
+        word = words[index]
+        words[index] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    return " ".join(words)
+
+
+def pair_stream(found: list[dict[str, Any]], config: DpoConfig) -> SampleStream:
+    """Return packed rows of pairs, endless and shuffled."""
+    data = ChatData(found, tokenizer=byte_chat(), row_length=config.text.length, kind="pairs")
+    return data.training(seed=config.seed)
+
+
+def with_reference(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add the log-probabilities of the model with its adapters off. Collective."""
+    batches = list(batches)
+    with engine.reference():
+        scores = engine.score(batches)
+    return [{**batch, "reference_log_probs": each["log_probs"]} for batch, each in zip(batches, scores, strict=True)]
+
+
+def evaluate(engine: Engine, batches: list[dict[str, Any]], loss: PreferenceLoss) -> dict[str, float]:
+    """Return the mean reward margin of held-out pairs, and the share of pairs whose chosen answer has more reward."""
+    margins = []
+    for batch, scores in zip(batches, engine.score(batches), strict=True):
+        found, is_pair = loss.margins(
+            scores["log_probs"],
+            reference_log_probs_BL=batch["reference_log_probs"],
+            mask_BL=batch["labels"].to(engine.ctx.device) != IGNORED_LABEL,
+            document_ids_BL=batch["documents"].to(engine.ctx.device),
+        )
+        margins.append(loss.beta * found[is_pair])
+    joined = torch.cat(margins)
+    return {"margin": joined.mean().item(), "accuracy": (joined > 0).float().mean().item()}
 
 
 def main() -> None:
     config = DpoConfig.from_cli(Path(__file__).with_suffix(".toml"))
     provider, _ = lora_decoder(config.initial_weights, config.lora)
-    task = PreferenceTask(PreferenceLoss(beta=config.beta))
-    data = ChatData(
-        pairs(config.text), tokenizer=byte_chat(), row_length=config.text.length, kind="pairs", too_long="drop"
-    )
+    loss = PreferenceLoss(beta=config.beta)
+    task = PreferenceTask(loss)
+    train, held_out = pairs(config.text)
+    stream = pair_stream(train, config)
     with Engine.open(config, model=provider, task=task, reference=adapters_off) as engine:
         ctx = engine.ctx
         dp_size = ctx.size("batch", "dp")
         num_microbatches = config.batch_size // config.microbatch_size // dp_size
         share = Share(config.microbatch_size, num_microbatches, ctx.coordinate("batch", "dp"), dp_size)
-        loader = StreamLoader(data.training(seed=config.seed), share, seed=config.seed, collate=default_collate)
+        loader = StreamLoader(stream, share, seed=config.seed, collate=default_collate)
+        unseen_pairs = pair_stream(held_out, config)
+        rows = [unseen_pairs.read(entry) for entry in unseen_pairs.cursor().take(config.held_out_rows)]
+        unseen = with_reference(engine, [default_collate(rows)])
         losses: list[float] = []
-        for number, batches in zip(range(config.steps), loader, strict=False):
-            with engine.reference():
-                scores = engine.score(batches)
-            scored = [
-                {**batch, "reference_log_probs": each["log_probs"]} for batch, each in zip(batches, scores, strict=True)
-            ]
-            engine.forward_backward(scored, task.loss)
-            losses.append(engine.step().loss.item())
-            if ctx.is_main_process and number % 5 == 0:
-                print(f"step {number}: loss {losses[-1]:.4f}", flush=True)
+        curve: list[dict[str, float]] = []
+        for number, batches in zip(range(config.steps + 1), loader, strict=False):
+            if number % config.evaluation_every == 0:
+                curve.append({"step": number, **evaluate(engine, unseen, loss)})
+                if ctx.is_main_process:
+                    print(f"{curve[-1]}  loss {losses[-1] if losses else float('nan'):.4f}", flush=True)
+            if number < config.steps:
+                engine.forward_backward(with_reference(engine, batches), task.loss)
+                losses.append(engine.step().loss.item())
         if ctx.is_main_process:
-            print(json.dumps({"first": losses[0], "last": losses[-1], "losses": losses}))
+            print(json.dumps({"losses": losses, "held_out": curve}))
 
 
 if __name__ == "__main__":

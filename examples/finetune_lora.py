@@ -1,6 +1,7 @@
 """Fine-tune the model that pretrain.py exported with LoRA; save the adapters, merge them, export the result."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from pretrain import Decoder, NextByte, PackedText, Text
@@ -8,7 +9,7 @@ from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_loop import Finished, ModelProvider, Section, Trainer, TrainerConfig, cli_main, read_config_file
-from d9d_modules import qwen3_params_from_hugging_face
+from d9d_modules import QWEN3
 from d9d_peft import LoRA, inject, merge_, save_adapters
 from d9d_state import JsonValue, StateMapper, save_model_state, sequential
 
@@ -46,16 +47,17 @@ class LoraDecoder(ModelProvider):
         return sequential(self.base.state_mapper(model), self.injected)
 
 
-def export(done: Finished, provider: LoraDecoder, source: Path, **files: JsonValue) -> None:
-    """Save only the adapters, then the model with the adapters merged into its weights, and print a summary."""
+def export(done: Finished, provider: LoraDecoder, source: Path, found: Mapping[str, JsonValue] | None = None) -> None:
+    """Save only the adapters, then the model with the adapters merged into its weights; print `found` and a summary."""
     run_dir, model, ctx = done.result.run_dir, done.model, done.ctx
     save_adapters(model, run_dir / "adapters", provider.base.state_mapper(model), ctx)
     merge_(model, ctx)
     mapper = provider.state_mapper(model).inverse()
-    written = {**provider.base.export_files(), **files}
-    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=written, source=source)
+    files = provider.base.export_files()
+    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=files, source=source)
     if ctx.is_main_process:
         summary = {
+            **(found or {}),
             "steps": done.result.steps,
             "train_loss": done.result.train_loss,
             **{f"val_{name}": value for name, value in done.result.evaluation.items()},
@@ -70,7 +72,7 @@ def main() -> None:
     source = config.initial_weights
     if source is None or not source.is_dir():
         raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
-    params = qwen3_params_from_hugging_face(read_config_file(source / "config.json"))
+    params = QWEN3.read(read_config_file(source / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
     trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())
     trainer.events.on(Finished, lambda done: export(done, provider, source))

@@ -2,20 +2,25 @@
 
 The script first trains a small decoder on additions whose results are mostly wrong. Then it samples answers, rewards
 the correct ones, and trains on them. It prints the accuracy of the sampled answers, before and after, as JSON.
+With `--rollouts URL`, the answers come from the process of rollout_server.py, which gets the weights before each step.
 """
 
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pretrain import Decoder
+from pretrain import Decoder, for_generation
 from pydantic import Field, PositiveInt
+from rollout_client import RolloutClient
 from torch import Tensor
+from torch.nn import functional as F
 
-from d9d_loop import Engine, EngineConfig, Section, cli_main
-from d9d_loop.losses import PolicyLoss, normalize_advantages
-from d9d_loop.tasks import NextTokenTask, PolicyTask
-from d9d_modules import IGNORED_LABEL, Qwen3Params
+from d9d_loop import Engine, EngineConfig, Loss, Section, cli_main
+from d9d_loop.losses import PolicyLoss, normalize_advantages, truncated_importance
+from d9d_loop.tasks import PolicyTask
+from d9d_modules import IGNORED_LABEL, QWEN3, Qwen3Params, generate
 
 END = ord(";")
 ANSWER = 3  # at most two digits, and the end
@@ -33,6 +38,7 @@ class GrpoConfig(EngineConfig):
     num_prompts: PositiveInt = 32
     num_answers: PositiveInt = 16
     learning_rate: float = 2e-3
+    rollouts: str | None = Field(None, description="URL of a rollout server; null: this process samples.")
     model: Qwen3Params
     imitation: Imitation = Imitation()
 
@@ -50,21 +56,22 @@ def write(results: Tensor) -> Tensor:
     return torch.tensor([list(text.encode()) for text in texts])
 
 
-def batch_of(tokens: Tensor, *, is_answered: bool = True) -> dict[str, Tensor]:
-    """Return rows [S, L] whose labels are the answers, up to their end; without answers, there are no labels."""
-    inputs = tokens[:, :-1] if is_answered else tokens
-    batch = {
+def batch_of(tokens: Tensor) -> dict[str, Tensor]:
+    """Return rows [S, L] whose labels are the answers, up to their end."""
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    has_ended = (labels == END).cumsum(1) - (labels == END).long() > 0
+    labels[has_ended] = IGNORED_LABEL
+    labels[:, :-ANSWER] = IGNORED_LABEL
+    return {
         "input_ids": inputs,
+        "labels": labels,
         "position_ids": torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
         "documents": torch.zeros_like(inputs),
     }
-    if is_answered:
-        labels = tokens[:, 1:].clone()
-        has_ended = (labels == END).cumsum(1) - (labels == END).long() > 0
-        labels[has_ended] = IGNORED_LABEL
-        labels[:, :-ANSWER] = IGNORED_LABEL
-        batch["labels"] = labels
-    return batch
+
+
+def imitation_loss(outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Loss:
+    return Loss(-outputs["log_probs"].sum(), weight=(batch["labels"] != IGNORED_LABEL).sum())
 
 
 class Arithmetic:
@@ -74,35 +81,52 @@ class Arithmetic:
         self.engine, self.config = engine, config
         self.rank, self.num_ranks = engine.ctx.coordinate("batch", "dp"), engine.ctx.size("batch", "dp")
         self.draws = torch.Generator().manual_seed(config.seed)  # equal on all ranks
+        self.policy, self.multiple = for_generation(engine.ctx, engine.model, engine.pipeline.callable())
+        model = QWEN3.write(config.model)
+        self.client = None if config.rollouts is None else RolloutClient(config.rollouts, engine, model)
 
     def own(self, values: Tensor) -> Tensor:
         return values.chunk(self.num_ranks)[self.rank]
 
     def imitate(self) -> None:
         """Train on additions with few correct results."""
-        settings, loss = self.config.imitation, NextTokenTask().loss
+        settings = self.config.imitation
         for _ in range(settings.steps):
             questions, results = prompts(settings.batch_size, self.draws)
             is_correct = torch.rand(len(results), generator=self.draws) < settings.correct
             others = torch.randint(0, 19, results.shape, generator=self.draws)
             tokens = torch.cat((questions, write(torch.where(is_correct, results, others))), 1)
-            self.engine.forward_backward([batch_of(self.own(tokens))], loss)
+            self.engine.forward_backward([batch_of(self.own(tokens))], imitation_loss)
             self.engine.step(settings.learning_rate)
 
-    def sample(self, questions: Tensor) -> Tensor:
-        """Sample an answer to each of this rank's questions, in any layout."""
-        tokens = self.own(questions)
-        for _ in range(ANSWER):
-            noise = torch.rand(len(questions), self.config.model.vocab_size, generator=self.draws)
-            gumbel = self.own(-(-noise.clamp(1e-9, 1 - 1e-7).log()).log())
+    def sample(self, questions: Tensor) -> dict[str, Tensor]:
+        """Sample an answer to each question; return this rank's rows, equal in any layout."""
+        seeds = torch.randint(2**62, (len(questions),), generator=self.draws)
+        if self.client is not None:
+            return self.sample_remotely(self.client, questions, int(seeds[0]))
+        found = generate(
+            self.policy,
+            self.own(questions).to(self.engine.ctx.device),
+            max_new_tokens=ANSWER,
+            max_context=questions.shape[1] + ANSWER,
+            pad_to_multiple_of=self.multiple,
+            row_seeds=self.own(seeds),
+        )
+        return batch_of(found.token_ids.cpu())
 
-            def choose(logits: Tensor, _batch: object, gumbel: Tensor = gumbel) -> dict[str, Tensor]:
-                chosen = (logits[:, -1].float().log_softmax(-1) + gumbel.to(logits.device)).argmax(-1, keepdim=True)
-                return {"next": chosen.expand(logits.shape[:2]).contiguous()}
-
-            (found,) = self.engine.score([batch_of(tokens, is_answered=False)], choose)
-            tokens = torch.cat((tokens, found["next"][:, :1].cpu()), 1)
-        return tokens
+    def sample_remotely(self, client: RolloutClient, questions: Tensor, seed: int) -> dict[str, Tensor]:
+        """Sample with another engine; its probabilities differ by rounding, which `importance` corrects."""
+        client.send_weights()
+        tokens, log_probs = map(self.own, client.sample(questions, num_tokens=ANSWER, seed=seed))
+        batch = batch_of(tokens)
+        (scores,) = self.engine.score([batch])
+        batch["importance"] = truncated_importance(
+            scores["log_probs"].cpu(),
+            F.pad(log_probs, (questions.shape[1] - 1, 0)),
+            mask_BL=batch["labels"] != IGNORED_LABEL,
+            document_ids_BL=batch["documents"],
+        )
+        return batch
 
     def step(self, task: PolicyTask) -> float:
         """Sample answers, reward the correct ones, and train on them; return the share of correct answers."""
@@ -110,7 +134,7 @@ class Arithmetic:
         questions, results = (
             each.repeat_interleave(config.num_answers, 0) for each in prompts(config.num_prompts, self.draws)
         )
-        batch = batch_of(self.sample(questions))
+        batch = self.sample(questions)
         expected = batch_of(torch.cat((self.own(questions), write(self.own(results))), 1))
         rewards = (batch["labels"] == expected["labels"]).all(1).float()
         group = self.engine.ctx.group_for("batch", "dp")
@@ -127,6 +151,7 @@ def main() -> None:
     config = GrpoConfig.from_cli(Path(__file__).with_suffix(".toml"))
     task = PolicyTask(PolicyLoss())
     with Engine.open(config, model=Decoder(config.model), task=task) as engine:
+        start = time.process_time()
         arithmetic = Arithmetic(engine, config)
         arithmetic.imitate()
         curve = []
@@ -135,7 +160,8 @@ def main() -> None:
             if engine.ctx.is_main_process and number % 10 == 0:
                 print(f"step {number}: {curve[-1]:.0%} of the answers are correct", flush=True)
         if engine.ctx.is_main_process:
-            print(json.dumps({"first": curve[0], "last": curve[-1], "curve": curve}))
+            seconds = round(time.process_time() - start, 1)
+            print(json.dumps({"first": curve[0], "last": curve[-1], "processor_seconds": seconds, "curve": curve}))
 
 
 if __name__ == "__main__":

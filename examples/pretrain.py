@@ -6,7 +6,7 @@ Each file is a document, and each byte a token. The preset pretrain_preset.toml 
 import hashlib
 import json
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,24 +40,24 @@ from d9d_loop.data import DocumentStream, PackedSamples, PackedStream, SampleStr
 from d9d_metrics import BitsPerByte, plot_metrics
 from d9d_modules import (
     IGNORED_LABEL,
+    QWEN3,
     CheckpointPolicy,
     Float8,
     Qwen3ForCausalLM,
     Qwen3Params,
     checkpoint_activations,
     convert_to_float8,
+    decoder_from_hugging_face,
     decoder_tensor_plan,
     generate,
-    qwen3_from_hugging_face,
-    qwen3_hugging_face_config,
 )
 from d9d_moe import (
+    QWEN3_MOE,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
     parallelize_moe,
-    qwen3_moe_from_hugging_face,
-    qwen3_moe_hugging_face_config,
+    sparse_from_hugging_face,
 )
 from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
@@ -106,10 +106,8 @@ class PretrainConfig(TrainerConfig):
     def moe(self) -> Qwen3MoeParams | None:
         if self.experts is None:
             return None
-        # Sparse decoders are always causal.
-        shared = {name: value for name, value in vars(self.model).items() if name != "is_causal"}
-        return Qwen3MoeParams(
-            **shared,
+        return Qwen3MoeParams.like(
+            self.model,
             num_experts=self.experts.num_experts,
             top_k=self.experts.top_k,
             expert_intermediate_size=self.experts.intermediate_size,
@@ -183,11 +181,11 @@ class Decoder(ModelProvider):
         parallelize_hsdp(model, dp, shard_axis="dp_cp_shard")
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        return qwen3_from_hugging_face(self.dense) if self.moe is None else qwen3_moe_from_hugging_face(self.moe)
+        return decoder_from_hugging_face(self.dense) if self.moe is None else sparse_from_hugging_face(self.moe)
 
     def export_files(self) -> Mapping[str, JsonValue]:
         dense, moe = self.dense, self.moe
-        return {"config.json": qwen3_hugging_face_config(dense) if moe is None else qwen3_moe_hugging_face_config(moe)}
+        return {"config.json": QWEN3.write(dense) if moe is None else QWEN3_MOE.write(moe)}
 
 
 class NextByte(Task):
@@ -246,22 +244,33 @@ def continue_text(
 ) -> str:
     """Generate a continuation of a prompt, in any layout. Collective."""
     ctx = done.ctx
-    split = ContextSplit(ctx.mesh_for("batch")["cp"])
-    done.model.eval()
-
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        return split.join(done.forward(split.split(ids), position_ids=split.positions(ids.shape[1])))
-
+    model, multiple = for_generation(ctx, done.model, done.forward)
     written = generate(
-        logits,
+        model,
         torch.tensor([list(prompt.encode())], device=ctx.device),
         max_new_tokens=max_new_tokens,
         max_context=max_context,
-        pad_to_multiple_of=2 * ctx.size("batch", "cp") * ctx.size("batch", "tp"),
+        pad_to_multiple_of=multiple,
         temperature=temperature,
         generator=torch.Generator(ctx.device).manual_seed(0),
     )
-    return bytes(written[0].tolist()).decode(errors="replace")
+    return bytes(written.token_ids[0].tolist()).decode(errors="replace")
+
+
+def for_generation(
+    ctx: DistributedContext, model: nn.Module, forward: Callable[..., Any]
+) -> tuple[Callable[..., Any], int]:
+    """Return the model of `generate` in any layout, with a cache where it supports one, and `pad_to_multiple_of`."""
+    cp = ctx.mesh_for("batch")["cp"]
+    if cp.size() == ctx.size("regular", "pp") == 1:
+        return model, ctx.size("batch", "tp")
+    split = ContextSplit(cp)
+
+    def logits(ids: torch.Tensor, **padded: torch.Tensor) -> torch.Tensor:
+        arguments = split.split(padded) or {"position_ids": split.positions(ids.shape[1])}
+        return split.join(forward(split.split(ids), **arguments))
+
+    return logits, 2 * cp.size() * ctx.size("batch", "tp")
 
 
 def main() -> None:

@@ -1,30 +1,44 @@
 """Teach the model that pretrain.py exported to answer questions about the standard library, with LoRA.
 
-Questions and answers are made from docstrings; only answers are trained. The script answers one question, saves the
-adapters, and exports the merged model.
+Questions and answers are made from docstrings; only answers are trained. Each function is asked about in several
+wordings, one of which is held out. The script answers held-out questions, saves the adapters, and exports the merged
+model.
 """
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import eq
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import torch
 from finetune_lora import FinetuneConfig, Lora, LoraDecoder, export
-from pretrain import Decoder, Text, continue_text
+from pretrain import Decoder, Text, for_generation
+from pydantic import Field, JsonValue, PositiveInt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 
 from d9d_dist import UserError
 from d9d_loop import Finished, Trainer, cli_main, read_config_file
-from d9d_loop.data import ChatData, ChatTemplate, ChatTokenizer, is_held_out
+from d9d_loop.data import ChatData, ChatTemplate, ChatTokenizer
 from d9d_loop.tasks import NextTokenTask
-from d9d_modules import qwen3_params_from_hugging_face
+from d9d_modules import QWEN3, generate
 from d9d_peft import LoRA
 
+WORDINGS = ("What does {} do?", "What is {} for?", "Explain {}.")
+LONGEST = 100  # bytes of an answer
 END = "<|end|>"
 TEMPLATE = """{%- for message in messages -%}
 {{ ('Q: ' + message.content if message.role == 'user' else 'A: ' + message.content + '<|end|>') + '\n' }}
 {%- endfor -%}
 {{- 'A: ' if add_generation_prompt else '' -}}"""
+
+
+class SftConfig(FinetuneConfig):
+    num_asked: PositiveInt = Field(64, description="Number of held-out questions that are asked at the end.")
 
 
 def byte_chat() -> ChatTokenizer:
@@ -43,53 +57,79 @@ def byte_chat() -> ChatTokenizer:
     return ChatTokenizer(tokenizer, ChatTemplate(TEMPLATE))
 
 
-def questions(text: Text) -> Iterator[dict[str, Any]]:
-    """Yield a question and its answer for each documented function of the modules in a folder."""
+def documented(text: Text) -> dict[str, str]:
+    """Return the first sentence of the docstring of each public function, by `module.function`."""
+    found = {}
     for path in sorted(text.folder.glob(text.pattern)):
-        if {"site-packages", "test"} & set(path.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # some files of lib2to3 are examples of such
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node) or ""):
-                answer = " ".join(documentation.split("\n\n")[0].split())
-                yield chat(f"What does {path.stem}.{node.name} do?", answer)
+        with suppress(SyntaxError):  # some files of lib2to3 are examples of such
+            for node in ast.parse(path.read_bytes()).body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                    sentence = re.split(r"(?<=\.)\s", paragraph)[0]
+                    if 10 < len(sentence) <= LONGEST and sentence.endswith("."):
+                        found[f"{path.stem}.{node.name}"] = sentence
+    return found
 
 
-def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+def conversations(text: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return conversations to train on, and held-out ones: each function lacks one of the wordings in training."""
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for function, sentence in documented(text).items():
+        for number, wording in enumerate(WORDINGS):
+            is_held_out = crc32(function.encode()) % len(WORDINGS) == number
+            parts[is_held_out].append(
+                {
+                    "messages": [
+                        {"role": "user", "content": wording.format(function)},
+                        {"role": "assistant", "content": sentence},
+                    ]
+                }
+            )
+    return parts
 
 
-def answer(done: Finished, question: str, max_context: int) -> None:
-    """Print the model's answer to a question. Collective."""
-    written = continue_text(
-        done, f"Q: {question}\nA: ", max_context=max_context, max_new_tokens=max_context // 2, temperature=0
-    )
+def answers(done: Finished, questions: Sequence[str]) -> list[str]:
+    """Return the model's greedy answers. Collective."""
+    model, multiple = for_generation(done.ctx, done.model, done.forward)
+    prompts = [torch.tensor(list(f"Q: {question}\nA: ".encode())) for question in questions]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # 0 is no byte of a prompt
+    written = generate(
+        model,
+        ids.to(done.ctx.device),
+        prompt_mask=(ids != 0).to(done.ctx.device),
+        max_new_tokens=LONGEST + 1,
+        max_context=ids.shape[1] + LONGEST + 1,
+        pad_to_multiple_of=multiple,
+        stop_tokens=[0],
+        temperature=0,
+    ).token_ids
+    return [bytes(row).split(b"\0")[0].decode(errors="replace") for row in written[:, ids.shape[1] :].tolist()]
+
+
+def report(done: Finished, held_out: Sequence[Mapping[str, Any]]) -> dict[str, JsonValue]:
+    """Ask the held-out questions, print the first, and return the share of exact answers. Collective."""
+    asked, expected = zip(*((message["content"] for message in each["messages"]) for each in held_out), strict=True)
+    given = answers(done, asked)
     if done.ctx.is_main_process:
-        print(written.split("\0")[0], end="\n\n")
+        print(f"{asked[0]}\n{given[0]}\n")
+    return {"exact_answers": sum(map(eq, given, expected)) / len(given), "question": asked[0], "answer": given[0]}
 
 
 def lora_decoder(source: Path | None, lora: Lora) -> tuple[LoraDecoder, Path]:
     """Return the model of pretrain.py with adapters, and the folder of its weights."""
     if source is None or not source.is_dir():
         raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
-    params = qwen3_params_from_hugging_face(read_config_file(source / "config.json"))
+    params = QWEN3.read(read_config_file(source / "config.json"))
     return LoraDecoder(Decoder(params), LoRA(**lora.model_dump())), source
 
 
 def main() -> None:
-    config = FinetuneConfig.from_cli(Path(__file__).with_suffix(".toml"))
+    config = SftConfig.from_cli(Path(__file__).with_suffix(".toml"))
     provider, source = lora_decoder(config.initial_weights, config.lora)
-    held_out: tuple[list[Any], list[Any]] = ([], [])
-    for each in questions(config.text):
-        held_out[is_held_out(each["messages"][0]["content"], 0.1)].append(each)
-    length = config.text.length
-    data = ChatData(held_out[False], held_out=held_out[True], tokenizer=byte_chat(), row_length=length, too_long="drop")
+    train, held_out = conversations(config.text)
+    data = ChatData(train, held_out=held_out, tokenizer=byte_chat(), row_length=config.text.length)
     trainer = Trainer(config, model=provider, data=data, task=NextTokenTask())
-    trainer.events.on(Finished, lambda done: answer(done, "What does json.dumps do?", length))
-    trainer.events.on(Finished, lambda done: export(done, provider, source))
+    trainer.events.on(Finished, lambda done: export(done, provider, source, report(done, held_out[: config.num_asked])))
     trainer.train()
 
 

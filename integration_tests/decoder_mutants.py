@@ -58,7 +58,7 @@ def _of_a_decoder(change: Callable[..., None]) -> AbstractContextManager[object]
     return mock.patch.object(DecoderModel, "forward", forward)
 
 
-@caught_by("llama3,cp_shard=2,rows=packed")
+@caught_by("llama3,cp_shard=2,rows=packed", is_nightly=True)
 def given_positions_start_anew_on_every_rank() -> AbstractContextManager[object]:
     return _of_a_decoder(lambda self, places: places.pop("position_ids"))
 
@@ -76,7 +76,7 @@ def a_ring_takes_documents_of_other_ranks_for_its_own() -> AbstractContextManage
     return mock.patch.object(d9d_dist.context_parallel.ring, "gather_from_axis", own_everywhere)
 
 
-@caught_by("llama3,cp_shard=2,method=all_to_all,rows=packed")
+@caught_by("llama3,cp_shard=2,method=all_to_all,rows=packed", is_nightly=True)
 def documents_are_exchanged_in_the_order_of_ranks() -> AbstractContextManager[object]:
     real = d9d_dist.context_parallel.all_to_all.to_natural_order
 
@@ -95,7 +95,7 @@ def _with_scaling(stage_has_it: Callable[[Any], bool]) -> AbstractContextManager
     return mock.patch.object(DecoderModel, "__init__", build)
 
 
-@caught_by("llama3,pp=2,rope=llama3")
+@caught_by("llama3,pp=2,rope=llama3", is_nightly=True)
 def the_second_stage_forgets_the_scaling_of_positions() -> AbstractContextManager[object]:
     return _with_scaling(lambda stage: stage.is_first)
 
@@ -110,7 +110,7 @@ def a_window_is_one_too_wide() -> AbstractContextManager[object]:
     return mock.patch.object(AttentionOptions, "within", wider)
 
 
-@caught_by("qwen3,pp=2,window=5")
+@caught_by("qwen3,pp=2,window=5", is_nightly=True)
 def a_window_belongs_to_the_layer_of_the_stage_not_of_the_model() -> AbstractContextManager[object]:
     real = Qwen3Params.mixer
     return mock.patch.object(Qwen3Params, "mixer", lambda self, index: real(self, 0))
@@ -119,12 +119,12 @@ def a_window_belongs_to_the_layer_of_the_stage_not_of_the_model() -> AbstractCon
 # --- parts of families
 
 
-@caught_by("qwen2,tp=2")
+@caught_by("qwen2,tp=2", is_nightly=True)
 def a_projection_drops_its_bias() -> AbstractContextManager[object]:
     return mock.patch.object(Linear, "forward", lambda self, x: F.linear(x, self.weight))
 
 
-@caught_by("mistral,cp_shard=2")
+@caught_by("mistral,cp_shard=2", is_nightly=True)
 def a_window_ends_at_the_chunk_of_a_rank() -> AbstractContextManager[object]:
     real = d9d_modules.attention_backends.sdpa.visible
 
@@ -135,7 +135,7 @@ def a_window_ends_at_the_chunk_of_a_rank() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_modules.attention_backends.sdpa, "visible", of_chunk)
 
 
-@caught_by("glm4,pp=2")
+@caught_by("glm4,pp=2", is_nightly=True)
 def interleaved_features_are_rotated_as_halves() -> AbstractContextManager[object]:
     real = d9d_modules.attention.apply_rotary
     return mock.patch.object(
@@ -156,13 +156,13 @@ def the_base_of_positions_is_that_of_the_first_layer() -> AbstractContextManager
     return mock.patch.object(Gemma3Params, "rope", lambda self, index: real(self, 0))
 
 
-@caught_by("gemma3,tp=2")
+@caught_by("gemma3,tp=2", is_nightly=True)
 def embeddings_are_scaled_on_every_rank() -> AbstractContextManager[object]:
     real = DecoderModel._scaled
     return mock.patch.object(DecoderModel, "_scaled", lambda self, x: real(self, x) * dist.get_world_size())
 
 
-@caught_by("encoder,cp_shard=2,method=all_to_all")
+@caught_by("encoder,cp_shard=2,method=all_to_all", is_nightly=True)
 def an_encoder_does_not_see_later_positions() -> AbstractContextManager[object]:
     real = AttentionOptions.within
     return mock.patch.object(AttentionOptions, "within", lambda self, n: replace(real(self, n), is_causal=True))
@@ -171,7 +171,7 @@ def an_encoder_does_not_see_later_positions() -> AbstractContextManager[object]:
 # --- norms and heads
 
 
-@caught_by("llama3,tp=2")
+@caught_by("llama3,tp=2", is_nightly=True)
 def a_fused_norm_drops_the_residual() -> AbstractContextManager[object]:
     real = RMSNorm.forward
 
@@ -205,7 +205,7 @@ def every_rank_has_the_sinks_of_the_first_heads() -> Generator[None]:
         yield
 
 
-@caught_by("sinks,cp_shard=2,method=all_to_all")
+@caught_by("sinks,cp_shard=2,method=all_to_all", is_nightly=True)
 def exchanged_heads_have_the_sinks_of_the_first() -> AbstractContextManager[object]:
     real = AllToAllAttention._attention_for_local_heads
 
@@ -237,12 +237,12 @@ def convolutions_start_anew_in_each_chunk() -> AbstractContextManager[object]:
     return mock.patch.object(DeltaContext, "extended", extended)
 
 
-@caught_by("delta,cp_shard=2,rows=packed")
+@caught_by("delta,cp_shard=2,rows=packed", is_nightly=True)
 def states_pass_from_document_to_document_between_chunks() -> AbstractContextManager[object]:
     return mock.patch.object(DeltaContext, "_continues", return_value=None)
 
 
-@caught_by("delta,tp=2")
+@caught_by("delta,tp=2", is_nightly=True)
 @contextmanager
 def every_rank_has_the_decay_of_the_first_heads() -> Generator[None]:
     real = DecayGate.forward
@@ -258,13 +258,13 @@ def every_rank_has_the_decay_of_the_first_heads() -> Generator[None]:
         yield
 
 
-@caught_by("delta,dp_shard=2,rows=packed")
+@caught_by("delta,dp_shard=2,rows=packed", is_nightly=True)
 def a_state_goes_through_from_document_to_document() -> AbstractContextManager[object]:
     real = GatedDeltaNet.forward
     return mock.patch.object(GatedDeltaNet, "forward", lambda self, x, rotary=None, document_ids_BL=None: real(self, x))
 
 
-@caught_by("classifier,tp=2,rows=padded")
+@caught_by("classifier,tp=2,rows=padded", is_nightly=True)
 def the_last_position_is_pooled_also_where_it_is_padding() -> AbstractContextManager[object]:
     real = d9d_modules.pooling._token_at
 
@@ -282,7 +282,7 @@ def every_rank_counts_the_gradient_of_pooled_rows() -> AbstractContextManager[ob
     return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_from_axis", partial)
 
 
-@caught_by("heads,pp=2,head=tied")
+@caught_by("heads,pp=2,head=tied", is_nightly=True)
 def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContextManager[object]:
     return mock.patch.object(SharedParameters, "add_gradients")
 
@@ -300,7 +300,7 @@ def of_a_tied_weight_only_the_head_has_a_gradient() -> AbstractContextManager[ob
 # --- losses without logits
 
 
-@caught_by("sinks,dp_shard=2")
+@caught_by("sinks,dp_shard=2", is_nightly=True)
 def the_z_loss_is_counted_on_every_rank() -> AbstractContextManager[object]:
     return _with_loss(lambda loss: replace(loss, z_loss=loss.z_loss * dist.get_world_size()))
 
@@ -328,7 +328,7 @@ def _with_loss(change: Callable[[CrossEntropy], CrossEntropy]) -> AbstractContex
     return mock.patch.object(vocabulary, "__init__", changed)
 
 
-@caught_by("llama3,dp_replicate=2")
+@caught_by("llama3,dp_replicate=2", is_nightly=True)
 @contextmanager
 def a_chunked_loss_leaves_out_the_last_block_of_the_vocabulary() -> Generator[None]:
     chunked = d9d_modules.chunked_cross_entropy

@@ -5,15 +5,18 @@ PyTorch: all rows of the batch at once, all logits in memory, no engine.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from oracle_models import MaskedNextToken, decoder, samples
 from pretrain import Decoder
+from test_peft_rows import METHODS, Adapted
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.utils.data import default_collate
 
+import d9d_peft
 from d9d_dist import ContextMethod, DistributedContext, MeshConfig, StageInfo, materialize
 from d9d_dist.testing import full_gradients, full_parameters
 from d9d_loop import AdamWConfig, Engine, GradientsReady, Loss, ModelProvider, Pipeline, ScheduleConfig
@@ -175,3 +178,24 @@ def _scores(model: nn.Module, batch: tuple[list[int], Batch]) -> dict[str, Tenso
     predicted = Categorical(logits=_forward(model, batch[1], labels=None))
     scores = {"log_probs": predicted.log_prob(batch[1]["labels"]), "entropy": predicted.entropy()}
     return _by_row([batch], [scores])
+
+
+def adapter_rows(degrees: dict[str, int], around: Around | None = None) -> list[dict[str, Any]]:
+    """Train adapters for a step; return scores with them, without them, and with them again."""
+    provider = Adapted(_provider(Row()), METHODS["lora"])
+    with MeshConfig(**degrees).build() as ctx, nullcontext() if around is None else around():
+        pipeline = build_pipeline(provider, ScheduleConfig.model_validate({"kind": "1f1b"}).build(), ctx)
+        optimizer = AdamWConfig(learning_rate=RATE).build(pipeline.model)
+        engine = Engine(pipeline, optimizer, ctx=ctx, task=TASK, reference=d9d_peft.adapters_off)
+        calls = _calls(ctx.coordinate("batch", "dp"), ctx.size("batch", "dp"))
+        everything = [each for call in calls for each in call]
+        batches = [batch for _, batch in everything]
+        for call in calls:
+            engine.forward_backward([batch for _, batch in call], _loss)
+        result = engine.step()
+        trained = _by_row(everything, engine.score(batches))
+        with engine.reference():
+            reference = _by_row(everything, engine.score(batches))
+        again = _by_row(everything, engine.score(batches))
+        step = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
+        return [{"step": step, "trained": trained, "reference": reference, "again": again}]

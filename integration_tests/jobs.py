@@ -56,6 +56,22 @@ class Ended:
         return json.loads(self.output.splitlines()[-1])
 
 
+def curve_rounding(num_steps: int, *, num_operators: int = 200) -> float:
+    """Return the relative rounding of a float32 curve that another order of sums may change.
+
+    Roundings of the operators in sequence add up like a random walk, to their number's square root times an eps. The
+    weights carry those of each step to all later ones.
+    """
+    return num_steps * num_operators**0.5 * torch.finfo(torch.float32).eps
+
+
+def assert_same_export(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Assert that two exports have the same weights, except for rounding that the optimizer amplifies."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
 def script(name: str, arguments: Sequence[str]) -> Ended:
     """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does; it generates less text."""
     module = importlib.import_module(name)
@@ -78,7 +94,7 @@ def _shorter_text(module: ModuleType) -> AbstractContextManager[object]:
         return nullcontext()
     generate = vars(module)["generate"]
 
-    def fewer(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def fewer(*args: Any, **kwargs: Any) -> object:
         return generate(*args, **{**kwargs, "max_new_tokens": _NEW_TOKENS})
 
     return mock.patch.object(module, "generate", fewer)
@@ -101,7 +117,7 @@ def on_ranks(name: str, arguments: Sequence[str], *, world_size: int = 1, timeou
 def records(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of `metrics.jsonl` without times and throughput, which differ between runs."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    volatile = {"time", "tokens_per_second", "config"}
+    volatile = {"time", "tokens_per_second", "peak_memory_gib", "config"}
     kept = [{k: v for k, v in json.loads(line).items() if k not in volatile} for line in lines]
     return [record for record in kept if record]
 

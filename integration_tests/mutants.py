@@ -64,27 +64,29 @@ class Mutant:
         bug: Context manager that applies the bug.
         cell: Name of a cell of the oracle, or of a similar one.
         num_steps: Number of optimizer steps until the bug has an effect.
+        is_nightly: True if the mutant and its cell run only with `--all`, in the lane `oracle` of `.ci/nightly`.
     """
 
     name: str
     bug: Bug
     cell: str
     num_steps: int = 1
+    is_nightly: bool = False
 
 
 class Listed(Protocol):
     """Decorator that adds a bug to a list, with the cell that must catch it."""
 
-    def __call__(self, cell: str, *, num_steps: int = 1) -> Callable[[Bug], Bug]: ...
+    def __call__(self, cell: str, *, num_steps: int = 1, is_nightly: bool = False) -> Callable[[Bug], Bug]: ...
 
 
 def list_in(mutants: list[Mutant]) -> Listed:
     """Return the decorator for a list."""
 
-    def caught_by(cell: str, *, num_steps: int = 1) -> Callable[[Bug], Bug]:
+    def caught_by(cell: str, *, num_steps: int = 1, is_nightly: bool = False) -> Callable[[Bug], Bug]:
         def put(bug: Bug) -> Bug:
             name = getattr(bug, "__name__", repr(bug)).replace("_", " ")
-            mutants.append(Mutant(name, bug, cell, num_steps))
+            mutants.append(Mutant(name, bug, cell, num_steps, is_nightly))
             return bug
 
         return put
@@ -138,7 +140,7 @@ def hybrid_sharding_does_not_reduce_over_replicas() -> AbstractContextManager[ob
     return _hybrid_over(lambda mesh, axis: mesh[axis])
 
 
-@caught_by("dense,dp_shard=2,cp_replicate=2")
+@caught_by("dense,dp_shard=2,cp_replicate=2", is_nightly=True)
 def hybrid_sharding_forgets_the_axis_after_the_shards() -> AbstractContextManager[object]:
     real = d9d_dist.data_parallel._replicate_and_shard
     return _hybrid_over(lambda mesh, axis: real(mesh["dp_replicate", axis], axis))
@@ -166,7 +168,7 @@ def replicas_are_averaged() -> AbstractContextManager[object]:
     return _collective(d9d_dist._gradient_buckets, all_reduce=mean)
 
 
-@caught_by("plain,dp_replicate=2,cp_replicate=2")
+@caught_by("plain,dp_replicate=2,cp_replicate=2", is_nightly=True)
 def replicas_that_share_out_a_sequence_are_not_reduced() -> AbstractContextManager[object]:
     real = d9d_dist._local_parameters.LocalParameters.gradient_placements
 
@@ -196,7 +198,7 @@ def only_the_last_microbatch_counts() -> Generator[None]:
         yield
 
 
-@caught_by("plain,dp_replicate=2,microbatch=1")
+@caught_by("plain,dp_replicate=2,microbatch=1", is_nightly=True)
 def replicas_keep_the_first_microbatch_only() -> AbstractContextManager[object]:
     real = d9d_dist._gradient_buckets.Slot.set_aside
 
@@ -223,7 +225,7 @@ def the_weight_leaves_out_context_parallel_ranks() -> AbstractContextManager[obj
     )
 
 
-@caught_by("dense,tp=2,dp_shard=2")
+@caught_by("dense,tp=2,dp_shard=2", is_nightly=True)
 @contextmanager
 def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
     """The loss is correct, and gradients are too small."""
@@ -252,7 +254,7 @@ def the_norm_forgets_that_parameters_are_sharded() -> AbstractContextManager[obj
     return _norm_over(lambda mesh, placements: (Replicate(),) * len(placements))
 
 
-@caught_by("dense,dp_shard=2,tp=2")
+@caught_by("dense,dp_shard=2,tp=2", is_nightly=True)
 def the_norm_forgets_the_tensor_parallel_axis() -> AbstractContextManager[object]:
     return _norm_over(lambda mesh, placements: (*placements[:-1], Replicate()))
 
@@ -378,7 +380,7 @@ def the_head_keeps_its_share_of_a_tied_gradient() -> AbstractContextManager[obje
     return mock.patch.object(SharedParameters, "add_gradients")
 
 
-@caught_by("tied,pp=4")
+@caught_by("tied,pp=4", is_nightly=True)
 def a_tied_gradient_is_added_twice_with_more_than_two_ranks() -> AbstractContextManager[object]:
     real = SharedParameters._to_owner
 
@@ -399,7 +401,7 @@ def weight_gradients_wait_for_ever() -> AbstractContextManager[object]:
     return mock.patch.object(DeferredWeightGrads, "compute")
 
 
-@caught_by("dense,pp=2,dp_shard=2,schedule=zbv,microbatch=1")
+@caught_by("dense,pp=2,dp_shard=2,schedule=zbv,microbatch=1", is_nightly=True)
 @contextmanager
 def split_gradients_are_reduced_after_the_first_microbatch() -> Generator[None]:
     real = d9d_pipeline._stage.Stage.__init__
@@ -452,7 +454,7 @@ def what_crosses_a_boundary_has_no_gradient() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_pipeline._channel.Channel, "send_gradients", zeros)
 
 
-@caught_by("dense,pp=2,microbatch=1,schedule=zbv")
+@caught_by("dense,pp=2,microbatch=1,schedule=zbv", is_nightly=True)
 @contextmanager
 def gradients_of_the_own_next_stage_are_halved() -> Generator[None]:
     real = d9d_pipeline._stage.Stage.backward_input
@@ -481,7 +483,7 @@ def the_load_balance_is_not_undone() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_dist.context_parallel.all_gather, "to_natural_order", lambda x, num_ranks, dim: x)
 
 
-@caught_by("dense,cp_shard=2,method=all_to_all")
+@caught_by("dense,cp_shard=2,method=all_to_all", is_nightly=True)
 def exchanged_heads_keep_the_order_of_ranks() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_dist.context_parallel.all_to_all, "to_natural_order", lambda x, num_ranks, dim: x)
 

@@ -27,7 +27,7 @@ from d9d_dist import (
 )
 from d9d_loop import Loss, ModelProvider, Task
 from d9d_modules import CheckpointPolicy, Qwen3Params, checkpoint_activations
-from d9d_moe import Qwen3MoeParams
+from d9d_moe import Qwen3MoeParams, RouterLosses
 from d9d_pipeline import Inputs
 
 LENGTH = 16
@@ -36,7 +36,7 @@ VOCAB = 32
 
 
 def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy, num_layers: int = 2) -> Decoder:
-    """Return the main job's provider, for a small model: dense, tied or moe."""
+    """Return the main job's provider, for a small model: dense, tied, moe, or moe with router losses."""
     dense = Qwen3Params(
         vocab_size=VOCAB,
         hidden_size=24,
@@ -48,14 +48,15 @@ def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy
         tie_word_embeddings=kind == "tied",
         initializer_range=0.2,
     )
-    moe = Qwen3MoeParams(**_shared_with_moe(dense), num_experts=6, top_k=2, expert_intermediate_size=20)
+    moe = Qwen3MoeParams.like(
+        dense,
+        num_experts=6,
+        top_k=2,
+        expert_intermediate_size=20,
+        router_losses=RouterLosses(balance=0.1, z=0.01) if kind == "moe with losses" else RouterLosses(),
+    )
     parallelism = Parallelism(context_method=method, activation_checkpointing=checkpointing)
-    return Decoder(dense, moe if kind == "moe" else None, parallelism)
-
-
-def _shared_with_moe(dense: Qwen3Params) -> dict[str, Any]:
-    """Return the hyperparameters that sparse decoders have too: all but `is_causal`."""
-    return {name: value for name, value in vars(dense).items() if name != "is_causal"}
+    return Decoder(dense, moe if kind.startswith("moe") else None, parallelism)
 
 
 class MaskedNextToken(NextByte):

@@ -28,7 +28,7 @@ Trace = dict[str, Any]
 
 
 def _comparable(entries: Iterable[Collective], *, routed: bool) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return the collectives; bytes of all-to-alls are left out if they depend on the routing of tokens."""
+    """Return the collectives; bytes of all-to-alls are excluded if they depend on the routing of tokens."""
     return [(e.name, e.ranks, 0 if routed and e.name == "all_to_all" else e.num_bytes) for e in entries]
 
 

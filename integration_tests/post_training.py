@@ -195,6 +195,17 @@ def _changed_batch(
     return _attribute(task, "loss", lambda self, outputs, batch: real(self, outputs, change(batch)))
 
 
+def _changed_outputs(
+    task: type[Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Callable[[], AbstractContextManager[object]]:
+    real = task.loss
+    return _attribute(task, "loss", lambda self, outputs, batch: real(self, change(outputs), batch))
+
+
+def _log_probs_with_router_losses(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"log_probs": outputs["log_probs"] - outputs["auxiliary_losses"]}
+
+
 def _own_weight(batch: Any, loss: Loss) -> Loss:
     """Average on the rank, then over ranks."""
     return Loss(loss.total / torch.as_tensor(loss.weight).clamp(min=1), weight=1.0)
@@ -267,6 +278,12 @@ MUTANTS = {
     ),
     "probabilities_of_other_experts": PostTrainingMutant(
         _attribute(TopKRouter, "forward", _recorded_probabilities), "replay", "dp_shard=2", "moe"
+    ),
+    "router_losses_are_left_to_the_model": PostTrainingMutant(
+        _changed_outputs(PreferenceTask, _without("auxiliary_losses")), "dpo", "dp_shard=2", "moe with losses"
+    ),
+    "ratios_include_router_losses": PostTrainingMutant(
+        _changed_outputs(PolicyTask, _log_probs_with_router_losses), "grpo", "dp_shard=2", "moe with losses"
     ),
     "mask_shifted_by_one": PostTrainingMutant(_changed_batch(PolicyTask, _shifted_labels), "dapo", "dp_shard=2"),
     "document_sums_are_not_reduced_over_cp": PostTrainingMutant(

@@ -184,10 +184,11 @@ def _frozen_parts_are_thawed() -> AbstractContextManager[object]:
 
 
 def _rows_of_a_block_are_shifted() -> AbstractContextManager[object]:
-    def copy(original: Any, target: Any, block: Tensor, begin: int) -> None:
-        original(target, block.roll(1, 0), begin)
+    def send(original: Any, parts: Any, block: Tensor, **kwargs: Any) -> None:
+        original(parts, block, **kwargs)
+        block.copy_(block.roll(1, 0))
 
-    return _replace(d9d_dist.model_values, "_copy_part", copy)
+    return _replace(d9d_dist.model_values, "_send", send)
 
 
 BUGS = [

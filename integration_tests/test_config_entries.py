@@ -17,33 +17,26 @@ from d9d_dist import UserError
 from d9d_modules import (
     GEMMA3,
     GLM4,
+    LLAMA3,
     MISTRAL,
     QWEN2,
+    QWEN3,
     DecoderForCausalLM,
     Llama3ForCausalLM,
     Qwen3ForCausalLM,
-    llama3_from_hugging_face,
-    llama3_params_from_hugging_face,
-    qwen3_from_hugging_face,
-    qwen3_params_from_hugging_face,
+    decoder_from_hugging_face,
 )
-from d9d_modules.models.llama3 import LLAMA3
-from d9d_modules.models.qwen3 import QWEN3
 from d9d_moe import (
+    DEEPSEEK_V3,
     GLM4_MOE,
     GPT_OSS,
     QWEN3_5_MOE,
+    QWEN3_MOE,
     QWEN3_NEXT,
     DeepseekV3ForCausalLM,
     Qwen3MoeForCausalLM,
-    deepseek_v3_from_hugging_face,
-    deepseek_v3_params_from_hugging_face,
-    qwen3_moe_from_hugging_face,
-    qwen3_moe_params_from_hugging_face,
     sparse_from_hugging_face,
 )
-from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3
-from d9d_moe.models.qwen3_moe import QWEN3_MOE
 from d9d_state import StateMapper
 
 REMOVED = "an entry that is removed"
@@ -80,8 +73,8 @@ FAMILIES = {
         transformers.Qwen3Config,
         transformers.Qwen3ForCausalLM,
         Qwen3ForCausalLM,
-        qwen3_params_from_hugging_face,
-        qwen3_from_hugging_face,
+        QWEN3.read,
+        decoder_from_hugging_face,
         QWEN3.used,
         QWEN3.irrelevant,
         HEADS,
@@ -90,8 +83,8 @@ FAMILIES = {
         transformers.LlamaConfig,
         transformers.LlamaForCausalLM,
         Llama3ForCausalLM,
-        llama3_params_from_hugging_face,
-        llama3_from_hugging_face,
+        LLAMA3.read,
+        decoder_from_hugging_face,
         LLAMA3.used,
         LLAMA3.irrelevant,
         HEADS,
@@ -100,8 +93,8 @@ FAMILIES = {
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,
         Qwen3MoeForCausalLM,
-        qwen3_moe_params_from_hugging_face,
-        lambda params: qwen3_moe_from_hugging_face(params, layout="fused"),
+        QWEN3_MOE.read,
+        lambda params: sparse_from_hugging_face(params, layout="fused"),
         QWEN3_MOE.used,
         QWEN3_MOE.irrelevant,
         {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
@@ -110,8 +103,8 @@ FAMILIES = {
         transformers.DeepseekV3Config,
         transformers.DeepseekV3ForCausalLM,
         DeepseekV3ForCausalLM,
-        deepseek_v3_params_from_hugging_face,
-        lambda params: deepseek_v3_from_hugging_face(params, layout="fused"),
+        DEEPSEEK_V3.read,
+        lambda params: sparse_from_hugging_face(params, layout="fused"),
         DEEPSEEK_V3.used,
         DEEPSEEK_V3.irrelevant,
         {
@@ -309,11 +302,7 @@ def _logits(model: nn.Module) -> Tensor:
 
 def _own(family: Family, params: Any, reference: nn.Module) -> nn.Module:
     mapper, model = family.mapper(params), family.build(params)
-    state = reference.state_dict()
-    loaded: dict[str, Tensor] = {}
-    for group in mapper.groups:
-        loaded |= mapper.apply({name: state[name] for name in group.inputs})
-    model.load_state_dict(loaded, strict=False)
+    model.load_state_dict(mapper.apply_all(reference.state_dict()), strict=False)
     return model
 
 
@@ -336,15 +325,8 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.full] if name in {"glm4", "glm4_moe", "mistral", "qwen2", "qwen3_5_moe"} else []
-        )
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sample("qwen3-False", "qwen3-True", "gpt_oss-False")
 def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
     if sliding and (name in SPARSE or "sliding_window" not in family.used):

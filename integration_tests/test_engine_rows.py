@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine_rows import Row, by_hand, run_rows
+from engine_rows import Row, adapter_rows, by_hand, run_rows
 from torch import Tensor
 
-import d9d_loop.engine.engine
+import d9d_loop.engine.model_weights
 import d9d_loop.engine.token_values
 import d9d_loop.engine.train_step
 import d9d_modules.vocabulary_scores
+import d9d_peft
 from d9d_dist import Region
 from d9d_dist.testing import differences, run_ranks
 from d9d_loop.engine.reference import ReferenceWeights
@@ -98,6 +99,7 @@ def _difference_of_shards(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample("stages", "sharded", "tensor", "context")
 def test_equals_one_process(layout: str) -> None:
     assert _first_difference(*LAYOUTS[layout]) is None
 
@@ -106,6 +108,64 @@ def test_equals_one_process(layout: str) -> None:
 @pytest.mark.parametrize("layout", MORE_LAYOUTS)
 def test_more_layouts_equal_one_process(layout: str) -> None:
     assert _first_difference(*MORE_LAYOUTS[layout]) is None
+
+
+ADAPTER_LAYOUTS: dict[str, dict[str, int]] = {
+    "sharded": {"data_parallel_shard": 2},
+    "stages": {"pipeline_parallel": 2},
+    "tensor": {"tensor_parallel": 2},
+    "context": {"context_parallel_shard": 2},
+    "stages and tensor": {"pipeline_parallel": 2, "tensor_parallel": 2},
+}
+
+
+def _difference_of_adapters(
+    degrees: dict[str, int], around: Callable[[], AbstractContextManager[object]] | None = None
+) -> str | None:
+    """Compare adapters and their reference with one process, and the reference with the model without adapters."""
+    (expected,) = _adapters_in_one_process()
+    expected = {**expected, "reference": _expected("dense")["scores before"]}
+    for (found,) in run_ranks(adapter_rows, degrees, around, world_size=prod(degrees.values())):
+        there = {key: {name: expected[key][name] for name in values} for key, values in found.items()}
+        if (difference := next(differences(found, there, rtol=RTOL), None)) is not None:
+            return str(difference)
+    return None
+
+
+@cache
+def _adapters_in_one_process() -> list[dict[str, Any]]:
+    return run_ranks(adapter_rows, {}, world_size=1)[0]
+
+
+@pytest.mark.parametrize(
+    "layout", ["sharded", *(pytest.param(name, marks=pytest.mark.full) for name in list(ADAPTER_LAYOUTS)[1:])]
+)
+def test_the_reference_is_the_model_without_its_adapters(layout: str) -> None:
+    assert _difference_of_adapters(ADAPTER_LAYOUTS[layout]) is None
+    (one,) = _adapters_in_one_process()
+    assert next(differences(one["trained"], one["reference"], rtol=1e-3), None), "the adapters must be trained"
+
+
+def _the_reference_keeps_its_adapters() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_peft, "adapters_off", return_value=nullcontext())
+
+
+def _adapters_stay_off() -> AbstractContextManager[object]:
+    real, entered = d9d_peft.adapters_off, []
+
+    def staying(model: Any) -> AbstractContextManager[None]:
+        entered.append(real(model))
+        entered[-1].__enter__()
+        return nullcontext()
+
+    return mock.patch.object(d9d_peft, "adapters_off", staying)
+
+
+@pytest.mark.parametrize(
+    "bug", [_the_reference_keeps_its_adapters, pytest.param(_adapters_stay_off, marks=pytest.mark.full)]
+)
+def test_a_deliberate_bug_of_the_reference_is_caught(bug: Callable[[], AbstractContextManager[object]]) -> None:
+    assert _difference_of_adapters(ADAPTER_LAYOUTS["sharded"], bug) is not None
 
 
 @contextmanager
@@ -209,19 +269,19 @@ def _weights_are_those_before_the_step() -> Generator[None]:
 
     with (
         mock.patch.object(TrainStep, "update", remembering),
-        mock.patch.object(d9d_loop.engine.engine, "gathered_weights", stale),
+        mock.patch.object(d9d_loop.engine.model_weights, "gathered_weights", stale),
     ):
         yield
 
 
 def _shards_are_placed_by_their_local_offsets() -> AbstractContextManager[object]:
-    real = d9d_loop.engine.engine.weight_shards
+    real = d9d_loop.engine.model_weights.weight_shards
 
     def placed(*args: Any) -> Any:
         for name, shard, region in real(*args):
             yield name, shard, Region((0,) * len(region.sizes), region.sizes)
 
-    return mock.patch.object(d9d_loop.engine.engine, "weight_shards", placed)
+    return mock.patch.object(d9d_loop.engine.model_weights, "weight_shards", placed)
 
 
 MUTANTS: dict[Callable[[], AbstractContextManager[object]], str] = {

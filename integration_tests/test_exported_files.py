@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from d9d_dist import StageInfo
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
-from d9d_modules import (
-    Qwen3ForCausalLM,
-    Qwen3Params,
-    qwen3_from_hugging_face,
-    qwen3_hugging_face_config,
-    qwen3_params_from_hugging_face,
-)
+from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, decoder_from_hugging_face
 from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
 
@@ -39,10 +33,10 @@ class _Decoder(ModelProvider):
         return Qwen3ForCausalLM(self.params, stage)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        return qwen3_from_hugging_face(self.params)
+        return decoder_from_hugging_face(self.params)
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        return {"config.json": qwen3_hugging_face_config(self.params)}
+        return {"config.json": QWEN3.write(self.params)}
 
 
 class _NextToken(Task):
@@ -100,7 +94,7 @@ def _trainer(folder: Path, params: Qwen3Params, **changes: Any) -> Trainer:
 def _original(tmp_path: Path) -> tuple[Path, list[int], Qwen3Params]:
     written = _save_original(tmp_path / "original")
     config = json.loads((tmp_path / "original/config.json").read_text())
-    return tmp_path / "original", written, qwen3_params_from_hugging_face(config)
+    return tmp_path / "original", written, QWEN3.read(config)
 
 
 def test_an_export_generates_like_the_original(tmp_path: Path, original: tuple[Path, list[int], Qwen3Params]) -> None:
@@ -124,7 +118,7 @@ def test_an_export_generates_like_the_original(tmp_path: Path, original: tuple[P
     assert {"eos_token_id", "bos_token_id", "pad_token_id", "dtype"} <= theirs.keys()
     assert theirs | ours == ours | {"layer_types": ours["layer_types"]}
     assert {key for key in theirs if ours[key] != theirs[key]} <= {"layer_types"}
-    assert qwen3_params_from_hugging_face(ours) == params
+    assert QWEN3.read(ours) == params
 
 
 def test_changed_sizes_replace_those_of_the_source(
@@ -135,7 +129,7 @@ def test_changed_sizes_replace_those_of_the_source(
     exported = _trainer(tmp_path, provider_params, initial_weights=source).train().export_dir
     assert exported is not None
     ours = json.loads((exported / "config.json").read_text())
-    assert qwen3_params_from_hugging_face(ours) == provider_params
+    assert QWEN3.read(ours) == provider_params
     assert transformers.AutoConfig.from_pretrained(exported).rope_parameters["rope_theta"] == 500.0
 
 

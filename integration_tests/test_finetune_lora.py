@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
-from jobs import TINY_MODEL, copy_run, curve, on_ranks, options, records
+from jobs import TINY_MODEL, copy_run, curve, curve_rounding, on_ranks, options, records
 
 STAGES = {"mesh.pipeline_parallel": 2, "mesh.data_parallel_shard": 2, "batch.microbatch_size": 2}
 
@@ -34,7 +34,7 @@ def test_ranks_agree_and_peft_and_transformers_read_the_result(tmp_path: Path, p
     _finetune(tmp_path, "four", pretrained, STAGES, 4)
     for name in ("loss", "grad_norm", "evaluation_loss"):
         ours, theirs = curve(tmp_path / "four", name), curve(tmp_path / "one", name)
-        assert ours == pytest.approx(theirs, rel=1e-5), name
+        assert ours == pytest.approx(theirs, rel=curve_rounding(10)), name
     losses = curve(tmp_path / "one", "loss")
     assert len(losses) == 10
     assert losses[-1] < losses[0]

@@ -55,6 +55,7 @@ def one_process(recipe: Float8Recipe | None) -> dict[str, Any]:
     "layout",
     ["dp_shard=2,microbatch=2", "dp_replicate=2,cp_shard=2", "pp=2,dp_shard=2,schedule=zb1p,microbatch=1"],
 )
+@pytest.mark.sample("dp_shard=2,microbatch=2")
 def test_a_row_equals_one_process(layout: str) -> None:
     expected = one_process("rowwise_with_gw_hp")
     found = list(differences(trace(InFloat8("rowwise_with_gw_hp", "full"), layout), expected, rtol=1e-6))

@@ -174,3 +174,56 @@ def test_no_name_is_exported_by_two_packages() -> None:
         for name in importlib.import_module(path.parent.name).__all__:
             owners.setdefault(name, []).append(path.parent.name)
     assert not {name: packages for name, packages in owners.items() if len(packages) > 1}
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def test_no_lazy_name_is_that_of_a_module_of_its_package() -> None:
+    """Importing such a module would replace the name."""
+    lazy = {}
+    for path in (path for path in SOURCES if path.name == "__init__.py"):
+        branches = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if _is_type_checking(node)]
+        names = {
+            each.name
+            for branch in branches
+            for node in ast.walk(branch)
+            if isinstance(node, ast.ImportFrom)
+            for each in node.names
+        }
+        if names:
+            lazy[path.parent.name] = names & {each.stem for each in path.parent.iterdir()}
+    assert len(lazy) >= 8
+    assert not {package: names for package, names in lazy.items() if names}
+
+
+def test_every_exported_name_exists() -> None:
+    for path in sorted(ROOT.glob("packages/*/src/*/__init__.py")):
+        package = importlib.import_module(path.parent.name)
+        assert not [name for name in package.__all__ if not hasattr(package, name)], package
+
+
+_IMPORT_ALL = """
+import sys
+import d9d_dist, d9d_state, d9d_modules, d9d_moe, d9d_pipeline, d9d_peft, d9d_metrics, d9d_loop
+heavy = {"torch", "numpy", "sympy", "triton", "transformers", "torchao", "matplotlib"}
+print(sorted(heavy & set(sys.modules)))
+import torch
+from d9d_dist import MeshConfig, DistributedContext
+from d9d_pipeline import GPipe, build
+from d9d_metrics import Metric
+from d9d_loop import TrainerConfig
+heavy = {"sympy", "triton", "transformers", "torchao", "matplotlib", "torch.distributed.tensor", "torch._dynamo"}
+print(sorted(heavy & set(sys.modules)))
+from d9d_loop import Trainer
+from d9d_modules import Qwen3ForCausalLM
+heavy = {"triton", "transformers", "torchao", "matplotlib", "torch._dynamo", "torch.distributed.checkpoint"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_imports_are_light() -> None:
+    """A package imports nothing heavy, a configuration not DTensor, and the Trainer no extra or compiler."""
+    run = subprocess.run([sys.executable, "-c", _IMPORT_ALL], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["[]", "[]", "[]"]

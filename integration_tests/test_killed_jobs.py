@@ -35,6 +35,7 @@ def _first_error(ended: list[Ended]) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.sample("4")
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path, world_size: int) -> None:
     start = time.monotonic()
     assert _run(tmp_path, "calm", world_size)
@@ -50,6 +51,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path,
         assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "calm" / file).read_bytes(), file
 
 
+@pytest.mark.full
 def test_a_job_killed_in_a_save_resumes_on_other_ranks_and_its_export_loads(tmp_path: Path) -> None:
     assert _run(tmp_path, "calm", 1)
     assert not _run(tmp_path, "start", 2, killed="in a save", checkpoint__every=3)

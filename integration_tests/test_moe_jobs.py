@@ -33,6 +33,7 @@ def test_biases_balance_an_unbalanced_router(one_process: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", ["ep=4,dp_shard=4", "pp=2,ep=2,dp_shard=2,microbatch=2"])
+@pytest.mark.sample("pp=2,ep=2,dp_shard=2,microbatch=2")
 def test_a_balanced_job_is_the_same_in_every_layout(layout: str, one_process: Path, tmp_path: Path) -> None:
     found = _train(layout, tmp_path / "ranks")
     for name in REPORTED:
@@ -41,6 +42,7 @@ def test_a_balanced_job_is_the_same_in_every_layout(layout: str, one_process: Pa
     assert curve(found, "experts/max_over_mean")[-1] <= 1.3
 
 
+@pytest.mark.full
 def test_a_checkpoint_resumes_with_other_degrees(one_process: Path, tmp_path: Path) -> None:
     saved = _train("ep=4,dp_shard=4", tmp_path / "saved", steps=SAVED)
     for layout in ("ep=2,dp_shard=2", "ep=8,dp_shard=4,tp=2"):
@@ -50,6 +52,7 @@ def test_a_checkpoint_resumes_with_other_degrees(one_process: Path, tmp_path: Pa
             assert curve(found, name) == pytest.approx(expected, rel=1e-9), f"{name} of {layout}"
 
 
+@pytest.mark.full
 def test_the_main_job_has_the_curve_of_one_process(tmp_path: Path) -> None:
     layouts = {
         "one": {},

@@ -238,6 +238,14 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.sample(
+    "qwen3,ep=2,dp_shard=2",
+    "qwen3,ep=2,tp=2",
+    "qwen3,pp=2,ep=2,dp_shard=2,schedule=zb1p,microbatch=1",
+    "joint_batch,pp=2,ep=2,dp_shard=2",
+    "deepseek,ep=2,cp_shard=2,cp_replicate=2,replicas whole",
+    "skewed,ep=2,dp_shard=4,replicas whole",
+)
 def test_equals_one_process(row: Row) -> None:
     found = _differences(row)
     assert not found, f"{len(found)} differences. First: {found[:4]}"

@@ -13,6 +13,7 @@ CHECKS = ("no update was applied in the steps", "the loss weight of step 1 is 0 
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+@pytest.mark.sample(*(mutant.name for mutant in ALL if not mutant.is_nightly))
 def test_is_caught(mutant: Mutant) -> None:
     assert _first_difference(mutant) is not None, f"{mutant.cell} does not notice it"
 

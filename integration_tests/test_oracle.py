@@ -1,13 +1,12 @@
 """Grids of the oracle: every layout gives the results of one process in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from decoder_mutants import DECODER_MUTANTS
-from mutants import MUTANTS
+from mutants import MUTANTS, Mutant
 from oracle import GRIDS, MAIN_JOB, cells, main, parse_cell
 from oracle_decoders import DECODERS
 from oracle_grid import DEGREES, Cell, Grid, Values
@@ -20,27 +19,17 @@ from d9d_loop.testing import parse_layout
 ALL = [cell for grid in GRIDS for cell in cells(grid)]
 
 
-def _sample() -> dict[str, Cell]:
-    """Return the default cells: those that catch the mutants, and the smallest others that add a value of a factor."""
-    caught_by = [parse_cell(mutant.cell) for mutant in (*MUTANTS, *DECODER_MUTANTS)]
-    sample = {cell.name: cell for cell in caught_by}
-    for grid in GRIDS:
-        covered = {value for cell in caught_by if cell.grid is grid for value in cell.values}
-        for cell in sorted(cells(grid), key=lambda cell: parse_layout(cell.layout).world_size):
-            if not covered.issuperset(cell.values):
-                covered.update(cell.values)
-                sample[cell.name] = cell
-    return sample
+def _caught_by(mutants: Iterable[Mutant]) -> dict[str, Cell]:
+    """Return the cells that catch mutants, by name."""
+    caught_by = [parse_cell(mutant.cell) for mutant in mutants]
+    return {cell.name: cell for cell in caught_by}
 
 
-def _cells() -> Iterator[ParameterSet]:
-    """Yield the cells of a default run; the others of the grids run with `--all`."""
-    sample = _sample()
-    yield from (pytest.param(cell, id=name) for name, cell in sample.items())
-    yield from (pytest.param(cell, id=cell.name, marks=pytest.mark.full) for cell in ALL if cell.name not in sample)
+CELLS = {**_caught_by((*MUTANTS, *DECODER_MUTANTS)), **{cell.name: cell for cell in ALL}}
 
 
-@pytest.mark.parametrize("cell", _cells())
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+@pytest.mark.sample(*_caught_by(mutant for mutant in (*MUTANTS, *DECODER_MUTANTS) if not mutant.is_nightly))
 def test_equals_one_process(cell: Cell) -> None:
     found = list(cell.differences())
     assert not found, f"{len(found)} differences. First: {found[0]}"

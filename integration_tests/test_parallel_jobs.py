@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import TINY_MODEL, Ended, copy_run, curve, on_ranks, options
+from jobs import TINY_MODEL, Ended, assert_same_export, copy_run, curve, curve_rounding, on_ranks, options
 from safetensors.torch import load_file
 
 SIZES = {**TINY_MODEL, "model.num_heads": 4, "model.num_kv_heads": 2}
@@ -40,12 +40,6 @@ def _written(output: str) -> str:
     return output[output.index("\ndef ") :].rpartition("\n{")[0]
 
 
-def _assert_same_export(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
-
-
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("one")
@@ -53,17 +47,19 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample("tensor and context")
 def test_a_layout_has_the_curve_export_and_text_of_one_process(
     tmp_path: Path, layout: str, one_process: tuple[Path, str]
 ) -> None:
     folder, text = one_process
     ended = _run(_arguments(tmp_path, "four", steps=6, evaluation__every=3) + options(LAYOUTS[layout]), world_size=4)
     for name in ("loss", "grad_norm", "bits_per_byte", "evaluation_loss", "evaluation_bits_per_byte"):
-        assert curve(tmp_path / "four", name) == pytest.approx(curve(folder / "one", name), rel=1e-5), name
-    _assert_same_export(_export(tmp_path, "four"), _export(folder, "one"))
+        assert curve(tmp_path / "four", name) == pytest.approx(curve(folder / "one", name), rel=curve_rounding(6)), name
+    assert_same_export(_export(tmp_path, "four"), _export(folder, "one"))
     assert _written(ended.output) == _written(text)
 
 
+@pytest.mark.full
 def test_a_checkpoint_resumes_in_another_layout(tmp_path: Path, one_process: tuple[Path, str]) -> None:
     folder, _ = one_process
     first = LAYOUTS["tensor and sharded"]
@@ -74,7 +70,7 @@ def test_a_checkpoint_resumes_in_another_layout(tmp_path: Path, one_process: tup
         _forget_last_checkpoint(again)
         _run(_arguments(tmp_path, "again", steps=6, checkpoint__every=3) + options(layout), world_size)
         export = _export(tmp_path, "again")
-        _assert_same_export(export, _export(folder, "one"))
+        assert_same_export(export, _export(folder, "one"))
         if layout == first:  # the same mesh: the same bits
             assert all(torch.equal(tensor, export[name]) for name, tensor in _export(tmp_path, "run").items())
         _remove(again)

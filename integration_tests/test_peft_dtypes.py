@@ -109,7 +109,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(trained, tmp_path_factory.mktemp("alone"), {}, world_size=1)[0]
 
 
-@pytest.mark.parametrize("mesh", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}, {"tensor_parallel": 2}])
+MESHES = {
+    "shards": {"data_parallel_shard": 2},
+    "replicas": {"data_parallel_replicate": 2},
+    "tensor": {"tensor_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.sample("tensor")
 def test_float32_adapters_of_a_bfloat16_model(tmp_path: Path, mesh: dict[str, int], alone: dict[str, Any]) -> None:
     for result in run_ranks(trained, tmp_path, mesh, world_size=2):
         assert result["straight"].keys() == alone["straight"].keys()

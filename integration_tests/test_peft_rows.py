@@ -114,11 +114,7 @@ ROWS = (
 FAMILY_ROWS = (
     ("gemma3", "dp_shard=2,tp=2"),
     ("encoder", "pp=2,dp_shard=2"),
-    *(
-        pytest.param(family, layout, marks=pytest.mark.full)
-        for family in MORE_FAMILIES
-        for layout in ("tp=2", "pp=2", "dp_replicate=2,dp_shard=2")
-    ),
+    *((family, layout) for family in MORE_FAMILIES for layout in ("tp=2", "pp=2", "dp_replicate=2,dp_shard=2")),
 )
 
 
@@ -137,6 +133,13 @@ def one_process(method: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("method", "layout"), [*ROWS, *FAMILY_ROWS])
+@pytest.mark.sample(
+    "lora-dp_shard=2,tp=2,microbatch=2",
+    "dora-tp=2",
+    "experts-ep=2,dp_shard=2",
+    "new tokens-dp_shard=2,tp=2",
+    "ends-pp=4,microbatch=4",
+)
 def test_a_row_equals_one_process(method: str, layout: str) -> None:
     expected = one_process(method)
     found = list(differences(trace(method, layout), expected, rtol=RTOL))
@@ -144,6 +147,7 @@ def test_a_row_equals_one_process(method: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sample("lora", "dora", "experts", "new tokens", "ends")
 def test_only_selected_parameters_are_trained(method: str) -> None:
     first, last = (one_process(method)[f"step {step}"]["gradients"] for step in (1, 3))
     assert first.keys() == last.keys()

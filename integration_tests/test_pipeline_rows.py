@@ -93,6 +93,7 @@ def one_process() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample("two ranks")
 def test_every_schedule_equals_one_process(
     layout: str, one_process: dict[str, dict[str, Any]], exhaustive: bool
 ) -> None:

@@ -1,10 +1,12 @@
 """Short forms of the examples of post-training."""
 
-import json
+import random
+from operator import ne
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dpo import with_typos
 from jobs import TINY_MODEL, Ended, curve, on_ranks, options
 
 TWO_BY_TWO = {"mesh.pipeline_parallel": 2, "mesh.data_parallel_shard": 2}
@@ -25,36 +27,77 @@ def _run(name: str, folder: Path, more: dict[str, Any], *, world_size: int = 1) 
     return ended[0]
 
 
-@pytest.mark.full
-def test_sft_learns_answers_and_exports_a_model(tmp_path: Path, pretrained: Path) -> None:
+def _sft(pretrained: Path, steps: int) -> dict[str, Any]:
     text = {key: value for key, value in TINY_MODEL.items() if not key.startswith("model.")}
-    job = {"initial_weights": pretrained, "steps": 12, "logging.every": 1, "evaluation.every": 6}
-    more = {**text, "text.length": 192, "text.pattern": "[c-e]*.py", **job}
-    summary = _run("sft_chat", tmp_path / "one", more).summary
-    losses = curve(tmp_path / "one" / "sft-chat", "loss")
-    assert sum(losses[-3:]) < sum(losses[:3])
+    job = {"initial_weights": pretrained, "steps": steps, "logging.every": 1, "num_asked": 3}
+    return {**text, "text.length": 192, "text.pattern": "s[ht]*.py", "evaluation.every": steps // 2, **job}
+
+
+def test_sft_exports_adapters_and_a_merged_model_that_answers(tmp_path: Path, pretrained: Path) -> None:
+    summary = _run("sft_chat", tmp_path, _sft(pretrained, 6)).summary
+    losses = curve(tmp_path / "sft-chat", "loss")
+    assert sum(losses[-2:]) < sum(losses[:2])
     assert {"model.safetensors", "config.json"} <= {path.name for path in Path(summary["export_dir"]).iterdir()}
     assert (Path(summary["adapters_dir"]) / "adapter_config.json").is_file()
-    _run("sft_chat", tmp_path / "four", {**more, **TWO_BY_TWO, "batch.microbatch_size": 2}, world_size=4)
-    assert curve(tmp_path / "four" / "sft-chat", "loss") == pytest.approx(losses, rel=1e-4)
+    assert summary["question"] == "What is shelve.open for?"
+    assert summary["answer"]
+    assert summary["exact_answers"] == 0.0  # after six steps of a tiny model
 
 
 @pytest.mark.full
+def test_sft_gives_the_same_curve_and_answer_on_several_ranks(tmp_path: Path, pretrained: Path) -> None:
+    more = _sft(pretrained, 12)
+    one = _run("sft_chat", tmp_path / "one", more).summary
+    four = _run("sft_chat", tmp_path / "four", {**more, **TWO_BY_TWO, "batch.microbatch_size": 2}, world_size=4).summary
+    losses = curve(tmp_path / "one" / "sft-chat", "loss")
+    assert curve(tmp_path / "four" / "sft-chat", "loss") == pytest.approx(losses, rel=1e-4)
+    assert four["answer"] == one["answer"]
+
+
+def _dpo(pretrained: Path, steps: int) -> dict[str, Any]:
+    job = {"initial_weights": pretrained, "steps": steps, "batch_size": 4, "microbatch_size": 2, "held_out_rows": 2}
+    return {**job, "evaluation_every": steps, "text.pattern": "s*.py", "optimizer.learning_rate": 1e-2}
+
+
 def test_dpo_starts_at_log_two_and_learns(tmp_path: Path, pretrained: Path) -> None:
-    more = {
-        "initial_weights": pretrained, "steps": 8, "batch_size": 4, "microbatch_size": 2, "text.pattern": "[c-e]*.py",
-        "optimizer.learning_rate": 1e-2,
-    }  # fmt: skip
-    losses = _run("dpo", tmp_path / "one", more).summary["losses"]
-    assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the adapters do nothing yet
-    assert losses[-1] < losses[0]
-    sharded = _run("dpo", tmp_path / "two", {**more, **SHARDED}, world_size=2).summary["losses"]
-    assert sharded == pytest.approx(losses, rel=1e-3)
+    found = _run("dpo", tmp_path, _dpo(pretrained, 4)).summary
+    assert found["losses"][0] == pytest.approx(0.6931, abs=1e-4)  # the adapters do nothing yet
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["held_out"][0] == {"step": 0, "margin": 0.0, "accuracy": 0.0}
+    assert found["held_out"][-1]["margin"] > 0
+
+
+@pytest.mark.full
+def test_dpo_gives_the_same_curve_on_several_ranks(tmp_path: Path, pretrained: Path) -> None:
+    more = _dpo(pretrained, 8)
+    one = _run("dpo", tmp_path / "one", more).summary
+    two = _run("dpo", tmp_path / "two", {**more, **SHARDED}, world_size=2).summary
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
+    assert two["held_out"][-1]["margin"] == pytest.approx(one["held_out"][-1]["margin"], rel=1e-2)
+
+
+def test_typos_swap_neighbouring_letters_of_two_words() -> None:
+    sentence = "Return a shell-escaped version of the string."
+    rejected = with_typos(sentence, random.Random(0))  # noqa: S311 - no secret
+    assert rejected is not None
+    assert rejected != sentence
+    assert sorted(rejected) == sorted(sentence)
+    assert sum(map(ne, rejected.split(" "), sentence.split(" "))) == 2
+    assert with_typos("Is a set.", random.Random(0)) is None  # noqa: S311 - no secret
+
+
+SHORT = {"imitation.steps": 5, "imitation.batch_size": 32, "num_prompts": 4, "num_answers": 4}
 
 
 @pytest.mark.full
 def test_grpo_gives_the_same_curve_on_several_ranks(tmp_path: Path) -> None:
-    more = {"steps": 3, "imitation.steps": 5, "imitation.batch_size": 32, "num_prompts": 4, "num_answers": 4}
-    curve_of_one = json.loads(_run("grpo", tmp_path / "one", more).output.splitlines()[-1])["curve"]
-    four = _run("grpo", tmp_path / "four", {**more, **TWO_BY_TWO}, world_size=4)
-    assert four.summary["curve"] == curve_of_one
+    more = {**SHORT, "steps": 12, "imitation.steps": 40}
+    one = _run("grpo", tmp_path / "one", more).summary
+    four = _run("grpo", tmp_path / "four", {**more, **TWO_BY_TWO}, world_size=4).summary
+    assert four["curve"] == one["curve"]
+    assert any(one["curve"])
+
+
+def test_grpo_runs_with_its_own_rollouts(tmp_path: Path) -> None:
+    found = _run("grpo", tmp_path, {**SHORT, "steps": 3}).summary
+    assert len(found["curve"]) == 3

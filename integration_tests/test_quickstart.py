@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from jobs import EXAMPLES, curve
+from jobs import EXAMPLES, curve, curve_rounding
 
 from d9d_dist.testing import run_ranks
 
@@ -37,4 +37,4 @@ def test_it_learns_and_sharding_changes_no_result(tmp_path: Path) -> None:
     run_ranks(_run, [*common, "--run.name", "two", "--mesh.data_parallel_shard", "2"], world_size=2)
     losses = curve(tmp_path / "one", "loss")
     assert losses[-1] < losses[0] / 2
-    assert curve(tmp_path / "two", "loss") == pytest.approx(losses, rel=1e-5)
+    assert curve(tmp_path / "two", "loss") == pytest.approx(losses, rel=curve_rounding(60, num_operators=10))

@@ -325,6 +325,16 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.sample(
+    "adamw",
+    "muon",
+    "schedule-free",
+    "stochastic, bfloat16 averages",
+    "piecewise",
+    "mixed",
+    "annealed, packed and shuffled",
+    "Hugging Face, a worker",
+)
 def test_resumed_after_any_step_it_ends_with_the_same_bits(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
     assert len(set(whole.losses.values())) == STEPS
@@ -344,6 +354,7 @@ def _left_after(step: int, whole: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "schedule"), [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule-free", "waits two steps")]
 )
+@pytest.mark.sample("adamw-wsd", "muon-wsd", "schedule-free-waits two steps")
 def test_job_offloaded_after_every_step_or_rolled_back_ends_with_the_same_bits(
     tmp_path: Path, optimizer: str, schedule: str
 ) -> None:

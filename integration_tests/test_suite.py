@@ -51,6 +51,11 @@ def test_drawn(number):
 def test_full(exhaustive):
     assert exhaustive
 
+@pytest.mark.parametrize("case", ["a", "b"])
+@pytest.mark.sample("b")
+def test_sampled(case, exhaustive):
+    assert exhaustive or case == "b"
+
 @pytest.mark.parametrize(
     "reason", ["needs 4 accelerators", "needs an accelerator", "needs abc, which is optional", "x"]
 )
@@ -83,7 +88,10 @@ def _lines(suite: pytest.Pytester, *arguments: str) -> list[str]:
     return [line for line in result.outlines if "seeds" in line]
 
 
-def test_seeds_and_order_change_only_on_demand(suite: pytest.Pytester) -> None:
+@pytest.mark.parametrize("name", ["suite", "suite_without_torch"])
+@pytest.mark.sample("suite_without_torch")
+def test_seeds_and_order_change_only_on_demand(name: str, request: pytest.FixtureRequest) -> None:
+    suite = request.getfixturevalue(name)
     fixed = _lines(suite)
     assert len(fixed) > 50
     assert _lines(suite) == fixed
@@ -94,11 +102,27 @@ def test_seeds_and_order_change_only_on_demand(suite: pytest.Pytester) -> None:
 
 def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist")
-    result.assert_outcomes(passed=5, skipped=5)
+    result.assert_outcomes(passed=6, skipped=6)
     result.stdout.fnmatch_lines(["*test_a_run_lists_what_it_skips.py is done; tests left: none"])
-    assert "5 skipped: 2 need accelerators; 1 (x); 1 need abc; 1 run only with --all" in result.outlines
+    assert "6 skipped: 2 need accelerators; 2 run only with --all; 1 (x); 1 need abc" in result.outlines
 
 
 def test_one_flag_runs_everything(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--all")
-    result.assert_outcomes(passed=6, skipped=4)
+    result.assert_outcomes(passed=8, skipped=4)
+
+
+def test_a_sample_names_existing_cases(suite_without_torch: pytest.Pytester) -> None:
+    suite_without_torch.makepyfile(WITHOUT_TORCH.replace('sample("b")', 'sample("c")'))
+    result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--collect-only")
+    result.stdout.fnmatch_lines(["*test_sampled: the sample names {'c'}; expected some of a, b*"])
+
+
+def test_bytecode_is_cached_if_the_environment_forbids_to_write_it(
+    suite_without_torch: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--collect-only")
+    assert list((suite_without_torch.path / ".pytest_cache" / "bytecode").rglob("test_*.pyc"))
+    assert not list(suite_without_torch.path.glob("__pycache__"))

@@ -4,6 +4,7 @@ torch's own, parametrized and hand-written modules are listed here; those of oth
 """
 
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ def without_random(model: nn.Module) -> nn.Module:
 def loss_of(outputs: Any, batch_size: int) -> Tensor:
     """Reduce all outputs of a module to a scalar, a sum over samples."""
     total = torch.zeros((), dtype=torch.float64)
+    if dataclasses.is_dataclass(outputs):
+        outputs = vars(outputs)
     for leaf in pytree.tree_leaves(outputs):
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != batch_size or not leaf.numel():
             continue
@@ -517,9 +520,11 @@ TORCH: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry:
-    """Return the entry of a name: one of `TORCH`, or `library:name`."""
+    """Return the entry of a name: one of `TORCH` or `UNUSUAL`, or `library:name`."""
+    from zoo_unusual import UNUSUAL  # noqa: PLC0415  (it imports this module)
+
     if ":" not in name:
-        return TORCH[name]
+        return TORCH.get(name) or UNUSUAL[name]
     from zoo_libraries import library_entry  # noqa: PLC0415  (their imports take seconds)
 
     return library_entry(name)

@@ -101,7 +101,7 @@ def _plain_trace(animal: Entry) -> Trace:
             outputs = model(**batch)
         loss = loss_of(outputs, BATCH) / BATCH
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad.to_dense().clone() for name, p in model.named_parameters() if p.grad is not None}
         trace["steps"].append({"loss": loss.item(), "gradients": gradients})
         with torch.no_grad():
             for parameter in model.parameters():

@@ -120,6 +120,29 @@ def test_parameters_in_plain_lists_are_refused() -> None:
         move_to_meta(nn.Sequential(nn.Identity(), _Listed()))
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(register: str) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    getattr(model[1].weight, register)(lambda gradient: None)
+    with pytest.raises(UserError, match=r"1\.weight have hooks \(register_hook\); expected none"):
+        move_to_meta(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripts_are_refused() -> None:
+    model = nn.Sequential(nn.Identity(), torch.jit.trace(nn.Linear(2, 2), torch.ones(2)))
+    with pytest.raises(UserError, match=r"1 is a module of torch\.jit; expected Python modules"):
+        move_to_meta(model)
+
+
+def test_attributes_of_parameters_are_kept() -> None:
+    model = nn.Linear(2, 2)
+    vars(model.weight)["no_weight_decay"] = True
+    move_to_meta(model)
+    assert vars(model.weight) == {"no_weight_decay": True}
+    assert not vars(model.bias)
+
+
 def test_overlapping_views_are_refused() -> None:
     model = nn.Module()
     whole = nn.Parameter(torch.zeros(6))
@@ -161,7 +184,8 @@ def _placed_values(parallelize: Callable[[nn.Module, DistributedContext], None],
         move_to_meta(model)
         layout = dict(built_values_on_meta(model))
         parallelize(model, ctx)
-        place_values([model], layout, built_values(_build()) if ctx.is_main_process else None, device=ctx.device)
+        build = (lambda: built_values(_build())) if ctx.is_main_process else None
+        place_values([model], layout, build, device=ctx.device)
         wrong = []
         tensors = {canonical_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         for name, value in built_values(expected).items():
@@ -198,7 +222,7 @@ def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], de
     """Return the bytes that this rank gets by scatters and by broadcasts for two layers of 8 x 8 and 8 elements."""
     with MeshConfig(**degrees).build() as ctx:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        values = built_values(model) if ctx.is_main_process else None
+        values = built_values(model)
         move_to_meta(model)
         layout = dict(built_values_on_meta(model))
         parallelize(model, ctx)
@@ -206,7 +230,7 @@ def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], de
             mock.patch.object(torch.distributed, "scatter", wraps=torch.distributed.scatter) as scatter,
             mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as broadcast,
         ):
-            place_values([model], layout, values, device=ctx.device)
+            place_values([model], layout, (lambda: values) if ctx.is_main_process else None, device=ctx.device)
         return [sum(call.args[0].nbytes for call in sent.call_args_list) for sent in (scatter, broadcast)]
 
 

@@ -67,11 +67,6 @@ class Case:
     inputs: tuple[str, ...] = ("input_ids",)
     rounds_to_float32: bool = False
 
-    @property
-    def has_tensor_plan(self) -> bool:
-        """Whether the model carries a plan for tensor parallelism."""
-        return bool(getattr(transformers, self.model_class).config_class.base_model_tp_plan)
-
     def build(self) -> Any:
         """Build the model with values that differ from its initialization."""
         torch.manual_seed(1)

@@ -4,8 +4,17 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import Shard
 
-from d9d_dist import ColumnParallel, MeshConfig, RowParallel, SequenceParallel, UserError, parallelize_tensor
+from d9d_dist import (
+    ColumnParallel,
+    MeshConfig,
+    RowParallel,
+    SequenceParallel,
+    TensorStyle,
+    UserError,
+    parallelize_tensor,
+)
 from d9d_dist.testing import RankError, assert_trees_close, full_gradients, run_ranks
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
 
@@ -116,3 +125,47 @@ def test_modules_between_split_layers_have_partial_gradients_or_are_refused() ->
         UserError, match=r"model.layers.\*.mlp.scale \(no style\), model.layers.\*.mlp.norm \(LayerNorm, no style\)"
     ):
         tensor_plan(model, 2)
+
+
+def _experts() -> nn.Module:
+    torch.manual_seed(3)
+    sizes = {"num_experts": 4, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
+    model = transformers.Qwen3MoeForCausalLM(_model("Qwen3MoeForCausalLM", **sizes).config).double()
+    model.config._experts_implementation = "eager"
+    return model.get_submodule("model.layers.0.mlp")
+
+
+def _train_first_experts(block: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients when every token is routed to experts 0 and 1."""
+    with torch.no_grad():
+        block.get_parameter("gate.weight").copy_(torch.tensor([2.0, 1.0, -1.0, -2.0])[:, None].expand(4, 8))
+    block(
+        torch.rand(3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ).square().sum().backward()
+    return full_gradients(block)
+
+
+def _train_split_experts() -> dict[str, torch.Tensor]:
+    sizes = {"num_experts": 4, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
+    style = tensor_plan(_model("Qwen3MoeForCausalLM", **sizes), 2)["model.layers.0.mlp.experts"]
+    with MeshConfig(tensor_parallel=2).build() as ctx:
+        block = _experts()
+        parallelize_tensor(block.get_submodule("experts"), ctx.mesh_for("dense")["tp"], {"": style})
+        return _train_first_experts(block)
+
+
+def test_experts_without_tokens_on_a_rank_have_gradients_of_zero() -> None:
+    expected = _train_first_experts(_experts())
+    for found in run_ranks(_train_split_experts, world_size=2):
+        assert_trees_close(found, expected, rtol=1e-12)
+
+
+def _styles(kind: str, name: str, **changes: Any) -> TensorStyle:
+    return tensor_plan(_model(kind, **changes), 2)[f"model.layers.0.{name}"]
+
+
+def test_plans_of_parameters_without_a_layer() -> None:
+    sorted_experts = _styles("Llama4ForCausalLM", "feed_forward.experts", num_local_experts=2, moe_layers=[0])
+    assert sorted_experts.placements() == {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
+    shared = _styles("InklingForCausalLM", "mlp.shared_experts", n_shared_experts=1, mlp_layer_types=["sparse"])
+    assert shared.placements() == {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}

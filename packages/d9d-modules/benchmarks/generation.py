@@ -51,7 +51,7 @@ def main() -> None:
                     max_context=args.prompt + args.new_tokens,
                     temperature=0,
                     use_cache=use_cache,
-                )
+                ).token_ids
                 times.append(time.process_time() - start)
                 texts.append(text)
         figures[name] = {

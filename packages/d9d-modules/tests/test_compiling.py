@@ -19,6 +19,7 @@ class _Mean(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.sample("selective")
 def test_layers_compute_the_same_under_the_same_names(policy: CheckpointPolicy) -> None:
     layers = nn.ModuleDict({str(i): DecoderLayer(8, attention=_Mean(), feed_forward=SwiGLU(8, 12)) for i in (2, 3)})
     rotary = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)

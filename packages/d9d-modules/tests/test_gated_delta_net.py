@@ -179,6 +179,7 @@ def _train(sequence_parallel: bool) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.sample("True")
 def test_two_ranks_equal_one(sequence_parallel: bool) -> None:
     ((expected, gradients),) = run_ranks(_train, False, world_size=1)
     results = run_ranks(_train, sequence_parallel, world_size=2)

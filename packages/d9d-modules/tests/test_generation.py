@@ -16,7 +16,7 @@ def _successor(input_ids: Tensor) -> Tensor:
 
 def test_temperature_zero_is_greedy() -> None:
     prompt = torch.tensor([[3], [6]])
-    continued = generate(_successor, prompt, max_new_tokens=4, max_context=10, temperature=0)
+    continued = generate(_successor, prompt, max_new_tokens=4, max_context=10, temperature=0).token_ids
     assert continued.tolist() == [[3, 4, 5, 6, 7], [6, 7, 0, 1, 2]]
 
 
@@ -34,22 +34,22 @@ def test_the_context_is_truncated() -> None:
 def test_top_k_samples_from_the_most_likely_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.zeros(500, 1, dtype=torch.int64)
-    drawn = generate(_successor, prompt, top_k=2, max_new_tokens=1, max_context=1, generator=generator)[:, 1]
+    drawn = generate(_successor, prompt, top_k=2, max_new_tokens=1, max_context=1, generator=generator).token_ids[:, 1]
     assert set(drawn.tolist()) == {1, 2}
     # exp(2) : exp(1)
     assert abs((drawn == 1).float().mean().item() - 0.731) < 0.07
-    everything = generate(_successor, prompt, max_new_tokens=1, max_context=1, generator=generator)[:, 1]
+    everything = generate(_successor, prompt, max_new_tokens=1, max_context=1, generator=generator).token_ids[:, 1]
     assert set(everything.tolist()) == set(range(VOCAB))
 
 
 def test_top_k_beyond_the_vocabulary_samples_from_all() -> None:
-    continued = generate(_successor, torch.tensor([[0]]), max_new_tokens=2, max_context=4, top_k=100)
+    continued = generate(_successor, torch.tensor([[0]]), max_new_tokens=2, max_context=4, top_k=100).token_ids
     assert continued.shape == (1, 3)
 
 
 def test_low_temperature_sharpens() -> None:
     prompt = torch.zeros(300, 1, dtype=torch.int64)
-    drawn = generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=0.05)[:, 1]
+    drawn = generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=0.05).token_ids[:, 1]
     assert drawn.eq(1).all()
 
 
@@ -60,11 +60,44 @@ def test_equal_seeds_give_equal_text_and_no_graph() -> None:
     model = Qwen3ForCausalLM(params)
     prompt = torch.randint(0, 16, (2, 3))
     first, second = (
-        generate(model, prompt, max_new_tokens=6, max_context=4, generator=torch.Generator().manual_seed(5))
+        generate(model, prompt, max_new_tokens=6, max_context=4, generator=torch.Generator().manual_seed(5)).token_ids
         for _ in range(2)
     )
     assert torch.equal(first, second)
     assert torch.equal(first[:, :3], prompt)
+
+
+def test_row_seeds_sample_the_same_tokens_in_any_split_of_the_rows() -> None:
+    seeds = torch.arange(400) * 7 - 11
+
+    def sample(some: Tensor) -> Tensor:
+        prompt = torch.zeros(len(some), 1, dtype=torch.int64)
+        return generate(_successor, prompt, row_seeds=some, top_k=2, max_new_tokens=3, max_context=4).token_ids
+
+    whole = sample(seeds)
+    assert torch.equal(torch.cat([sample(part) for part in seeds.split((1, 150, 249))]), whole)
+    assert torch.equal(sample(seeds.flip(0)), whole.flip(0))
+    steps = whole.diff(dim=1) % VOCAB  # 1 with probability e / (e + 1), else 2
+    assert set(steps.unique().tolist()) == {1, 2}
+    for drawn in steps.unbind(1):
+        assert abs((drawn == 1).float().mean().item() - 0.731) < 5 * (0.731 * 0.269 / 400) ** 0.5
+    agreements = (steps[:, 0] == steps[:, 1]).float().mean().item()
+    assert abs(agreements - (0.731**2 + 0.269**2)) < 5 * (0.607 * 0.393 / 400) ** 0.5  # tokens of a row are independent
+
+
+def test_row_seeds_are_checked() -> None:
+    prompt = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"row_seeds have shape \(3,\) and dtype torch\.int64; expected torch\.int64"):
+        generate(_successor, prompt, row_seeds=torch.arange(3), max_new_tokens=1, max_context=1)
+    with pytest.raises(UserError, match="got row_seeds and a generator; expected one of them"):
+        generate(
+            _successor,
+            prompt,
+            row_seeds=torch.arange(2),
+            generator=torch.Generator(),
+            max_new_tokens=1,
+            max_context=1,
+        )
 
 
 def test_invalid_options_raise() -> None:
@@ -87,9 +120,9 @@ def test_padding_does_not_change_the_generated_text() -> None:
         return F.one_hot(ids.cumsum(dim=1) % 7, num_classes=7).float()
 
     prompt = torch.tensor([[1, 2, 3]])
-    plain = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0)
+    plain = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0).token_ids
     assert lengths == [3, 4, 5, 5]
-    padded = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0, pad_to_multiple_of=4)
+    padded = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0, pad_to_multiple_of=4).token_ids
     assert lengths[4:] == [4, 4, 8, 8]
     assert torch.equal(padded, plain)
     with pytest.raises(UserError, match="pad_to_multiple_of = 0; expected at least 1"):

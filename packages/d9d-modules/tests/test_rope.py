@@ -15,7 +15,9 @@ def test_rotation_is_a_complex_product() -> None:
     angles = (position_ids.unsqueeze(-1) * frequencies).unsqueeze(-2)
     expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
     rotated = apply_rotary(x, tables)
-    torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1), rtol=0, atol=1e-3)
+    # The tables are float32: a frequency and an angle of up to 1000 are rounded, by 2 eps together.
+    rounding = 2 * torch.finfo(torch.float32).eps * 1000 * expected.abs().max().item()
+    torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1), rtol=0, atol=rounding)
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
@@ -28,7 +30,9 @@ def test_scores_depend_on_the_distance_alone() -> None:
         assert cos.shape == sin.shape == (2, 1, 8)
         return (rotated[0] * rotated[1]).sum()
 
-    torch.testing.assert_close(score(7, 3), score(104, 100), rtol=1e-4, atol=1e-4)
+    # Two rotations at each of two places, with float32 angles of up to 20, each rounded by 2 eps.
+    rounding = 4 * 2 * torch.finfo(torch.float32).eps * 20 * (query.norm() * key.norm()).item()
+    torch.testing.assert_close(score(7, 3), score(20, 16), rtol=0, atol=rounding)
     assert (score(7, 3) - score(7, 4)).abs() > 1e-3
 
 

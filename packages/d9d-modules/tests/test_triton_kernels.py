@@ -5,8 +5,6 @@ Its conversion to bfloat16 cuts off instead of rounding, so 16-bit results may b
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d9d_dist.testing import run_tests_interpreted
 from d9d_modules.norm import add_rms_norm, rms_norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,22 +33,7 @@ TOLERANCE = {
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("numpy")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-o",
-        "addopts=--import-mode=importlib",
-        __file__,
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "15 passed" in done.stdout
+    run_tests_interpreted(__file__, num_passed=15)
 
 
 @pytest.fixture(params=DEVICES)

@@ -95,6 +95,9 @@ def _sharded(softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
         parallelize_tensor(head, ctx.mesh_for("dense")["tp"], {"": VocabParallelHead()})
         found = head(hidden[None].requires_grad_(), labels=labels[None], scores=True)
         (gradient,) = torch.autograd.grad(found["log_probs"].sum(), head.weight)
+        alone = head(hidden[None], labels=labels[None], scores="log_probs")
+        assert alone.keys() == {"log_probs"}
+        torch.testing.assert_close(alone["log_probs"], found["log_probs"])
         return found["log_probs"][0].detach(), found["entropy"][0], full_tensor(gradient)
 
 
@@ -111,8 +114,12 @@ def test_a_sharded_vocabulary_gives_the_same_scores_on_every_rank(softcap: float
 
 def test_scores_need_labels_and_a_cross_entropy() -> None:
     hidden, labels = torch.zeros(1, 2, SIZE), torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(UserError, match="got scores=True with no labels; expected labels"):
+    with pytest.raises(UserError, match="got scores with no labels; expected labels"):
         LanguageModelHead(SIZE, 3)(hidden, scores=True)
     head = LanguageModelHead(SIZE, 3, token_loss=lambda logits, labels: logits[:, 0])
-    with pytest.raises(UserError, match="got scores=True with token_loss = <function"):
+    with pytest.raises(UserError, match="got scores with token_loss = <function"):
         head(hidden, labels=labels, scores=True)
+    candidates = torch.zeros(1, 2, 4, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"got scores=True with candidates, labels of shape \(1, 2, 4\); expected one"):
+        LanguageModelHead(SIZE, 3)(hidden, labels=candidates, scores=True)
+    assert LanguageModelHead(SIZE, 3)(hidden, labels=candidates, scores="log_probs")["log_probs"].shape == (1, 2, 4)

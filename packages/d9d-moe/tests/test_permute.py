@@ -5,13 +5,12 @@ Triton selects the interpreter at import, so a separate process runs the tests o
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
+from d9d_dist.testing import run_tests_interpreted
 from d9d_moe import permute
 from d9d_moe.permute import combine_rows, inverse_permutation, sum_rows, take_rows
 
@@ -25,21 +24,7 @@ SHAPES = [(4, 1, 16, 4), (0, 2, 5, 0), (3, 4, 2100, 12), (5, 3, 7, 9), (4, 2, 5,
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("numpy")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-o",
-        "addopts=--import-mode=importlib",
-        __file__,
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 passed" in done.stdout
+    run_tests_interpreted(__file__, num_passed=10)
 
 
 @pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])

@@ -183,6 +183,7 @@ MIXED = [
 
 @pytest.mark.parametrize(("method", "dtypes", "tolerance"), MIXED)
 @pytest.mark.parametrize("mesh", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}, {"tensor_parallel": 2}])
+@pytest.mark.sample("mesh0-LoRA-dtypes2-1e-05", "mesh1-DoRA-dtypes1-0.03125", "mesh2-LoRA-dtypes0-0.03125")
 def test_layout_trains_adapters_of_another_dtype_as_one_process(
     method: Any, dtypes: tuple[torch.dtype, torch.dtype], tolerance: float, mesh: dict[str, int]
 ) -> None:

@@ -17,14 +17,14 @@ from transformers import Qwen3MoeForCausalLM as Reference
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 from d9d_dist import DistributedContext, MeshConfig, StageInfo, UserError
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import assert_rounds_like, assert_trees_close, run_ranks
 from d9d_moe import (
+    QWEN3_MOE,
     GroupedSwiGLU,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     parallelize_moe,
-    qwen3_moe_from_hugging_face,
-    qwen3_moe_hugging_face_config,
+    sparse_from_hugging_face,
 )
 from d9d_peft import LoRA, PeftMethod, Stack, inject, load_adapters, merge_, save_adapters
 from d9d_state import StateMapper, parallel, rename, sequential, split, transpose
@@ -34,9 +34,8 @@ PARAMS = Qwen3MoeParams(
         tie_word_embeddings=False, initializer_range=0.2,
     num_experts=4, top_k=2, expert_intermediate_size=12,
 )  # fmt: skip
-FUSED = qwen3_moe_from_hugging_face(PARAMS, layout="fused")
+FUSED = sparse_from_hugging_face(PARAMS, layout="fused")
 TOKENS = torch.arange(16).view(2, 8)
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 # Options of peft, and the equivalent method of d9d.
 CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
     "all": (
@@ -64,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
 def reference(dtype: torch.dtype) -> Reference:
     """Return the model of `transformers` with random weights, equal on every call."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(PARAMS))
+    config = Qwen3MoeConfig.from_dict(QWEN3_MOE.write(PARAMS))
     config._experts_implementation = "eager"  # torch's grouped kernel takes no float64
     model = Reference(config)
     with torch.no_grad():
@@ -93,10 +92,7 @@ def ours(method: PeftMethod, dtype: torch.dtype) -> tuple[Qwen3MoeForCausalLM, S
     """Return the same model in d9d, with adapters, and the mapper from the reference's tensors."""
     model = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 1)).to(dtype)
     tensors = dict(reference(dtype).state_dict())
-    state: dict[str, Tensor] = {}
-    for group in FUSED.groups:
-        state |= FUSED.apply({name: tensors[name] for name in group.inputs})
-    model.load_state_dict(state)
+    model.load_state_dict(FUSED.apply_all(tensors))
     return model, sequential(FUSED, inject(method, model))
 
 
@@ -121,36 +117,38 @@ def logits(model: nn.Module) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", CASES)
-def test_adapters_of_peft_load_and_merge_as_in_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def load_and_merge(folder: Path, name: str, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return logits and merged weights of d9d with the adapters of peft, and those of peft."""
     expected = theirs(name, dtype)
-    expected.save_pretrained(str(tmp_path))
+    expected.save_pretrained(str(folder))
     model, mapper = ours(CASES[name][1], dtype)
     before = logits(model)
-    load_adapters(model, tmp_path, FUSED)
-    assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert_close(logits(model), logits(expected))
-    assert (logits(model) - before).abs().max() > 0.01
+    load_adapters(model, folder, FUSED)
+    got, wanted = {"logits": logits(model).detach()}, {"logits": logits(expected).detach()}
+    assert (got["logits"] - before).abs().max() > 0.01
     merge_(model)
-    exported: dict[str, Tensor] = {}
-    state = dict(model.state_dict())
-    back = mapper.inverse()
-    for group in back.groups:
-        exported |= back.apply({key: state[key] for key in group.inputs})
-    merged = expected.merge_and_unload().state_dict()
-    assert_close(exported, {key: merged[key] for key in exported})
+    exported, merged = mapper.inverse().apply_all(model.state_dict()), expected.merge_and_unload().state_dict()
+    return {**got, "merged": exported}, {**wanted, "merged": {key: merged[key] for key in exported}}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_peft_and_d9d_load_saved_adapters(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    model, _ = ours(CASES[name][1], dtype)
+def test_adapters_of_peft_load_and_merge_as_in_peft(tmp_path: Path, name: str) -> None:
+    """Compare the results in float64, and the rounding errors of float32 with each other."""
+    double, exact = load_and_merge(tmp_path, name, torch.float64)
+    assert_trees_close(double, exact, rtol=1e-10)
+    single, peer = load_and_merge(tmp_path, name, torch.float32)
+    for kind in exact:
+        assert_rounds_like(single[kind], exact[kind], peer=peer[kind])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_and_d9d_load_saved_adapters(tmp_path: Path, name: str) -> None:
+    model, _ = ours(CASES[name][1], torch.float64)
     perturb(model)
     save_adapters(model, tmp_path, FUSED)
-    loaded = peft.PeftModel.from_pretrained(reference(dtype), tmp_path)
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    again, _ = ours(CASES[name][1], dtype)
+    loaded = peft.PeftModel.from_pretrained(reference(torch.float64), tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-10, atol=1e-10)
+    again, _ = ours(CASES[name][1], torch.float64)
     load_adapters(again, tmp_path, FUSED)
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
@@ -179,7 +177,7 @@ def test_shared_factor_a_is_refused_for_layers_of_half_its_rank(tmp_path: Path) 
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
-PER_EXPERT = qwen3_moe_from_hugging_face(PARAMS)
+PER_EXPERT = sparse_from_hugging_face(PARAMS)
 
 
 def test_refuses_target_parameters_if_the_mapper_has_one_weight_per_expert(tmp_path: Path) -> None:

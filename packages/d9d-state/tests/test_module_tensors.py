@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from d9d_dist import UserError
 from d9d_state.module_tensors import aliases, module_tensors, unique_tensors
 
 
@@ -39,7 +40,8 @@ def test_tied_tensors_have_one_first_name() -> None:
 
 def test_non_tensor_state_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"got _extra_state in the state dict; expected tensors only\. Remove get_extra_state"
+        UserError,
+        match=r"got _extra_state in the state dict; expected tensors only, which .* Remove get_extra_state",
     ):
         module_tensors(_Extra())
 

@@ -32,10 +32,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every parameter and buffer in place; tied tensors stay tied."""
+    """Replace every parameter and buffer in place; tied tensors stay tied, and parameters keep Python attributes."""
     shared = _shared_slots(model)
+    attributes = {name: vars(parameter) for name, parameter in model.named_parameters() if vars(parameter)}
     with torch.no_grad():
         model._apply(make)
+    for name, found in attributes.items():
+        vars(model.get_parameter(name)).update(found)
     for first, other in shared:
         setattr(other.module, other.name, getattr(first.module, first.name))
 

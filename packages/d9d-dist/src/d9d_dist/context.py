@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,27 +19,10 @@ from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch
 from d9d_dist.peers import publish_self
 from d9d_dist.precision import PrecisionName, precision_of_job
+from d9d_dist.timeouts import Timeouts, check_timeout
 
 Domain = Literal["regular", "dense", "expert", "batch", "flat"]
 Domains = Mapping[Domain, Mapping[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Timeouts of collectives.
-
-    Attributes:
-        startup: Timeout from `MeshConfig.build` on, while ranks import, load and compile at different speeds.
-        step: Timeout while the job runs steps. Set it by `ctx.set_timeout(ctx.timeouts.step)`.
-    """
-
-    startup: timedelta = timedelta(minutes=30)
-    step: timedelta = timedelta(minutes=10)
-
-    def __post_init__(self) -> None:
-        """Raise `UserError` if a timeout is not positive."""
-        for name, timeout in (("startup", self.startup), ("step", self.step)):
-            _check_timeout(f"timeouts.{name}", timeout)
 
 
 class DistributedContext:
@@ -73,7 +55,8 @@ class DistributedContext:
         self.precision = precision_of_job(precision, self.device)
         self.logger = _RankLogger(logging.getLogger("d9d"), {"rank": self.rank, "world_size": self.world_size})
         self._domains = domains
-        self._groups = AxisGroups(timeouts.startup)
+        # On an accelerator, all-to-alls of tokens overlap with all-gathers of weights; gloo's collectives block anyway.
+        self._groups = AxisGroups(timeouts.startup, separate=() if self.device.type == "cpu" else ("ep_shard",))
         self._owns_process_group = not dist.is_initialized()
         if self._owns_process_group:
             _start_process_group(self.device, launch, timeouts.startup)
@@ -156,7 +139,7 @@ class DistributedContext:
         `group_for`. Groups that other code creates later have torch's default timeout until the next call. Raises
         `UserError` if the timeout is not positive.
         """
-        _check_timeout("timeout", timeout)
+        check_timeout("timeout", timeout)
         self._groups.set_timeout(timeout)
 
     def align_groups(self) -> None:
@@ -237,11 +220,6 @@ class _RankLogger(logging.LoggerAdapter[logging.Logger]):
         if place.get("world_size") == 1:
             return msg, kwargs
         return f"[rank {place.get('rank')}/{place.get('world_size')}] {msg}", kwargs
-
-
-def _check_timeout(name: str, timeout: timedelta) -> None:
-    if timeout <= timedelta(0):
-        raise UserError(f"{name} = {timeout}; expected a positive time.")
 
 
 def _device(launch: Launch) -> torch.device:

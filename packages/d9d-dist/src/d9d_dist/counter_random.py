@@ -12,12 +12,12 @@ _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 
-def random_bits_at(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Return 64 random bits, as int64, for each int64 index."""
+def random_bits_at(index: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+    """Return 64 random bits, as int64, for each int64 index. A tensor `key` is int64 and broadcasts with `index`."""
     return mix_bits(index * _GOLDEN + key)
 
 
-def uniform_at(index: torch.Tensor, key: int) -> torch.Tensor:
+def uniform_at(index: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     """Return a float64 number, uniform in the open interval (0, 1), for each int64 index."""
     return _unit(random_bits_at(index, key))
 

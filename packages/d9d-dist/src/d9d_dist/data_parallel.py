@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from d9d_dist._first_forward import refuse_writes_in_first_forward
@@ -53,6 +53,7 @@ def parallelize_hsdp(
     Parameters that FSDP cannot shard are replicated over all axes of the mesh, and `GradientSync` sums their gradients.
     These are parameters of 0 dims, without elements, with `max_norm`, or trained in another dtype than most elements of
     the module. To shard parameters of another dtype, call this function on the inner modules of that dtype first.
+    Sharded parameters become contiguous. Outputs that are parameters, or views of them, are copied.
 
     The first call that merges several axes is collective over all ranks of the job: it creates their process group.
 
@@ -84,12 +85,29 @@ def parallelize_hsdp(
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
     )
-    # Registered before FSDP's hooks, one of which frees the parameters that this hook compares.
+    _fully_shard(
+        module,
+        _replicate_and_shard(mesh, shard_axis),
+        dtypes,
+        reshard_after_forward=reshard_after_forward,
+        shard_dim=shard_dim,
+    )
+
+
+def _fully_shard(
+    module: nn.Module, mesh: DeviceMesh, dtypes: Precision, *, reshard_after_forward: bool, shard_dim: int
+) -> None:
+    """Apply FSDP, without its division of gradients, and with errors where it would be silently wrong."""
+    for parameter in _managed_by_fsdp(module):
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.contiguous()  # FSDP2 supports no other strides, such as channels-last.
+    # Registered before FSDP's hooks, one of which frees the parameters that these hooks compare and copy.
     refuse_writes_in_first_forward(module)
+    module.register_forward_hook(_copy_returned_parameters)
     module.register_forward_hook(_detach_from_base)
     fully_shard(
         module,
-        mesh=_replicate_and_shard(mesh, shard_axis),
+        mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
         ),
@@ -184,6 +202,21 @@ class _WithoutBase(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+def _copy_returned_parameters(module: nn.Module, args: Any, outputs: Any) -> Any:
+    """Return copies of outputs that share memory with parameters, which FSDP frees after forward (forward hook)."""
+    if torch.compiler.is_compiling():
+        return None
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    if all(leaf.grad_fn is not None and leaf._base is None for leaf in leaves):
+        return None  # the results of operators
+    memory = {each.untyped_storage()._cdata for each in module.parameters() if not isinstance(each, DTensor)}
+    if not any(leaf.untyped_storage()._cdata in memory for leaf in leaves):
+        return None
+    return pytree.tree_map_only(
+        torch.Tensor, lambda leaf: leaf.clone() if leaf.untyped_storage()._cdata in memory else leaf, outputs
+    )
 
 
 def _detach_from_base(module: nn.Module, args: Any, outputs: Any) -> Any:

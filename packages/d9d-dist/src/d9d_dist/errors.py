@@ -1,5 +1,7 @@
 """Exception for invalid user input, which a command line distinguishes from a bug."""
 
+from collections.abc import Mapping, Sequence
+
 
 class UserError(ValueError):
     """Invalid input or configuration, usually found before the job starts.
@@ -7,3 +9,15 @@ class UserError(ValueError):
     The message names the value, the expected values and a remedy. `d9d_loop.cli_main` prints it without a traceback
     and exits with code 2.
     """
+
+
+def refuse_listed(what: str, sections: Mapping[str, Sequence[str]]) -> None:
+    """Raise a `UserError` with the entries of each section under its title; return if all sections are empty."""
+    lines = [
+        line
+        for title, entries in sections.items()
+        if entries
+        for line in (f"  {title}:", *(f"    {entry}" for entry in entries))
+    ]
+    if lines:
+        raise UserError(f"{what}:\n" + "\n".join(lines))

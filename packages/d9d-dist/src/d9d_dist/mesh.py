@@ -12,14 +12,17 @@ The expert mesh uses the ranks of dp x cp x tp: `ep_replicate * ep_shard` is the
 """
 
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from d9d_dist.context import DistributedContext, Domains, Timeouts
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.precision import PrecisionName
+from d9d_dist.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from d9d_dist.context import DistributedContext, Domains
 
 
 class MeshConfig(BaseModel):
@@ -86,7 +89,7 @@ class MeshConfig(BaseModel):
             )
         return self.model_copy(update={**degrees, "expert_parallel": expert_parallel})
 
-    def domains(self) -> Domains:
+    def domains(self) -> "Domains":
         """Return the axis sizes of every domain, slowest axis first. Requires a configuration without -1."""
         pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
         dp_replicate, dp_shard = self.data_parallel_replicate, self.data_parallel_shard
@@ -119,7 +122,7 @@ class MeshConfig(BaseModel):
         launch: Launch | None = None,
         timeouts: Timeouts | None = None,
         precision: PrecisionName = "parameters",
-    ) -> DistributedContext:
+    ) -> "DistributedContext":
         """Join the job: check the degrees, start the process group and build the meshes.
 
         Collective over all ranks of the job. Without a launcher the job has one process. By default `launch` is read
@@ -130,6 +133,8 @@ class MeshConfig(BaseModel):
             UserError: If the degrees do not match the number of ranks, before any process group starts. On every rank,
                 if the degrees differ between ranks.
         """
+        from d9d_dist.context import DistributedContext  # noqa: PLC0415 - configurations need no torch
+
         launch = launch or read_launch()
         domains = self.resolve(launch.world_size).domains()
         return DistributedContext(domains, launch=launch, timeouts=timeouts or Timeouts(), precision=precision)

@@ -7,14 +7,19 @@ functions require; `place_values` then copies the values to every rank's shards,
 
 import ctypes
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import prod
+from threading import Thread
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
 from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
@@ -53,12 +58,14 @@ def digest_values(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def move_to_meta(model: nn.Module) -> None:
     """Replace every parameter and buffer by a tensor on `meta`, in place.
 
-    Tied tensors stay tied. Shapes, strides, dtypes, `requires_grad` and module hooks are kept; gradients are freed.
+    Tied tensors stay tied. Shapes, strides, dtypes, `requires_grad`, Python attributes of parameters and module hooks
+    are kept; gradients are freed.
 
     Raises:
         UserError: If values could not be restored later: two tensors overlap in memory, or a module also keeps a
-            parameter in a plain list or dict.
+            parameter in a plain list or dict. Also if hooks of parameters would be lost, or a module is a ScriptModule.
     """
+    _check_replaceable(model)
     _check_no_overlap(model)
     before = {id(tensor): canonical_name(name) for name, tensor in named_tensors(model)}
     for parameter in model.parameters():
@@ -79,7 +86,7 @@ def move_values(model: nn.Module, device: torch.device) -> None:
 def place_values(
     models: Collection[nn.Module],
     layout: Mapping[str, torch.Tensor],
-    values: Mapping[str, torch.Tensor] | None,
+    build: Callable[[], Mapping[str, torch.Tensor]] | None,
     *,
     device: torch.device,
 ) -> None:
@@ -87,13 +94,13 @@ def place_values(
 
     Collective over all ranks: an all-gather of 16 bytes per tensor, then a scatter or broadcast from rank 0 for each
     block of each tensor. A block has at most 8 MiB, or one row per rank if larger. A tensor whose rows are split over
-    all ranks is scattered. Besides its own shards a rank holds one block at a time.
+    all ranks is scattered. Besides its own shards a rank holds one block at a time; whole rows are received in place.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
         layout: Tensors of the whole model that have values, on `meta`, by canonical name, in the same order on every
             rank. Other tensors of the stages are not initialized.
-        values: Values of these tensors on rank 0; `None` on other ranks.
+        build: Builds the values of these tensors on rank 0, while the ranks allocate; `None` on other ranks.
         device: Device of the parameters and buffers.
     """
     targets: dict[str, list[_Target]] = {name: [] for name in layout}
@@ -103,12 +110,11 @@ def place_values(
             for name, tensor in named_tensors(model):
                 if canonical_name(name) in targets:
                     targets[canonical_name(name)].append(_Target.of(tensor, name))
+        with _touch_in_background([target.local for group in targets.values() for target in group]):
+            values = None if build is None else build()
         needed = _gather_rows(targets.values(), device)
         for (name, whole), rows in zip(layout.items(), needed, strict=True):
-            source = None if values is None else values[name]
-            for begin, block in _blocks(whole, source, rows, device):
-                for target in targets[name]:
-                    _copy_part(target, block, begin)
+            _Transfer(targets[name], whole, rows, device).run(None if values is None else values[name])
 
 
 class _Target(NamedTuple):
@@ -129,6 +135,35 @@ class _Target(NamedTuple):
         rows = self.places[0]
         return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
+    def whole_rows(self, begin: int, size: int, row_shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return the memory of consecutive rows; `None` if the shard does not hold all of them, whole and in order."""
+        first, end = self.rows()
+        if not (first <= begin and begin + size <= end and end - first == prod(self.local.shape[:1])):
+            return None
+        if self.local.shape[1:] != row_shape or not self.local.is_contiguous():
+            return None
+        return self.local.view(-1, *row_shape)[begin - first : begin - first + size]
+
+
+@contextmanager
+def _touch_in_background(tensors: Sequence[torch.Tensor]) -> Generator[None]:
+    """Write zeros to CPU tensors in a thread during the body.
+
+    The first write to fresh memory takes as long as several copies, and most ranks only wait for rank 0.
+    """
+
+    def touch() -> None:
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                tensor.detach().zero_()
+
+    thread = Thread(target=touch)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
 
 def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -> list[list[tuple[int, int]]]:
     """Return, for each tensor, the begin and the end of the rows that each rank needs."""
@@ -144,38 +179,68 @@ def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -
     return every.view(dist.get_world_size(), -1, 2).transpose(0, 1).tolist()
 
 
-def _blocks(
-    whole: torch.Tensor, source: torch.Tensor | None, needed: Sequence[tuple[int, int]], device: torch.device
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Send blocks of rows of a tensor from rank 0; yield the first row index and the rows of each received block.
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Transfer of one tensor from rank 0 to the targets of all ranks, by blocks of rows.
 
-    A block is valid until the next iteration. `whole` is the full tensor on `meta`, `source` its values on rank 0,
-    `needed` the begin and the end of each rank's rows.
+    Attributes:
+        targets: This rank's targets.
+        whole: The full tensor, on `meta`.
+        needed: The begin and the end of each rank's rows.
+        device: Device of the targets.
     """
-    longest = max(end - begin for begin, end in needed)
-    if not whole.numel() or not longest:
+
+    targets: Sequence[_Target]
+    whole: torch.Tensor
+    needed: Sequence[tuple[int, int]]
+    device: torch.device
+
+    def run(self, source: torch.Tensor | None) -> None:
+        """Send the values, `source` on rank 0, and copy the received rows into the targets."""
+        longest = max(end - begin for begin, end in self.needed)
+        if not self.whole.numel() or not longest:
+            return
+        num_rows, row_shape = len(self.rows_of(self.whole)), self.rows_of(self.whole).shape[1:]
+        is_scattered = longest * len(self.needed) <= 1.25 * num_rows
+        begins: list[int] = [begin for begin, _ in self.needed] if is_scattered else [0]
+        num_sent = longest if is_scattered else num_rows
+        row_bytes = prod(row_shape) * self.whole.itemsize
+        step = min(max(_BLOCK_BYTES // (row_bytes * len(begins)), 1), num_sent)
+        for offset in range(0, num_sent, step):
+            size = min(step, num_sent - offset)
+            # The last rows of a rank with fewer rows than others are sent together with rows of another rank.
+            starts = [min(begin + offset, num_rows - size) for begin in begins]
+            parts = None
+            if source is not None:
+                rows = self.rows_of(source)
+                parts = [rows[start : start + size].to(self.device).contiguous() for start in starts]
+            begin = starts[dist.get_rank() if is_scattered else 0]
+            place = self.targets[0].whole_rows(begin, size, row_shape) if len(self.targets) == 1 else None
+            block = self.whole.new_empty((size, *row_shape), device=self.device) if place is None else place
+            _send(parts, block, is_scattered=is_scattered)
+            if place is None:
+                for target in self.targets:
+                    _copy_part(target, block, begin)
+
+    @staticmethod
+    def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with at least one dim."""
+        return tensor if tensor.ndim else tensor.view(1)
+
+
+def _send(parts: Sequence[torch.Tensor] | None, block: torch.Tensor, *, is_scattered: bool) -> None:
+    """Fill `block` on each rank with the rank's own part of rank 0's `parts`, or with the only part."""
+
+    def as_bytes(tensor: torch.Tensor) -> torch.Tensor:  # gloo supports neither float8 nor complex dtypes
+        return tensor.view(-1).view(torch.uint8)
+
+    if is_scattered and dist.get_world_size() > 1:
+        dist.scatter(as_bytes(block), None if parts is None else [as_bytes(part) for part in parts], src=0)
         return
-    if not whole.ndim:
-        whole, source = whole.view(1), None if source is None else source.view(1)
-    is_scattered = longest * len(needed) <= 1.25 * len(whole)
-    begins: list[int] = [begin for begin, _ in needed] if is_scattered else [0]
-    num_rows = longest if is_scattered else len(whole)
-    step = min(max(_BLOCK_BYTES // (whole[0].nbytes * len(begins)), 1), num_rows)
-    buffer = None if source is not None else whole.new_empty((step, *whole.shape[1:]), device=device)
-    for offset in range(0, num_rows, step):
-        size = min(step, num_rows - offset)
-        # The last rows of a rank with fewer rows than others are sent together with rows of another rank.
-        starts = [min(begin + offset, len(whole) - size) for begin in begins]
-        parts = [] if source is None else [source[start : start + size].to(device).contiguous() for start in starts]
-        place = dist.get_rank() if is_scattered else 0
-        block = parts[place] if buffer is None else buffer[:size]
-        # As bytes: gloo supports neither float8 nor complex dtypes.
-        raw = block.view(-1).view(torch.uint8)
-        if is_scattered and len(needed) > 1:
-            dist.scatter(raw, [part.view(-1).view(torch.uint8) for part in parts] or None, src=0)
-        elif len(needed) > 1:
-            dist.broadcast(raw, src=0)
-        yield starts[place], block
+    if parts is not None:
+        block.copy_(parts[0])
+    if dist.get_world_size() > 1:
+        dist.broadcast(as_bytes(block), src=0)
 
 
 def _copy_part(target: _Target, block: torch.Tensor, begin: int) -> None:
@@ -200,6 +265,26 @@ def _copy_part(target: _Target, block: torch.Tensor, begin: int) -> None:
 def _crc(tensor: torch.Tensor) -> int:
     whole = tensor.cpu().contiguous()  # the variable keeps the memory alive during the read
     return zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())) if whole.nbytes else 0
+
+
+def _check_replaceable(model: nn.Module) -> None:
+    scripted = [canonical_name(name) for name, module in model.named_modules() if isinstance(module, ScriptModule)]
+    if scripted:
+        raise UserError(
+            f"{', '.join(name or 'the model' for name in scripted[:1])} is a module of torch.jit; expected Python "
+            "modules, because sharded parameters cannot replace those of a script. Use the module that was scripted or "
+            "traced."
+        )
+    hooked = [
+        canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if any((parameter._backward_hooks, parameter._post_accumulate_grad_hooks))
+    ]
+    if hooked:
+        raise UserError(
+            f"{', '.join(hooked)} have hooks (register_hook); expected none, because sharded parameters replace those "
+            "that were built. Change the gradients in forward, or in a handler of GradientsReady."
+        )
 
 
 def _check_no_overlap(model: nn.Module) -> None:

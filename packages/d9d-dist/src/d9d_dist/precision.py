@@ -1,9 +1,10 @@
 """Dtypes of computation and of gradient reduction."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PrecisionName: TypeAlias = Literal["auto", "parameters", "bfloat16"]
 """Dtype in which a job computes: that of the parameters, bfloat16, or (auto) bfloat16 on accelerators only."""
@@ -20,16 +21,18 @@ class Precision:
             float32 tables as inputs, such as rotary embeddings.
     """
 
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    compute: "torch.dtype | None" = None
+    reduce: "torch.dtype | None" = None
     cast_inputs: bool = True
 
 
-def precision_of_job(name: PrecisionName, device: torch.device) -> Precision | None:
+def precision_of_job(name: PrecisionName, device: "torch.device") -> Precision | None:
     """Return the precision that a name means on a device; `None` for the dtype of the parameters.
 
     In bfloat16, parameters, optimizer and sums of gradients over ranks stay in float32.
     """
+    import torch  # noqa: PLC0415 - configurations need no torch
+
     if name == "parameters" or (name == "auto" and device.type == "cpu"):
         return None
     return Precision(compute=torch.bfloat16, reduce=torch.float32)

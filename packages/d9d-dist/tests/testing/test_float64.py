@@ -1,6 +1,7 @@
 import torch
+from torch import Tensor, nn
 
-from d9d_dist.testing import KeepFloat64
+from d9d_dist.testing import KeepFloat64, in_float64
 
 
 def test_only_conversions_from_float64_are_changed() -> None:
@@ -18,3 +19,18 @@ def test_only_conversions_from_float64_are_changed() -> None:
     assert expected.grad is not None
     assert torch.equal(x.grad, expected.grad)
     assert x.float().dtype == torch.float32
+
+
+class _RoundsToFloat32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.float() / x).to(self.weight.dtype)
+
+
+def test_a_copy_runs_in_float64() -> None:
+    model, x = _RoundsToFloat32(), torch.tensor([3.0, 7.0])
+    assert torch.equal(in_float64(model, x), torch.tensor([1 / 3, 3 / 7], dtype=torch.float64))
+    assert model.weight.dtype == torch.float32

@@ -4,12 +4,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import d9d_loop
 from d9d_dist import UserError
+from d9d_loop import jobs
 from d9d_loop.cli_main import cli_main
 from d9d_loop.config.config_file import read_config_file
 from d9d_loop.config.config_source import split_words
-from d9d_loop.config.preset import PresetConfig, look_beside_preset, preset_trainer
-from d9d_loop.jobs import STARTERS, TextJobConfig, text_trainer, write_starter
+from d9d_loop.config.preset import PresetConfig, look_beside_preset
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.starter_files import STARTERS, write_starter
 
 
 def main() -> None:
@@ -17,18 +20,20 @@ def main() -> None:
 
     A file with the key `job` is a job on text (`TextJobConfig`). Other files are presets, which name their model, task
     and data by import path; these are also resolved in the current folder and in the preset's folder. `--init JOB`
-    writes a commented file to start from, `--init` lists them.
+    writes a commented file to start from, `--init` lists them. Help and messages about invalid keys do not wait for the
+    import of torch.
     """
     words = sys.argv[1:]
     with cli_main():
         if "--init" in words:
             _init(words[words.index("--init") + 1 :])
         elif _is_text_job(words):
-            print(text_trainer(TextJobConfig.from_cli()).train())
+            job = TextJobConfig.from_cli()
+            print(jobs.text_trainer(job).train())
         else:
             config = PresetConfig.from_cli()
             look_beside_preset()
-            print(preset_trainer(config).train())
+            print(d9d_loop.preset_trainer(config).train())
 
 
 def _init(words: Sequence[str]) -> None:

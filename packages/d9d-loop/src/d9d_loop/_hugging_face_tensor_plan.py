@@ -4,7 +4,7 @@ The plan names styles of `transformers` for modules and parameters, with `*` for
 modules are plain tensors in all styles, as in `d9d_dist`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 from d9d_dist import (
     ColumnParallel,
@@ -22,6 +23,7 @@ from d9d_dist import (
     UserError,
     check_token_ids,
     copy_to_axis,
+    gather_from_axis,
     reduce_from_axis,
     scatter_to_axis,
 )
@@ -56,6 +58,11 @@ def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
         else:
             plan[name] = style
     unknown = unknown or _name_inner_modules(model, plan)
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Gemma4Model" and module.config.get_text_config().hidden_size_per_layer_input:
+            # It reads the row of the padding token outside of the embedding.
+            plan.pop(f"{name}.language_model.embed_tokens")
+            plan[name] = _ReadsParameters(("language_model.embed_tokens",))
     if unknown:
         raise UserError(
             f"mesh.tensor_parallel = {degree}, and the plan of {type(model).__name__} has styles that are not "
@@ -73,8 +80,12 @@ def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -
     match rule:
         case "moe_tp_experts" if model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts":
             style = _SplitExperts(tuple(key for key, _ in module.named_parameters(recurse=False)))
-        case "local_params" if set(inside.values()) == {"colwise"}:
+        case "moe_tp_experts" if inside == _SORTED_EXPERTS:
+            style = _SplitSortedExperts()
+        case "local_params" if set(inside.values()) <= {"colwise"}:
             style = _SplitParameters(tuple(inside))
+        case "all_reduce" if set(inside.values()) == {"colwise", "rowwise"} and _is_batched(module, inside):
+            style = _SplitMatrices({key: Shard(1 if each == "colwise" else 2) for key, each in inside.items()})
         case _ if inside:
             pass
         case "colwise" if is_linear:
@@ -121,7 +132,7 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
         is_split = any(isinstance(style, ColumnParallel) and not _has_whole_output(style) for style in styles)
         if not is_split or any(isinstance(style, _LatentProjection) for style in styles):
             if name not in plan and any(isinstance(child, nn.Conv1d) for child in module.children()):
-                plan[name] = _ReadsChildren()
+                plan[name] = _ReadsParameters(tuple(children))
             continue
         if name not in plan:
             unknown += [
@@ -137,6 +148,11 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
             else:
                 unknown.append(f"{_with_wildcards(full_name)} ({type(inner).__name__}, no style)")
     return unknown
+
+
+def _is_batched(module: nn.Module, names: Iterable[str]) -> bool:
+    """Return True if all parameters of a module are matrices with one batch dim."""
+    return set(names) == module._parameters.keys() and all(each.ndim == 3 for each in module.parameters(recurse=False))
 
 
 def _looks_up_rows(embedding: Any) -> bool:
@@ -232,13 +248,18 @@ class _SplitParameters(TensorStyle):
 
 @final
 @dataclass(frozen=True)
-class _ReadsChildren(TensorStyle):
-    """Replicated module that reads the parameters of its children, such as the weight of a causal convolution."""
+class _ReadsParameters(TensorStyle):
+    """Replicated module that reads the parameters of submodules, such as the weight of a causal convolution.
+
+    Attributes:
+        names: Names of the submodules.
+    """
 
     has_partial_gradients: ClassVar[bool] = False
+    names: tuple[str, ...]
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = [(child, dict(child._parameters)) for child in module.children()]
+        before = [(child, dict(child._parameters)) for child in map(module.get_submodule, self.names)]
         for child, parameters in before:
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and all(
@@ -282,8 +303,47 @@ class _SplitExperts(TensorStyle):
         is_away = (local < 0) | (local >= module.num_experts)
         local, weights = local.masked_fill(is_away, module.num_experts), weights.masked_fill(is_away, 0.0)
         output = inner(x, local, weights, *rest, **kwargs)
-        # Adding zero lets backward reach the collectives of copy_to_axis on ranks whose experts get no tokens.
-        return reduce_from_axis(output + x[:0].sum() + weights[:0].sum(), mesh)
+        # Adding zero lets backward reach the collectives of copy_to_axis on ranks whose experts get no tokens. The loop
+        # over experts ("eager") must also give their parameters gradients of zero, as in a job of one process.
+        is_loop = getattr(getattr(module, "config", None), "_experts_implementation", "eager") == "eager"
+        used = (x, weights, *(getattr(module, name) for name in self.names if is_loop))
+        return reduce_from_axis(sum((tensor[:0].sum() for tensor in used), output), mesh)
+
+
+_SORTED_EXPERTS = {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}
+"""Rules of the parameters of experts that take tokens sorted by expert, as in Llama 4."""
+
+
+@final
+@dataclass(frozen=True)
+class _SplitSortedExperts(TensorStyle):
+    """Experts distributed over ranks, for an input [num_experts * num_tokens, hidden] that is sorted by expert."""
+
+    def placements(self) -> Mapping[str, Placement]:
+        return dict.fromkeys(_SORTED_EXPERTS, Shard(0))
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = inner(scatter_to_axis(args[0], mesh, dim=0), *args[1:], **kwargs)
+        return gather_from_axis(output, mesh, dim=0, gradient="equal")
+
+
+@final
+@dataclass(frozen=True)
+class _SplitMatrices(TensorStyle):
+    """Module of batched matrices, split by outputs or inputs, whose result is a sum over the split features.
+
+    Attributes:
+        by_name: Placements of the parameters.
+    """
+
+    by_name: Mapping[str, Placement]
+
+    def placements(self) -> Mapping[str, Placement]:
+        return self.by_name
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inputs, options = pytree.tree_map_only(torch.Tensor, lambda x: copy_to_axis(x, mesh), (args, kwargs))
+        return reduce_from_axis(inner(*inputs, **options), mesh)
 
 
 _LINEAR_STYLES: Mapping[str | None, TensorStyle] = {

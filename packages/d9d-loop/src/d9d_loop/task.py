@@ -82,12 +82,9 @@ class Task(BatchTask):
 
     Attributes:
         weight_unit: Unit of the loss weight as a plural noun. The throughput is named after it, e.g. tokens_per_second.
-        needs_likelihoods: True if `loss` uses the model's losses as negative log-likelihoods. A model whose attribute
-            `returns_likelihoods` is False, because it adds other losses, is then refused.
     """
 
     weight_unit: str = "items"
-    needs_likelihoods: bool = False
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Any) -> Loss:

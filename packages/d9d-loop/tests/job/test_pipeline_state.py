@@ -160,6 +160,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.sample("2")
 def test_evaluations_of_every_optimizer_equal_one_process(
     tmp_path: Path, one_process: dict[str, Trace], num_ranks: int
 ) -> None:
@@ -172,6 +173,7 @@ def test_evaluations_of_every_optimizer_equal_one_process(
 
 
 @pytest.mark.parametrize("later", [1, 2])
+@pytest.mark.sample("2")
 def test_every_optimizer_resumes_with_stages(tmp_path: Path, one_process: dict[str, Trace], later: int) -> None:
     """Non-tensor state, such as counters, is restored on every stage, also with other stages than before."""
     first: list[Run] = [(name, {"optimizer": optimizer, "steps": 2}) for name, optimizer in OPTIMIZERS.items()]

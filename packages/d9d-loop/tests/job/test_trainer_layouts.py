@@ -17,7 +17,7 @@ from d9d_metrics import Max, Metric, Sum, WeightedMean, read_metrics
 Batch = dict[str, torch.Tensor]
 LENGTH, STEPS = 8, 3
 LAYOUTS = ["tp=2,cp_shard=2", "tp=2,dp_shard=2,microbatch=2", "cp_replicate=2,dp_replicate=2"]
-VOLATILE = {"time", "items_per_second"}
+VOLATILE = {"time", "items_per_second", "peak_memory_gib"}
 
 
 class _Net(nn.Module):
@@ -111,6 +111,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, floa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample("tp=2,cp_shard=2")
 def test_reports_and_evaluations_are_those_of_one_process(
     tmp_path: Path, layout: str, one_process: list[dict[str, float]]
 ) -> None:

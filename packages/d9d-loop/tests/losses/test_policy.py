@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from d9d_dist import UserError
-from d9d_loop.losses import PolicyLoss
+from d9d_loop.losses import Average, PolicyLoss
 
 
 class Sampled:
@@ -110,6 +110,16 @@ def test_the_first_update_has_the_gradient_of_reinforce() -> None:
         (found,) = torch.autograd.grad(sampled.ours(loss), sampled.policy)
         (gradient,) = torch.autograd.grad(expected, sampled.policy, retain_graph=True)
         assert_close(found, gradient)
+
+
+@pytest.mark.parametrize("average", ["tokens", "sequences"])
+def test_router_losses_are_averaged_as_the_losses_of_tokens(average: Average) -> None:
+    sampled = Sampled()
+    auxiliary = torch.rand_like(sampled.policy)
+    loss = PolicyLoss(average=average)
+    answers = sampled.rows.take(auxiliary)
+    expected = torch.cat(answers).mean() if average == "tokens" else torch.stack([a.mean() for a in answers]).mean()
+    assert_close(sampled.ours(loss, auxiliary_losses_BL=auxiliary) - sampled.ours(loss), expected)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def _assert_same(found: Result, expected: Result) -> None:
 
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
+@pytest.mark.sample("{'data_parallel_replicate': 2, 'data_parallel_shard': 2}")
 def test_the_layout_changes_nothing(mesh: dict[str, int]) -> None:
     expected = _train({})
     for found in run_ranks(_train, mesh, world_size=4):

@@ -170,5 +170,6 @@ def _train_both() -> tuple[tuple[dict[str, torch.Tensor], bool], ...]:
 
 def test_sharded_updates_equal_torch_and_states_stay_distributed() -> None:
     for (ours, has_distributed_states), (theirs, _) in run_ranks(_train_both, world_size=2):
-        assert_trees_close(ours, theirs, rtol=1e-6)
+        # Each of three steps rounds about five times in a different order, by half an eps.
+        assert_trees_close(ours, theirs, rtol=8 * torch.finfo(torch.float32).eps)
         assert has_distributed_states

@@ -4,14 +4,13 @@ Triton selects the interpreter at import, so a separate process runs the tests o
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
 from d9d_dist import random_bits_at
+from d9d_dist.testing import run_tests_interpreted
 from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices
 from d9d_loop.optimizers.stochastic_copy import draw, round_stochastically
@@ -27,22 +26,7 @@ NUMBERS = AdamWNumbers(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2,
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("numpy")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-o",
-        "addopts=--import-mode=importlib",
-        __file__,
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 passed" in done.stdout
+    run_tests_interpreted(__file__, num_passed=10)
 
 
 @pytest.fixture(params=DEVICES)

@@ -53,7 +53,9 @@ def _is_in_time(rank: Rank) -> bool:
         ),
         ("event handler raises", {}, "KeyError: 'in the event handler'"),
     ],
+    ids=["task", "model", "data", "data in a worker", "killed data worker", "event handler"],
 )
+@pytest.mark.sample("task", "killed data worker")
 def test_an_error_of_a_rank_is_named_on_the_others(fault: str, sections: dict[str, Any], expected: str) -> None:
     ended = _run(fault, 1, **sections)
     assert [rank.code for rank in ended] == [1, 1]

@@ -1,15 +1,10 @@
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
-from d9d_dist import UserError
-from d9d_loop import Task
-from d9d_loop.job.job_check import check_likelihoods
 from d9d_loop.losses import PreferenceLoss
-from d9d_loop.tasks import NextTokenTask, PolicyTask, PreferenceTask
+from d9d_loop.tasks import PreferenceTask
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -20,11 +15,11 @@ def _batch() -> dict[str, torch.Tensor]:
 
 
 def test_metrics_are_margin_and_accuracy_of_the_pairs() -> None:
-    batch, losses = _batch(), torch.rand(2, 6)
+    batch, outputs = _batch(), {"log_probs": -torch.rand(2, 6)}
     task = PreferenceTask(PreferenceLoss(beta=0.5))
     metrics: dict[str, Any] = dict(task.metrics())
-    task.update_metrics(metrics, outputs=losses, batch=batch, loss=task.loss(losses, batch))
-    ratios = -losses - batch["reference_log_probs"]
+    task.update_metrics(metrics, outputs=outputs, batch=batch, loss=task.loss(outputs, batch))
+    ratios = outputs["log_probs"] - batch["reference_log_probs"]
     margins = torch.stack(
         [
             ratios[0, :2].sum() - ratios[0, 2:5].sum(),
@@ -38,19 +33,21 @@ def test_metrics_are_margin_and_accuracy_of_the_pairs() -> None:
 
 
 def test_without_reference_log_probabilities_there_is_no_reference() -> None:
-    batch, losses = _batch(), torch.rand(2, 6)
+    batch, outputs = _batch(), {"log_probs": -torch.rand(2, 6)}
     del batch["reference_log_probs"]
-    zero = PreferenceTask().loss(losses, {**batch, "reference_log_probs": torch.zeros(2, 6)})
-    assert_close(PreferenceTask().loss(losses, batch).total, zero.total)
+    zero = PreferenceTask().loss(outputs, {**batch, "reference_log_probs": torch.zeros(2, 6)})
+    assert_close(PreferenceTask().loss(outputs, batch).total, zero.total)
 
 
-@pytest.mark.parametrize("task", [PreferenceTask(), PolicyTask()], ids=["preference", "policy"])
-def test_a_model_that_adds_other_losses_is_refused(task: Task) -> None:
-    class AddsLosses(nn.Linear):
-        returns_likelihoods = False
-
-    message = "uses the losses of AddsLosses as negative log-likelihoods, but the model adds router losses"
-    with pytest.raises(UserError, match=message):
-        check_likelihoods(task, AddsLosses(1, 1))
-    check_likelihoods(task, nn.Linear(1, 1))
-    check_likelihoods(NextTokenTask(), AddsLosses(1, 1))
+def test_router_losses_are_added_and_are_no_part_of_margins() -> None:
+    batch = _batch()
+    plain = {"log_probs": -torch.rand(2, 6)}
+    outputs = {**plain, "auxiliary_losses": torch.rand(2, 6)}
+    task = PreferenceTask()
+    added = task.loss(outputs, batch).total - task.loss(plain, batch).total
+    auxiliary = outputs["auxiliary_losses"]
+    assert_close(added, auxiliary[0, :5].mean() + auxiliary[1, :2].mean() + auxiliary[1, 2:5].mean())
+    found: list[dict[str, Any]] = [dict(task.metrics()), dict(task.metrics())]
+    for metrics, each in zip(found, (plain, outputs), strict=True):
+        task.update_metrics(metrics, outputs=each, batch=batch, loss=task.loss(each, batch))
+    assert_close(found[0]["reward_margin"].compute(), found[1]["reward_margin"].compute())

@@ -84,6 +84,19 @@ def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) 
     run.close()
 
 
+def test_runs_of_a_folder_share_a_repository_and_have_names(tmp_path: Path) -> None:
+    for name, settings in (("first", AimTrackerConfig()), ("second", AimTrackerConfig(name="own"))):
+        tracker = settings.build(tmp_path / name)
+        tracker.resume(0)
+        tracker.log(1, {"loss": 1.0})  # a run of one value
+        tracker.close()
+    assert {path.parent for path in tmp_path.rglob(".aim")} == {tmp_path}
+    wait_until_aim_knows_new_runs()
+    runs = [aim.Run(found, repo=str(tmp_path), read_only=True) for found in aim.Repo(str(tmp_path)).list_all_runs()]
+    assert sorted(str(run.name) for run in runs) == ["first", "own"]
+    assert [series(run.get_metric("loss", Context({}))) for run in runs] == [{1: 1.0}] * 2
+
+
 def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
     with pytest.raises(UserError, match=r"the aim tracker needs .* pip install 'd9d-metrics\[aim\]'"):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
@@ -21,13 +21,13 @@ from d9d_modules.attention_backends import (
 from d9d_modules.attention_backends.visibility import check_documents, check_mask
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear
-from d9d_modules.mixer_cache import PositionCache, why_no_attention_cache, window_of
+from d9d_modules.mixer_cache import CachedAttention
 from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_rotary_sizes, check_tables
 
 
 @final
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(CachedAttention):
     """Grouped-query attention ("GQA", arXiv:2305.13245), causal unless `options.is_causal` is False.
 
     Each key/value head is shared by `num_heads / num_kv_heads` query heads.
@@ -99,7 +99,6 @@ class GroupedQueryAttention(nn.Module):
         self.gate_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std) if output_gate else None
         self.sinks = AttentionSinks(num_heads, init_std=init_std) if sinks else None
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
-        self._cache: PositionCache | None = None
 
     def forward(
         self,
@@ -134,6 +133,7 @@ class GroupedQueryAttention(nn.Module):
         q_BLHK = apply_rotary(q_BLHK, rotary, layout=self.rotary_layout)
         k_BLGK = apply_rotary(k_BLGK, rotary, layout=self.rotary_layout)
         if self._cache is not None:
+            # The cache holds rotated keys.
             document_ids_BL, (k_BLGK, v_BLGK) = self._cache.extend(document_ids_BL, k_BLGK, v_BLGK)
         attention = self.attention_function
         if attention_mask is None:
@@ -151,19 +151,6 @@ class GroupedQueryAttention(nn.Module):
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)
-
-    def why_no_cache(self) -> str | None:
-        """See `SupportsCache`."""
-        return why_no_attention_cache(self.attention_function)
-
-    def start_cache(self, capacity: int) -> PositionCache:
-        """See `SupportsCache`. Holds the rotated keys, and the values."""
-        self._cache = PositionCache(capacity, window=window_of(self.attention_function))
-        return self._cache
-
-    def drop_cache(self) -> None:
-        """See `SupportsCache`."""
-        self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.

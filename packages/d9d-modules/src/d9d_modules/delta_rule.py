@@ -61,7 +61,8 @@ def gated_delta_rule(
         UserError: If shapes or dtypes do not match, or the backend is unknown or does not support the call.
     """
     _check_inputs(q_BLGK, k_BLGK, v_BLHV, log_decay_BLH=log_decay_BLH, beta_BLH=beta_BLH)
-    _check_state(initial_state_BHKV, (len(v_BLHV), v_BLHV.shape[2], k_BLGK.shape[3], v_BLHV.shape[3]))
+    state_shape = (len(v_BLHV), v_BLHV.shape[2], k_BLGK.shape[3], v_BLHV.shape[3])
+    _check_state(initial_state_BHKV, state_shape)
     check_documents(document_ids_BL, q_BLGK.shape[:2])
     if chunk_size < 1:
         raise UserError(f"chunk_size = {chunk_size}; expected 1 position or more.")
@@ -80,11 +81,10 @@ def gated_delta_rule(
             scale=scale,
         )
     rule = sequential_delta_rule if chosen == "sequential" else partial(chunked_delta_rule, chunk_size=chunk_size)
-    (batch, _, num_heads, value_dim), (num_key_heads, key_dim) = v_BLHV.shape, k_BLGK.shape[2:]
-    if initial_state_BHKV is None:
-        initial_state_BHKV = v_BLHV.new_zeros(batch, num_heads, key_dim, value_dim)
     dtype = torch.promote_types(v_BLHV.dtype, torch.float32)
-    heads = (num_key_heads, num_heads // num_key_heads)
+    heads = (k_BLGK.shape[2], v_BLHV.shape[2] // k_BLGK.shape[2])
+    if initial_state_BHKV is None:
+        initial_state_BHKV = v_BLHV.new_zeros(state_shape)
     inputs = DeltaRuleInputs(
         q_BLGK.to(dtype) * scale,
         k_BLGK.to(dtype),

@@ -4,6 +4,7 @@ Shape legend: B batch, P prompt length, N new tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist.counter_random import mix_bits, uniform_at
 from d9d_dist.errors import UserError
 from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
 
@@ -32,6 +34,7 @@ class Rollout(NamedTuple):
     log_probs: Tensor
 
 
+@torch.no_grad()
 def generate(
     model: Callable[..., Any],
     input_ids: Tensor,
@@ -46,43 +49,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-    use_cache: bool | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Sample a continuation of each prompt; return the `token_ids` of `rollout`, with the same arguments."""
-    return rollout(
-        model,
-        input_ids,
-        max_new_tokens=max_new_tokens,
-        max_context=max_context,
-        prompt_mask=prompt_mask,
-        stop_tokens=stop_tokens,
-        pad_token=pad_token,
-        pad_to_multiple_of=pad_to_multiple_of,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        generator=generator,
-        use_cache=use_cache,
-        group=group,
-    ).token_ids
-
-
-@torch.no_grad()
-def rollout(
-    model: Callable[..., Any],
-    input_ids: Tensor,
-    *,
-    max_new_tokens: int,
-    max_context: int,
-    prompt_mask: Tensor | None = None,
-    stop_tokens: Sequence[int] = (),
-    pad_token: int = 0,
-    pad_to_multiple_of: int = 1,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    row_seeds: Tensor | None = None,
     use_cache: bool | None = None,
     group: dist.ProcessGroup | None = None,
     on_tokens: Callable[[Tensor], None] | None = None,
@@ -113,6 +80,8 @@ def rollout(
         top_p: Sample only from the most likely tokens whose probabilities sum to at least this number ("nucleus
             sampling", arXiv:1904.09751); None samples from all.
         generator: Random generator on the device of the logits; None for torch's default.
+        row_seeds: Seed of each row [B], int64. A sampled token is then a function of the logits, the row's seed and the
+            number of the token: the same in any split of the rows over batches and ranks. Replaces `generator`.
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
         group: Ranks that stop together. Required with `stop_tokens` if ranks that run one model together have different
@@ -125,42 +94,68 @@ def rollout(
             mixer without a cache.
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check_seeds(row_seeds, input_ids, generator)
     if pad_to_multiple_of < 1:
         raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
-    (batch, prompt_length), device = input_ids.shape, input_ids.device
-    stops = torch.tensor(list(stop_tokens), dtype=input_ids.dtype, device=device)
-    is_done_B = torch.zeros(batch, dtype=torch.bool, device=device)
-    is_kept, log_probs = [torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask], []
-    token_ids, context_mask = input_ids, mask
+    tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
+    choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)
     with evaluating(model):
         compute = _next_logits(
             model,
             use_cache=use_cache,
-            capacity=prompt_length + max_new_tokens,
+            capacity=input_ids.shape[1] + max_new_tokens,
             multiple=pad_to_multiple_of,
             max_context=max_context,
         )
         try:
             for step in range(max_new_tokens):
-                if step > 0 and stop_tokens and _all_done(is_done_B, group):
+                if step > 0 and stop_tokens and tokens.all_done(group):
                     break
-                logits_BV = compute(token_ids, context_mask)
-                next_B1 = _choose(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-                log_prob_B1 = _log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B.unsqueeze(1), 0.0)
-                next_B1 = next_B1.masked_fill(is_done_B.unsqueeze(1), pad_token)
-                token_ids = torch.cat((token_ids, next_B1), dim=1)
-                context_mask = None if context_mask is None else F.pad(context_mask, (0, 1), value=True)
-                is_kept.append(~is_done_B.unsqueeze(1))
-                log_probs.append(log_prob_B1)
-                is_done_B = is_done_B | torch.isin(next_B1.squeeze(1), stops)
+                logits_BV = compute(tokens.ids, tokens.context_mask)
+                next_B = tokens.append(choose(logits_BV, step), logits_BV)
                 if on_tokens is not None:
-                    on_tokens(next_B1.squeeze(1))
+                    on_tokens(next_B)
         finally:
             if isinstance(compute, CachedContext):
                 compute.close()
-    no_tokens = torch.empty(batch, 0, dtype=torch.float32, device=device)
-    return Rollout(token_ids, torch.cat(is_kept, dim=1), torch.cat([no_tokens, *log_probs], dim=1))
+    return tokens.rollout()
+
+
+class _Tokens:
+    """Rows so far: tokens, masks, log-probabilities, and the rows that have ended."""
+
+    def __init__(self, input_ids: Tensor, mask: Tensor | None, *, stop_tokens: Sequence[int], pad_token: int) -> None:
+        (batch, _), device = input_ids.shape, input_ids.device
+        self.ids, self.context_mask = input_ids, mask
+        self._pad_token = pad_token
+        self._stops = torch.tensor(list(stop_tokens), dtype=input_ids.dtype, device=device)
+        self._is_done_B = torch.zeros(batch, dtype=torch.bool, device=device)
+        self._is_kept = [torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask]
+        self._log_probs = [torch.empty(batch, 0, dtype=torch.float32, device=device)]
+
+    def append(self, next_B1: Tensor, logits_BV: Tensor) -> Tensor:
+        """Append one token to each row, padding to ended ones; return the appended tokens [B]."""
+        is_done_B1 = self._is_done_B.unsqueeze(1)
+        self._log_probs.append(_log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B1, 0.0))
+        self._is_kept.append(~is_done_B1)
+        next_B1 = next_B1.masked_fill(is_done_B1, self._pad_token)
+        self.ids = torch.cat((self.ids, next_B1), dim=1)
+        if self.context_mask is not None:
+            self.context_mask = F.pad(self.context_mask, (0, 1), value=True)
+        self._is_done_B = self._is_done_B | torch.isin(next_B1.squeeze(1), self._stops)
+        return next_B1.squeeze(1)
+
+    def all_done(self, group: dist.ProcessGroup | None) -> bool:
+        """Return True if all rows have ended, on all ranks of `group`. One all-reduce with a group."""
+        is_done = self._is_done_B.all().to(torch.int32)
+        if group is not None:
+            dist.all_reduce(is_done, op=dist.ReduceOp.MIN, group=group)
+        return bool(is_done.item())
+
+    def rollout(self) -> Rollout:
+        """Return the result."""
+        return Rollout(self.ids, torch.cat(self._is_kept, dim=1), torch.cat(self._log_probs, dim=1))
 
 
 def _next_logits(
@@ -178,24 +173,19 @@ def _next_logits(
     return CachedContext(model, capacity=capacity, multiple=multiple, max_context=max_context)
 
 
-def _all_done(is_done_B: Tensor, group: dist.ProcessGroup | None) -> bool:
-    is_done = is_done_B.all().to(torch.int32)
-    if group is not None:
-        dist.all_reduce(is_done, op=dist.ReduceOp.MIN, group=group)
-    return bool(is_done.item())
-
-
 def _log_softmax(logits_BV: Tensor) -> Tensor:
     return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(dim=-1).float()
 
 
 def _choose(
     logits_BV: Tensor,
+    step: int,
     *,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     generator: torch.Generator | None,
+    seeds: Tensor | None,
 ) -> Tensor:
     """Sample one token per row [B, 1]."""
     if temperature == 0:
@@ -209,7 +199,25 @@ def _choose(
         before_BV = descending_BV.cumsum(dim=-1) - descending_BV
         descending_BV = descending_BV.masked_fill(before_BV >= top_p, 0.0)
         probabilities_BV = torch.zeros_like(probabilities_BV).scatter(-1, order_BV, descending_BV)
-    return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
+    if seeds is None:
+        return torch.multinomial(probabilities_BV, num_samples=1, generator=generator)
+    vocab, device = probabilities_BV.shape[-1], probabilities_BV.device
+    index_V = torch.arange(step * vocab, (step + 1) * vocab, device=device)
+    uniform_BV = uniform_at(index_V, mix_bits(seeds.to(device)).unsqueeze(1))
+    # The largest log p + Gumbel noise is distributed as p.
+    return (probabilities_BV.double().log() - (-uniform_BV.log()).log()).argmax(dim=-1, keepdim=True)
+
+
+def _check_seeds(row_seeds: Tensor | None, input_ids: Tensor, generator: torch.Generator | None) -> None:
+    if row_seeds is None:
+        return
+    if row_seeds.shape != input_ids.shape[:1] or row_seeds.dtype != torch.int64:
+        raise UserError(
+            f"row_seeds have shape {tuple(row_seeds.shape)} and dtype {row_seeds.dtype}; expected torch.int64 of shape "
+            f"{tuple(input_ids.shape[:1])}, one for each row."
+        )
+    if generator is not None:
+        raise UserError("got row_seeds and a generator; expected one of them. Remove the generator.")
 
 
 def _checked_mask(prompt_mask: Tensor, input_ids: Tensor) -> Tensor:

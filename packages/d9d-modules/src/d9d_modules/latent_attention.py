@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
@@ -17,13 +17,13 @@ from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, Tenso
 from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.linear import Linear
-from d9d_modules.mixer_cache import PositionCache, why_no_attention_cache, window_of
+from d9d_modules.mixer_cache import CachedAttention
 from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tables
 
 
 @final
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(CachedAttention):
     """MLA of DeepSeek-V2 (arXiv:2405.04434), equations 37 to 47, and DeepSeek-V3 (arXiv:2412.19437), 1 to 11.
 
     Keys and values are expanded for every head; weights are not absorbed into the queries. Each query and key head has
@@ -83,7 +83,6 @@ class MultiHeadLatentAttention(nn.Module):
         if options.scale is None and value_dim > head_dim + rotary_dim:
             options = replace(options, scale=(head_dim + rotary_dim) ** -0.5)  # the default would use the padded dim
         self.attention_function: Attention = chosen_attention(options, backends=backends)
-        self._cache: PositionCache | None = None
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
         """See `GroupedQueryAttention.forward`; the rotary tables have R / 2 pairs."""
@@ -91,6 +90,7 @@ class MultiHeadLatentAttention(nn.Module):
         check_documents(document_ids_BL, x_BLD.shape[:2])
         q_BLHK, (latent_BLC, k_BLR) = self._queries(x_BLD, rotary), self._latents(x_BLD, rotary)
         if self._cache is not None:
+            # The cache holds latent vectors; each pass expands those of all positions.
             document_ids_BL, (latent_BLC, k_BLR) = self._cache.extend(document_ids_BL, latent_BLC, k_BLR)
         k_BLHK, v_BLHV = self._keys_and_values(latent_BLC, k_BLR)
         # Attention functions take one head dim. Zero-padding changes neither scores nor the first V output features.
@@ -99,19 +99,6 @@ class MultiHeadLatentAttention(nn.Module):
         q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
         attended_BLHK = self.attention_function(q_BLHK, k_BLHK, v_BLHK, documents_BS=document_ids_BL)
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
-
-    def why_no_cache(self) -> str | None:
-        """See `SupportsCache`."""
-        return why_no_attention_cache(self.attention_function)
-
-    def start_cache(self, capacity: int) -> PositionCache:
-        """See `SupportsCache`. Holds the latent vectors; each pass expands those of all positions."""
-        self._cache = PositionCache(capacity, window=window_of(self.attention_function))
-        return self._cache
-
-    def drop_cache(self) -> None:
-        """See `SupportsCache`."""
-        self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.

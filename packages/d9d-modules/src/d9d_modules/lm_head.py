@@ -21,6 +21,9 @@ from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 from d9d_modules.vocabulary_scores import token_scores
 
+Scores: TypeAlias = bool | Literal["log_probs"]
+"""Values that a head returns instead of losses: True for log-probabilities and entropies, or the former only."""
+
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 """Implementation of the cross entropy: `linear_cross_entropy` of this package, or the package `cut-cross-entropy`."""
 
@@ -73,19 +76,21 @@ class LanguageModelHead(VocabularySplits):
         self.logit_positions = slice(None)
 
     def forward(
-        self, hidden_BLD: Tensor, *, labels: Tensor | None = None, scores: bool = False
+        self, hidden_BLD: Tensor, *, labels: Tensor | None = None, scores: Scores = False
     ) -> Tensor | dict[str, Tensor]:
         """Call `language_model_head` with the weights and the loss of this module.
 
-        With `scores`, return the log-probability of each label [B, L], with gradients, under `log_probs`, and the
-        entropy of each prediction [B, L], without, under `entropy`; see `token_scores`. Label smoothing and z-loss do
-        not change them.
+        With `scores`, return the log-probability of each label, with gradients, under `log_probs`, and the entropy of
+        each prediction [B, L], without, under `entropy`; see `token_scores`. Label smoothing and z-loss do not change
+        them. `scores="log_probs"` omits the entropy, which costs a second pass over the vocabulary. It also takes K
+        candidates [B, L, K] as labels.
 
         Raises:
-            UserError: If `scores` is True without labels, or `token_loss` is no cross entropy.
+            UserError: If `scores` is set without labels, or is True with candidates, or `token_loss` is no cross
+                entropy.
         """
         if scores:
-            return self._scores(hidden_BLD, labels)
+            return self._scores(hidden_BLD, labels, with_entropy=scores is True)
         return self._loss(hidden_BLD, labels, self.token_loss)
 
     def _loss(self, hidden_BLD: Tensor, labels: Tensor | None, token_loss: TokenLoss) -> Tensor:
@@ -99,15 +104,22 @@ class LanguageModelHead(VocabularySplits):
             backend=self.loss_backend,
         )
 
-    def _scores(self, hidden_BLD: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+    def _scores(self, hidden_BLD: Tensor, labels: Tensor | None, *, with_entropy: bool) -> dict[str, Tensor]:
         loss = PLAIN_CROSS_ENTROPY if self.token_loss is token_cross_entropy else self.token_loss
         if labels is None or not isinstance(loss, CrossEntropy):
             got = "no labels" if labels is None else f"token_loss = {loss!r}"
             raise UserError(
-                f"got scores=True with {got}; expected labels and a CrossEntropy. Pass labels, or compute the scores "
+                f"got scores with {got}; expected labels and a CrossEntropy. Pass labels, or compute the scores "
                 "from the logits."
             )
         plain = CrossEntropy(mesh=loss.mesh)
+        if not with_entropy:
+            return {"log_probs": -self._loss(hidden_BLD, labels, plain)}
+        if labels.dim() == hidden_BLD.dim():
+            raise UserError(
+                f"got scores=True with candidates, labels of shape {tuple(labels.shape)}; expected one label for each "
+                'position. Pass scores="log_probs".'
+            )
         found = token_scores(
             hidden_BLD.flatten(0, -2), self._weights(), labels.flatten(), softcap=self.softcap, mesh=loss.mesh
         )

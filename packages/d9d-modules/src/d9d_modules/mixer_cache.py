@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, final, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from d9d_dist import AllGatherAttention, AllToAllAttention, Attention, DeclaresCausality, RingAttention
 from d9d_modules.attention_backends import ChosenAttention
@@ -102,7 +102,36 @@ class RecurrentCache:
         return self._inputs.extend(document_ids_BL, *tensors)
 
 
-def why_no_attention_cache(function: Attention) -> str | None:
+class CachedAttention(nn.Module):
+    """Attention layer that can continue rows from a cache, see `SupportsCache`. Base class of attention layers.
+
+    Attributes:
+        attention_function: Function of queries, keys and values.
+    """
+
+    attention_function: Attention
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache: PositionCache | None = None
+
+    def why_no_cache(self) -> str | None:
+        """See `SupportsCache`."""
+        return _why_no_attention_cache(self.attention_function)
+
+    def start_cache(self, capacity: int) -> PositionCache:
+        """See `SupportsCache`."""
+        function = self.attention_function
+        window = function.options.window if isinstance(function, ChosenAttention) else None
+        self._cache = PositionCache(capacity, window=window)
+        return self._cache
+
+    def drop_cache(self) -> None:
+        """See `SupportsCache`."""
+        self._cache = None
+
+
+def _why_no_attention_cache(function: Attention) -> str | None:
     """Return the reason why an attention function cannot use keys of a cache; None if it can."""
     if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
         return "is context parallel: no rank has all keys of a row"
@@ -111,8 +140,3 @@ def why_no_attention_cache(function: Attention) -> str | None:
     if isinstance(function, DeclaresCausality) and not function.is_causal:
         return "is bidirectional: earlier positions attend to later ones"
     return None
-
-
-def window_of(function: Attention) -> int | None:
-    """Return the sliding-window size of an attention function; None if it may use all positions."""
-    return function.options.window if isinstance(function, ChosenAttention) else None

@@ -1,5 +1,6 @@
 """Gated feed-forward blocks: SwiGLU (Llama) and GeGLU (Gemma)."""
 
+from abc import ABC, abstractmethod
 from typing import final
 
 from torch import Tensor, nn
@@ -11,9 +12,8 @@ from d9d_modules._kernel_choice import has_kernel
 from d9d_modules.linear import Linear
 
 
-@final
-class SwiGLU(nn.Module):
-    """SwiGLU block `down(silu(gate(x)) * up(x))` ("GLU Variants Improve Transformer", arXiv:2002.05202, equation 6)."""
+class GatedBlock(nn.Module, ABC):
+    """Feed-forward block with a gate, `down(gated(gate(x), up(x)))`. Base class of the blocks below."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, init_std: float = 0.02) -> None:
         super().__init__()
@@ -21,45 +21,44 @@ class SwiGLU(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, init_std=init_std)
         self.down_proj = Linear(intermediate_size, hidden_size, init_std=init_std)
 
+    @abstractmethod
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Combine the outputs of both input projections."""
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to `x` [..., hidden_size]; the shape is unchanged."""
-        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard the block by intermediate features.
 
         Arguments as in `GroupedQueryAttention.tensor_plan`.
         """
-        return _gated_plan(name, sequence_parallel=sequence_parallel)
+        activation = Shard(1) if sequence_parallel else Replicate()
+        return {
+            name: TensorRegion(input=activation),
+            f"{name}.gate_proj": ColumnParallel(input=None),
+            f"{name}.up_proj": ColumnParallel(input=None),
+            f"{name}.down_proj": RowParallel(output=activation),
+        }
 
 
 @final
-class GeGLU(nn.Module):
+class SwiGLU(GatedBlock):
+    """SwiGLU block `down(silu(gate(x)) * up(x))` ("GLU Variants Improve Transformer", arXiv:2002.05202, equation 6)."""
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `silu_mul`."""
+        return silu_mul(gate, up)
+
+
+@final
+class GeGLU(GatedBlock):
     """GeGLU block `down(gelu(gate(x)) * up(x))` (arXiv:2002.05202, equation 6), with the tanh approximation of GELU."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, init_std: float = 0.02) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, init_std=init_std)
-        self.up_proj = Linear(hidden_size, intermediate_size, init_std=init_std)
-        self.down_proj = Linear(intermediate_size, hidden_size, init_std=init_std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to `x` [..., hidden_size]; the shape is unchanged."""
-        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
-
-    def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries of the block; see `SwiGLU.tensor_plan`."""
-        return _gated_plan(name, sequence_parallel=sequence_parallel)
-
-
-def _gated_plan(name: str, *, sequence_parallel: bool) -> dict[str, TensorStyle]:
-    activation = Shard(1) if sequence_parallel else Replicate()
-    return {
-        name: TensorRegion(input=activation),
-        f"{name}.gate_proj": ColumnParallel(input=None),
-        f"{name}.up_proj": ColumnParallel(input=None),
-        f"{name}.down_proj": RowParallel(output=activation),
-    }
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute `gelu(gate) * up`."""
+        return F.gelu(gate, approximate="tanh") * up
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_modules.attention_backends import AttentionOptions, AttentionRequest, SdpaBackend
+from d9d_modules.attention_backends import AttentionOptions, AttentionRequest, EagerBackend, SdpaBackend
 
 
 def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:
@@ -66,6 +68,22 @@ def test_no_tensor_of_the_size_of_a_mask_is_allocated(length: int, case: str) ->
         out = SdpaBackend().attend(*inputs, options=AttentionOptions(), documents_BS=documents, sinks_H=sinks)
         out.sum().backward()
     assert largest.numel <= 2 * 1024 * 8  # the keys themselves
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_rows_with_equal_documents_share_the_calls(is_equal: bool) -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1], [4, 4, 4, 2, 2], [7, 7, 7, 7 if not is_equal else 8, 8]])
+    q, k, v = (torch.randn(3, 5, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    real = F.scaled_dot_product_attention
+    with mock.patch.object(F, "scaled_dot_product_attention", side_effect=real) as calls:
+        out = SdpaBackend().attend(q, k, v, options=AttentionOptions(), documents_BS=documents, sinks_H=None)
+    assert calls.call_count == (2 if is_equal else 6)
+    for row in range(3):
+        one = (each[row : row + 1] for each in (q, k, v))
+        alone = EagerBackend().attend(
+            *one, options=AttentionOptions(), documents_BS=documents[row : row + 1], sinks_H=None
+        )
+        torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_on_meta() -> None:

@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,9 @@ from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_tensor, sync_gradients
-from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
+from d9d_dist.testing import KeepFloat64, assert_rounds_like, assert_trees_close, full_gradients, run_ranks
 from d9d_modules import (
+    QWEN3,
     ClassificationHead,
     DecoderForClassification,
     DecoderForEmbedding,
@@ -23,7 +25,6 @@ from d9d_modules import (
     decoder_lm_head,
     decoder_tensor_plan,
     pool,
-    qwen3_hugging_face_config,
 )
 
 PARAMS = Qwen3Params(
@@ -148,29 +149,31 @@ def test_a_backbone_is_a_part_of_every_model() -> None:
 
 
 def test_a_classifier_is_that_of_transformers() -> None:
-    config = Qwen3Config.from_dict({**qwen3_hugging_face_config(PARAMS), "num_labels": 3, "pad_token_id": 0})
+    config = Qwen3Config.from_dict({**QWEN3.write(PARAMS), "num_labels": 3, "pad_token_id": 0})
     reference: Any = Qwen3ForSequenceClassification(config)
     mapper = decoder_classifier_from_hugging_face(PARAMS)
     model = DecoderForClassification(PARAMS, num_classes=3)
     state = reference.state_dict()
-    mapped: dict[str, Tensor] = {}
-    for group in mapper.groups:
-        mapped |= mapper.apply({name: state[name] for name in group.inputs})
-    model.load_state_dict(mapped)
+    model.load_state_dict(mapper.apply_all(state))
     input_ids = _ids() * MASK
     labels = torch.tensor([2, 0])
-    logits = reference(input_ids, attention_mask=MASK).logits
-    torch.testing.assert_close(model(input_ids, mask_BL=MASK), logits, rtol=1e-5, atol=1e-5)
-    expected = F.cross_entropy(logits, labels, reduction="none")
-    losses = model(input_ids, mask_BL=MASK, labels=labels)
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
-    assert model(input_ids, mask_BL=MASK, labels=torch.tensor([-100, 0]))[0] == 0
 
+    def results_of(reference: Any) -> dict[str, Any]:
+        logits = reference(input_ids, attention_mask=MASK).logits
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        losses.sum().backward()
+        named = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        return {"logits": logits.detach(), "losses": losses.detach(), "gradients": mapper.apply_all(named)}
+
+    peer = results_of(reference)
+    with KeepFloat64():
+        exact = results_of(copy.deepcopy(reference).double())
+    logits, losses = model(input_ids, mask_BL=MASK), model(input_ids, mask_BL=MASK, labels=labels)
     losses.sum().backward()
-    expected.sum().backward()
-    for name in ("backbone.embedding.weight", "head.score.weight"):
-        theirs = {"head.score.weight": reference.score, "backbone.embedding.weight": reference.model.embed_tokens}[name]
-        torch.testing.assert_close(model.get_parameter(name).grad, theirs.weight.grad, rtol=1e-4, atol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    got = {"logits": logits.detach(), "losses": losses.detach(), "gradients": gradients}
+    assert_rounds_like(got, exact, peer=peer)
+    assert model(input_ids, mask_BL=MASK, labels=torch.tensor([-100, 0]))[0] == 0
 
 
 def test_an_embedding_is_a_pooled_vector() -> None:

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from d9d_dist.testing import assert_rounds_like, assert_trees_close
 from d9d_modules import (
+    LLAMA3,
+    QWEN3,
     DecoderForCausalLM,
     DynamicNtkScaling,
     GroupedQueryParams,
@@ -29,10 +31,7 @@ from d9d_modules import (
     Qwen3Params,
     RopeScaling,
     YarnScaling,
-    llama3_from_hugging_face,
-    llama3_hugging_face_config,
-    qwen3_from_hugging_face,
-    qwen3_hugging_face_config,
+    decoder_from_hugging_face,
     rotary_tables,
 )
 from d9d_state import JsonValue, StateMapper, load_model_state, save_model_state
@@ -52,15 +51,15 @@ class Family:
 FAMILIES = {
     "qwen3": Family(
         Qwen3Params,
-        qwen3_hugging_face_config,
-        qwen3_from_hugging_face,
+        QWEN3.write,
+        decoder_from_hugging_face,
         transformers.Qwen3ForCausalLM,
         transformers.Qwen3Config,
     ),
     "llama3": Family(
         Llama3Params,
-        llama3_hugging_face_config,
-        llama3_from_hugging_face,
+        LLAMA3.write,
+        decoder_from_hugging_face,
         transformers.LlamaForCausalLM,
         transformers.LlamaConfig,
     ),
@@ -161,13 +160,6 @@ def _take_rotary_tables(rotary: Any, params: GroupedQueryParams) -> None:
     rotary.forward = forward
 
 
-def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    mapped: dict[str, Tensor] = {}
-    for group in mapper.groups:
-        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
-    return mapped
-
-
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_losses_and_gradients_match(name: str) -> None:
     drawn: list[Any] = []
@@ -199,7 +191,7 @@ def _compare(family: Family, params: Any, *, shape: tuple[int, int], seed: int) 
     torch.manual_seed(seed)
     reference, mapper = _reference(family, params), family.mapper(params)
     ours = DecoderForCausalLM(params)
-    state = _apply(mapper, reference.state_dict())
+    state = mapper.apply_all(reference.state_dict())
     ours.load_state_dict(state, strict=False)
     assert state.keys() == dict(ours.named_parameters()).keys()
     input_ids, labels = torch.randint(0, params.vocab_size, (2, *shape))
@@ -234,7 +226,7 @@ def _results(
     return {
         "logits": logits.detach(),
         "losses": losses.detach(),
-        "gradients": gradients if mapper is None else _apply(mapper, gradients),
+        "gradients": gradients if mapper is None else mapper.apply_all(gradients),
     }
 
 

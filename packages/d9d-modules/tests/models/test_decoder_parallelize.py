@@ -60,6 +60,7 @@ def _train(params: Qwen3Params | Llama3Params, degrees: dict[str, int], options:
 
 
 @pytest.mark.parametrize("params", [QWEN3, LLAMA3], ids=["qwen3", "llama3"])
+@pytest.mark.sample("qwen3")
 def test_layouts_give_the_gradients_of_one_process(params: Qwen3Params | Llama3Params) -> None:
     (expected,) = run_ranks(_train, params, {}, {}, world_size=1)
     layouts: list[tuple[dict[str, int], dict[str, Any]]] = [

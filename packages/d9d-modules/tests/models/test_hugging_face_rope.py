@@ -5,6 +5,7 @@ import pytest
 
 from d9d_dist import UserError
 from d9d_modules import (
+    LLAMA3,
     DynamicNtkScaling,
     LinearScaling,
     Llama3Params,
@@ -12,7 +13,6 @@ from d9d_modules import (
     LongRopeScaling,
     RopeScaling,
     YarnScaling,
-    llama3_hugging_face_config,
 )
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face
 
@@ -61,7 +61,7 @@ def _params(scaling: RopeScaling | None) -> Llama3Params:
     ],
 )
 def test_every_scaling_survives_the_round_trip(scaling: RopeScaling | None) -> None:
-    written = json.loads(json.dumps(llama3_hugging_face_config(_params(scaling))))
+    written = json.loads(json.dumps(LLAMA3.write(_params(scaling))))
     assert rope_from_hugging_face(written) == (5000.0, scaling)
 
 
@@ -158,4 +158,4 @@ def test_invalid_rope_entries_raise(config: dict[str, Any], message: str) -> Non
 def test_an_unrepresentable_length_raises() -> None:
     scaling = DynamicNtkScaling(factor=2.0, original_max_positions=32)
     with pytest.raises(UserError, match=r"original_max_positions = 32, .* max_position_embeddings = 64; .* be equal"):
-        llama3_hugging_face_config(_params(scaling))
+        LLAMA3.write(_params(scaling))

@@ -8,14 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from d9d_dist import StageInfo, UserError, materialize
-from d9d_modules import (
-    Llama3ForCausalLM,
-    Llama3Params,
-    Llama3Scaling,
-    llama3_from_hugging_face,
-    llama3_hugging_face_config,
-    llama3_params_from_hugging_face,
-)
+from d9d_dist.testing import assert_rounds_like, in_float64
+from d9d_modules import LLAMA3, Llama3ForCausalLM, Llama3Params, Llama3Scaling, decoder_from_hugging_face
 from d9d_state import load_model_state, save_model_state
 
 PARAMS = Llama3Params(
@@ -99,16 +93,16 @@ EXPORTED = Llama3Params(
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "rope_scaling": None}])
 def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
     params = replace(EXPORTED, **changes)
-    written = json.loads(json.dumps(llama3_hugging_face_config(params)))
-    assert llama3_params_from_hugging_face(written) == params
+    written = json.loads(json.dumps(LLAMA3.write(params)))
+    assert LLAMA3.read(written) == params
     # The file that `transformers` writes itself.
-    assert llama3_params_from_hugging_face(LlamaConfig.from_dict(written).to_diff_dict()) == params
+    assert LLAMA3.read(LlamaConfig.from_dict(written).to_diff_dict()) == params
 
 
 def test_head_sizes_are_optional() -> None:
-    written = {**llama3_hugging_face_config(EXPORTED), "head_dim": None}
+    written = {**LLAMA3.write(EXPORTED), "head_dim": None}
     del written["num_key_value_heads"]
-    params = llama3_params_from_hugging_face(written)
+    params = LLAMA3.read(written)
     assert (params.head_dim, params.num_kv_heads) == (4, 4)
 
 
@@ -124,24 +118,22 @@ def test_head_sizes_are_optional() -> None:
 )
 def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        llama3_params_from_hugging_face({**llama3_hugging_face_config(EXPORTED), **changes})
+        LLAMA3.read({**LLAMA3.write(EXPORTED), **changes})
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoints_go_both_ways(tmp_path: Path, tied: bool) -> None:
     params = replace(EXPORTED, tie_word_embeddings=tied)
-    model, mapper = Llama3ForCausalLM(params), llama3_from_hugging_face(params)
-    config = llama3_hugging_face_config(params)
+    model, mapper = Llama3ForCausalLM(params), decoder_from_hugging_face(params)
+    config = LLAMA3.write(params)
     save_model_state(model, tmp_path / "export", mapper.inverse(), extra_files={"config.json": config})
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, LlamaForCausalLM)
     input_ids = torch.randint(0, params.vocab_size, (2, 9))
-    torch.testing.assert_close(model(input_ids), reference(input_ids).logits, rtol=1e-5, atol=1e-5)
+    assert_rounds_like(model(input_ids), in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)
 
     reference.save_pretrained(tmp_path / "saved")
-    loaded = Llama3ForCausalLM(
-        llama3_params_from_hugging_face(json.loads((tmp_path / "saved/config.json").read_text()))
-    )
+    loaded = Llama3ForCausalLM(LLAMA3.read(json.loads((tmp_path / "saved/config.json").read_text())))
     load_model_state(loaded, tmp_path / "saved", mapper)
     assert torch.equal(loaded(input_ids), model(input_ids))
 
@@ -149,4 +141,4 @@ def test_checkpoints_go_both_ways(tmp_path: Path, tied: bool) -> None:
 def test_a_window_is_not_exported() -> None:
     params = replace(EXPORTED, sliding_window=3, sliding_layers=(0,))
     with pytest.raises(UserError, match=r"sliding_window = 3; a config\.json of this family has no sliding windows"):
-        llama3_hugging_face_config(params)
+        LLAMA3.write(params)

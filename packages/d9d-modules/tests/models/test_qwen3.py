@@ -12,19 +12,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers import Qwen3ForCausalLM as Reference
 
 from d9d_dist import StageInfo, UserError
-from d9d_modules import (
-    Qwen3ForCausalLM,
-    Qwen3Params,
-    YarnScaling,
-    qwen3_from_hugging_face,
-    qwen3_hugging_face_config,
-    qwen3_params_from_hugging_face,
-)
+from d9d_dist.testing import assert_rounds_like, in_float64
+from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, YarnScaling, decoder_from_hugging_face
 from d9d_state import load_model_state, save_model_state
 
 
 def _reference(params: Qwen3Params) -> Reference:
-    model = Reference(Qwen3Config.from_dict(qwen3_hugging_face_config(params)))
+    model = Reference(Qwen3Config.from_dict(QWEN3.write(params)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
@@ -35,15 +29,11 @@ def _own_state(reference: nn.Module, *, tied: bool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in reference.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
-def _relative_error(got: Tensor, expected: Tensor) -> float:
-    return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_stage_finds_its_tensors_in_the_checkpoint(tied: bool) -> None:
     params = _params(tied=tied)
     num_stages = 1 if tied else 3
-    mapper = qwen3_from_hugging_face(params)
+    mapper = decoder_from_hugging_face(params)
     built = [
         name
         for i in range(num_stages)
@@ -79,10 +69,10 @@ YARN = YarnScaling(factor=4.0, original_max_positions=32)
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, SLIDING, {"rope_scaling": YARN}])
 def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
     params = _params(**changes)
-    written = json.loads(json.dumps(qwen3_hugging_face_config(params)))
-    assert qwen3_params_from_hugging_face(written) == params
+    written = json.loads(json.dumps(QWEN3.write(params)))
+    assert QWEN3.read(written) == params
     # The file that `transformers` writes itself.
-    assert qwen3_params_from_hugging_face(Qwen3Config.from_dict(written).to_diff_dict()) == params
+    assert QWEN3.read(Qwen3Config.from_dict(written).to_diff_dict()) == params
 
 
 @pytest.mark.parametrize(
@@ -103,37 +93,37 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
 )
 def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        qwen3_params_from_hugging_face({**qwen3_hugging_face_config(_params()), **changes})
+        QWEN3.read({**QWEN3.write(_params()), **changes})
 
 
 def test_layers_from_max_window_layers_on_have_a_window() -> None:
-    written = {**qwen3_hugging_face_config(_params()), "use_sliding_window": True, "sliding_window": 7}
-    params = qwen3_params_from_hugging_face({**written, "max_window_layers": 2})
+    written = {**QWEN3.write(_params()), "use_sliding_window": True, "sliding_window": 7}
+    params = QWEN3.read({**written, "max_window_layers": 2})
     assert (params.sliding_window, params.sliding_layers) == (7, (2,))
-    assert qwen3_params_from_hugging_face(written) == _params()
+    assert QWEN3.read(written) == _params()
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, SLIDING, {"rope_scaling": YARN}])
 def test_an_export_loads_in_the_reference(tmp_path: Path, changes: dict[str, Any]) -> None:
     params = _params(**changes)
     model = Qwen3ForCausalLM(params)
-    mapper = qwen3_from_hugging_face(params).inverse()
-    save_model_state(model, tmp_path / "export", mapper, extra_files={"config.json": qwen3_hugging_face_config(params)})
+    mapper = decoder_from_hugging_face(params).inverse()
+    save_model_state(model, tmp_path / "export", mapper, extra_files={"config.json": QWEN3.write(params)})
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, Reference)
     input_ids = torch.randint(0, params.vocab_size, (2, 9))
-    assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-5
+    assert_rounds_like(model(input_ids), in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_of_the_reference_loads_in_stages(tmp_path: Path, tied: bool) -> None:
     reference = _reference(_params(tied=tied))
     reference.save_pretrained(tmp_path)
-    params = qwen3_params_from_hugging_face(json.loads((tmp_path / "config.json").read_text()))
+    params = QWEN3.read(json.loads((tmp_path / "config.json").read_text()))
     input_ids = torch.randint(0, params.vocab_size, (2, 9))
     hidden, num_stages = input_ids, 1 if tied else 2
     for index in range(num_stages):
         stage = Qwen3ForCausalLM(params, StageInfo(index, num_stages))
-        load_model_state(stage, tmp_path, qwen3_from_hugging_face(params))
+        load_model_state(stage, tmp_path, decoder_from_hugging_face(params))
         hidden = stage(hidden)
-    assert _relative_error(hidden, reference(input_ids).logits) <= 1e-5
+    assert_rounds_like(hidden, in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from reference_gradients import assert_same_gradients
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
@@ -32,7 +33,7 @@ from d9d_moe import (
     SparseParams,
     sparse_from_hugging_face,
 )
-from d9d_state import StateMapper, parallel
+from d9d_state import parallel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19,
@@ -63,13 +64,6 @@ CASES: dict[str, tuple[SparseParams, HuggingFaceFamily[Any], type[Any], type[Any
     "deepseek": (DEEPSEEK, DEEPSEEK_V3, transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm": (GLM, GLM4_MOE, transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
 }
-
-
-def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    mapped: dict[str, Tensor] = {}
-    for group in mapper.groups:
-        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
-    return mapped
 
 
 def _on_disk(main: Any, mtp: Any, *, num_layers: int) -> dict[str, Tensor]:
@@ -108,7 +102,7 @@ def test_losses_and_gradients_match(name: str, depth: int) -> None:
     )
     ours = DecoderWithMtp(params, num_mtp_layers=depth, mtp_loss_weight=0.3).double()
     on_disk = _on_disk(main, mtp, num_layers=params.num_layers)
-    loaded = _apply(mapper, {each: tensor.detach() for each, tensor in on_disk.items()})
+    loaded = mapper.apply_all({each: tensor.detach() for each, tensor in on_disk.items()})
     assert ours.load_state_dict(loaded, strict=False).missing_keys == ["mtp_embedding.weight"]
     input_ids, labels = torch.randint(0, 19, (2, 2, 9))
     labels[:, 3:5] = -100
@@ -118,21 +112,13 @@ def test_losses_and_gradients_match(name: str, depth: int) -> None:
         hidden, positions = outputs.last_hidden_state, torch.arange(9).unsqueeze(0)
         losses = _losses(main.lm_head(hidden), labels)
         for layer in range(depth):
-            hidden = mtp.forward_layer(layer, hidden, positions + layer + 1, None, input_ids=ids_BLK[..., layer])
+            hidden = mtp.forward_layer(layer, hidden, positions, None, input_ids=ids_BLK[..., layer])
             losses = losses + 0.3 / depth * _losses(main.lm_head(hidden), labels_BLK[..., layer])
         losses.sum().backward()
     got = ours(input_ids, labels=labels, mtp_ids_BLK=ids_BLK, mtp_labels_BLK=labels_BLK)
-    # Positions differ by a constant, so angles round differently to float32.
-    torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, losses, rtol=1e-10, atol=1e-10)
     got.sum().backward()
-    gradients = _apply(
-        mapper,
-        {each: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for each, tensor in on_disk.items()},
-    )
-    largest = max(gradient.abs().max() for gradient in gradients.values())
-    for each, parameter in ours.named_parameters():
-        assert parameter.grad is not None, each
-        assert (parameter.grad - gradients[each]).abs().max() <= 1e-4 * largest, each
+    assert_same_gradients(ours, mapper, on_disk, tolerance=1e-10)
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:

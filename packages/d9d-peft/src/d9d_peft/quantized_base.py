@@ -18,7 +18,9 @@ from d9d_peft._grouped import grouped_product
 from d9d_peft._targets import Target, check_target, is_target, shorten
 from d9d_peft.adapter import adapters_of
 from d9d_peft.block_format import BlockFormat, dequantize_blocks, quantize_blocks
+from d9d_peft.block_operation import quantize_weight
 from d9d_peft.dora import DoraAdapter
+from d9d_state import StateMapper, identity, identity_of, parallel
 
 _CHILD = "quantized"
 
@@ -63,30 +65,34 @@ class QuantizedWeight(nn.Module):
 
 def quantize_base(
     model: nn.Module, target: Target = nn.Module, *, block_format: BlockFormat = "nf4", block_size: int = 64
-) -> int:
+) -> StateMapper:
     """Quantise the frozen weights of linear layers and grouped experts, in place, one layer at a time.
 
-    Call it after `inject` and after the weights are loaded, on one process or on each rank with equal weights, before
-    the model is parallelized. The parameter `weight` of a layer then holds the codes, which FSDP and tensor parallelism
-    shard like a weight; a child `quantized` holds the scales. Each forward pass builds the dense weight of one layer in
-    the dtype of its input and frees it; the backward pass builds it again. Layers are not compiled.
+    Call it after `inject` and before the model is parallelized. The parameter `weight` of a layer then holds the codes,
+    which FSDP and tensor parallelism shard like a weight; a child `quantized` holds the scales. Each forward pass
+    builds the dense weight of one layer in the dtype of its input and frees it; the backward pass builds it again.
+    Layers are not compiled.
+
+    Weights with values are quantised. Weights on `meta` are quantised when they are loaded by the returned mapper: each
+    rank reads the shard of a weight, and keeps its codes. No rank then holds the dense model.
 
     Memory of a weight: NF4 (4 + 32 / block_size) bits per element, int8 (8 + 32 / block_size) bits.
 
     Args:
-        model: Model on one device, with loaded weights.
+        model: Model on one device or on `meta`.
         target: Regular expression, searched in the names of modules, or module types; by default all linear layers and
             grouped experts with a frozen weight.
         block_format: `"nf4"` or `"int8"`.
         block_size: Number of input features that share a scale; even, and divides the input features of each layer.
 
     Returns:
-        Number of quantised layers.
+        The mapper from the dense weights of the model to its codes and scales; other tensors pass through.
+        `sequential(base_mapper, injected, mapper)` loads a dense checkpoint, where `injected` is the result of
+        `inject`. It has no inverse, because quantisation rounds.
 
     Raises:
-        UserError: If no layer matches; if a matching layer has DoRA, a tied weight or a weight on `meta`, is already
-            quantised or parallelized, or its input features are not a multiple of `block_size`. The model is then
-            unchanged.
+        UserError: If no layer matches; if a matching layer has DoRA or a tied weight, is already quantised or
+            parallelized, or its input features are not a multiple of `block_size`. The model is then unchanged.
     """
     check_target(target, "quantize_base")
     if block_format not in ("nf4", "int8"):
@@ -106,21 +112,34 @@ def quantize_base(
     problems = _problems(model, layers, block_size)
     if problems:
         raise UserError(f"quantize_base cannot quantise {shorten(problems)}. Narrow the target.")
-    for layer in layers.values():
+    given, mappers = identity_of(model), []
+    for name, layer in layers.items():
         weight = layer._parameters["weight"]
         assert weight is not None
+        prefix = f"{name}." if name else ""
+        names = (f"{prefix}weight", f"{prefix}{_CHILD}.scales")
+        mappers.append(quantize_weight(*names, block_format, block_size))
         codes, scales = quantize_blocks(weight.detach(), block_format, block_size)
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
         layer.add_module(_CHILD, QuantizedWeight(scales, block_format, block_size))
         # The instance attribute shadows the class's forward, and that of an adapter.
         # Hooks on saved tensors and replaced parameters are not compiled.
         layer.forward = torch.compiler.disable(partial(_dequantized_forward, layer, layer.forward))
-    return len(layers)
+        layer.reset_parameters = partial(_refuse_reset, names[0])
+    quantised = {name for mapper in mappers for name in mapper.inputs}
+    return parallel(identity(*(name for name in given.inputs if name not in quantised)), *mappers)
 
 
 def is_quantized(layer: nn.Module) -> bool:
     """Return True if `quantize_base` has quantised a layer."""
     return isinstance(layer._modules.get(_CHILD), QuantizedWeight)
+
+
+def _refuse_reset(name: str) -> None:
+    raise UserError(
+        f"{name} is quantised, and codes have no initial values to draw; expected the values of a dense weight. Set "
+        "late_init = False of the model provider, and load initial weights or build the model with values."
+    )
 
 
 def _dequantized_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -175,7 +194,6 @@ def _problems(model: nn.Module, layers: Mapping[str, nn.Module], block_size: int
             "has a tied weight": users[id(weight)] > 1,
             "is parallelized": isinstance(weight, DTensor),
             "is already quantised": is_quantized(layer),
-            "is on meta: load the weights first": weight.is_meta,
             "has DoRA, whose norms need the dense weight": any(
                 isinstance(adapter, DoraAdapter) for adapter in adapters_of(layer).values()
             ),

@@ -2,19 +2,22 @@
 
 from torch import Tensor, nn
 
-from d9d_dist import canonical_name
+from d9d_dist import UserError, canonical_name
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by name; a tied tensor appears under each of its names.
 
     The tensors share memory with the module. Name prefixes of `torch.compile` and activation checkpointing wrappers are
-    removed. Raises `ValueError` for extra state that is not a tensor, which safetensors cannot store.
+    removed. Raises `UserError` for extra state that is not a tensor, which safetensors cannot store.
     """
     state = module.state_dict(keep_vars=True)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if extra:
-        raise ValueError(f"got {', '.join(extra)} in the state dict; expected tensors only. Remove get_extra_state().")
+        raise UserError(
+            f"got {', '.join(extra)} in the state dict; expected tensors only, which checkpoints can store. Remove "
+            "get_extra_state() and quantized layers of torch.ao."
+        )
     return {canonical_name(name): tensor for name, tensor in state.items()}
 
 

@@ -57,6 +57,7 @@ def _leave_partials(hosts: list[Path], world_size: int) -> None:
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("left_overs", [False, True], ids=["empty", "left-overs"])
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.sample("2-empty-foreground", "2-left-overs-background")
 def test_checkpoint_split_over_two_hosts_is_refused(
     tmp_path: Path, world_size: int, left_overs: bool, background: bool
 ) -> None:
@@ -145,6 +146,7 @@ def _export_apart(hosts: list[str], source: str | None, max_shard_bytes: int) ->
 
 @pytest.mark.parametrize("converts", [False, True], ids=["save", "convert"])
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.sample("2-save", "2-convert")
 def test_export_split_over_two_hosts_is_refused(tmp_path: Path, world_size: int, converts: bool) -> None:
     hosts = [tmp_path / "a", tmp_path / "b"]
     source = tmp_path / "source"

@@ -48,6 +48,7 @@ _MODES = pytest.mark.parametrize("background", [False, True], ids=["foreground",
 @pytest.mark.usefixtures("_compiler")
 @_MODES
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.sample("0-foreground", "1-background")
 def test_a_rank_is_killed_at_any_call(
     tmp_path: Path, start: Path, rank: int, background: bool, points: Callable[..., Sequence[int]]
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_rank_is_killed_at_any_call(
 
 @_MODES
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.sample("0-background", "1-foreground")
 def test_error_on_a_rank_at_any_call_raises_on_all(
     tmp_path: Path, start: Path, rank: int, background: bool, points: Callable[..., Sequence[int]]
 ) -> None:

@@ -17,6 +17,14 @@ def test_apply_takes_exactly_one_group() -> None:
         mapper.apply({})
 
 
+def test_apply_all_transforms_every_group() -> None:
+    mapper = parallel(stack(["a", "b"], "ab"), rename("c", "d"))
+    found = mapper.apply_all({"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(2), "not used": torch.ones(3)})
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"ab": [[0.0], [1.0]], "d": [1.0, 1.0]}
+    with pytest.raises(ValueError, match=r"got no tensor 'b'; expected all 3 inputs"):
+        mapper.apply_all({"a": torch.ones(1)})
+
+
 def test_apply_error_names_operation_and_tensors() -> None:
     with pytest.raises(ValueError, match=r"stack\(dim=0\) on a, b failed"):
         stack(["a", "b"], "ab").apply({"a": torch.ones(1), "b": torch.ones(2)})

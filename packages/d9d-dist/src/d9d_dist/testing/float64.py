@@ -1,8 +1,10 @@
 """Float64 runs of a reference implementation that computes some parts in float32."""
 
+import copy
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -21,3 +23,9 @@ class KeepFloat64(TorchDispatchMode):
         if is_conversion and args[0].dtype == torch.float64:
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def in_float64(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the output of a float64 copy of a reference model, under `KeepFloat64`, without gradient."""
+    with torch.no_grad(), KeepFloat64():
+        return copy.deepcopy(model).double()(*args, **kwargs)

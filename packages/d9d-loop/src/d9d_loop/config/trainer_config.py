@@ -11,9 +11,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.config_source import parse_command_line
+from d9d_loop.config.profile_config import ProfileConfig
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.section import Section
-from d9d_loop.job.profiler import ProfileConfig
 from d9d_loop.lr.lr_schedule import LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.optimizers.optimizer import AdamWConfig, OptimizerConfig
 from d9d_loop.resilience import ResilienceConfig

@@ -14,8 +14,9 @@ from typing import get_args
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
 from d9d_loop.data.chat_files import tokenize_chats
-from d9d_loop.data.chat_stream import TooLong, describe_chat
+from d9d_loop.data.chat_stream import describe_chat
 from d9d_loop.data.chat_tokenizer import read_chat_tokenizer
+from d9d_loop.data.conversation import TooLong
 from d9d_loop.data.json_lines import JsonLines
 from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, final
 
-from d9d_loop.data.chat_stream import ChatStream, TooLong
+from d9d_loop.data.chat_stream import ChatStream
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
+from d9d_loop.data.conversation import TooLong
 from d9d_loop.data.data_provider import DataProvider
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.json_lines import JsonLines

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_loop.data.chat_stream import TooLong, fit_tokens
 from d9d_loop.data.chat_tokenizer import ChatTokenizer
-from d9d_loop.data.conversation import read_conversation
+from d9d_loop.data.conversation import TooLong, read_conversation
+from d9d_loop.data.conversation_stream import fit_tokens
 from d9d_loop.data.token_file import TokenFile
 from d9d_loop.data.token_file_writer import TokenFileWriter
 

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Literal, TypeAlias, final
 
 from d9d_dist import UserError
+
+TooLong: TypeAlias = Literal["refuse", "drop", "truncate"]
+"""What happens to a conversation of more than `max_length` positions."""
 
 Message = dict[str, Any]
 """Message of a chat template: `role` and `content`, and possibly `tool_calls`, `reasoning_content` and others."""

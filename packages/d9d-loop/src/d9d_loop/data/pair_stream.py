@@ -1,19 +1,18 @@
 """Stream of preference pairs: a chosen and a rejected answer, which packing keeps in one row."""
 
-from typing import final
+from typing import Any, final
 
 from pydantic import JsonValue
 
-from d9d_loop.data.chat_stream import MaskedTokens, TooLong, check_sizes, fit_tokens, to_document
 from d9d_loop.data.chat_tokenizer import ChatTokenizer
-from d9d_loop.data.conversation import read_pair
+from d9d_loop.data.conversation import TooLong, read_pair
+from d9d_loop.data.conversation_stream import ConversationStream, MaskedTokens, to_document
 from d9d_loop.data.document import Pair
-from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
-from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.data.sample_stream import SampleStream
 
 
 @final
-class PairStream(SampleStream):
+class PairStream(ConversationStream):
     """Preference pairs of conversations. Pack them with `PackedStream`.
 
     Packing places a pair as a whole: documents 2p and 2p + 1 of a row are the chosen and the rejected conversation of
@@ -42,15 +41,8 @@ class PairStream(SampleStream):
         with_last_token: bool = False,
         window: int = 64,
     ) -> None:
-        check_sizes(max_length=max_length // 2, window=window)
-        self._stream, self._tokenizer, self._max_length = stream, tokenizer, max_length
-        self._too_long: TooLong = too_long
-        self._with_last_token, self._window = with_last_token, window
-        self.is_endless = stream.is_endless
-
-    def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, that window is tokenized again."""
-        return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
+        super().__init__(stream, tokenizer, max_length=max_length, too_long=too_long, window=window, num_each=2)
+        self._with_last_token = with_last_token
 
     def read(self, entry: tuple[MaskedTokens, MaskedTokens]) -> Pair:
         """Return both documents of a pair."""
@@ -63,23 +55,17 @@ class PairStream(SampleStream):
 
     def identity(self) -> JsonValue:
         """Return the digest of the tokenizer, the options, and the identity of the samples."""
-        options: dict[str, JsonValue] = {"max_length": self._max_length, "too_long": self._too_long}
-        more: dict[str, JsonValue] = {"with_last_token": self._with_last_token, "window": self._window}
-        of: dict[str, JsonValue] = {"tokenizer": self._tokenizer.identity(), "of": self._stream.identity()}
-        return {"pairs": {**options, **more, **of}}
+        return {"pairs": {**self._options(), "with_last_token": self._with_last_token}}
 
-    def _arrange(self, entries: list[Entry], _window: int) -> list[tuple[MaskedTokens, MaskedTokens]]:
-        pairs: list[tuple[MaskedTokens, MaskedTokens]] = []
-        for entry in entries:
-            chats = [self._tokenizer(each) for each in read_pair(self._stream.read(entry))]
-            extra = int(self._with_last_token)
-            # Each may use what the other leaves of the pair's length, and at least half of it.
-            shorter = min(len(chat.tokens) - 1 + extra for chat in chats)
-            length = max(self._max_length - shorter, self._max_length // 2) - extra
-            chosen, rejected = (fit_tokens(chat, max_length=length, too_long=self._too_long) for chat in chats)
-            if chosen is not None and rejected is not None:
-                pairs.append((self._extend(chosen), self._extend(rejected)))
-        return pairs
+    def tokenize(self, sample: Any) -> tuple[MaskedTokens, MaskedTokens] | None:
+        """Return tokens and masks of both conversations; None if the pair is dropped."""
+        chats = [self._tokenizer(each) for each in read_pair(sample)]
+        extra = int(self._with_last_token)
+        # Each may use what the other leaves of the pair's length, and at least half of it.
+        shorter = min(len(chat.tokens) - 1 + extra for chat in chats)
+        length = max(self._max_length - shorter, self._max_length // 2) - extra
+        chosen, rejected = (self._fit(chat, length) for chat in chats)
+        return None if chosen is None or rejected is None else (self._extend(chosen), self._extend(rejected))
 
     def _extend(self, chat: MaskedTokens) -> MaskedTokens:
         tokens, mask = chat

@@ -13,14 +13,14 @@ from d9d_dist import DistributedContext, StageInfo, UserError, agree, read_launc
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.event_bus import Events
-from d9d_loop.job.job_check import check_likelihoods, check_writable
+from d9d_loop.job.job_check import check_writable
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, check_health
-from d9d_loop.task import BatchTask, Task
+from d9d_loop.task import BatchTask
 from d9d_metrics import redact_secrets
 from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore, Retention, StateMapper
@@ -53,8 +53,6 @@ def engine_parts(
     _check_bad_steps(config)
     check_writable(config.run.dir)
     plan = _plan(config, provider, task, pipeline_schedule or config.pipeline_schedule.build())
-    if isinstance(task, Task):
-        check_likelihoods(task, plan.built.module)
     if optimizer is None:
         config.optimizer.check(plan.built.module)
         # A stage need not match every parameter group: the groups were checked on the whole model.

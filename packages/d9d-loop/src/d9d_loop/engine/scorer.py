@@ -64,7 +64,7 @@ class Scorer:
 
     def _inputs(self, batch: Any) -> Inputs:
         inputs = to_inputs(self._task.inputs(batch))
-        return Inputs(*inputs.first, **inputs.shared, scores=True)
+        return Inputs(*inputs.first, **{**inputs.shared, "scores": True})
 
     def _check(self) -> None:
         for stage in self._pipeline.stages.values():

@@ -44,7 +44,7 @@ class StepExecutors:
         return self._supported[num_microbatches]
 
     def _candidates(self, num_microbatches: int) -> range:
-        # Schedules support all multiples of twice their number of stages, and all that have these many or more.
+        # Each schedule supports large enough multiples of twice the number of stages; two of them are candidates.
         period = 2 * self._pipeline.num_stages
         return range(num_microbatches, num_microbatches + 2 * period + 1)
 

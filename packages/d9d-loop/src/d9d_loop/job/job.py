@@ -3,96 +3,47 @@
 Between `plan_job` and `build_job`, the caller starts the process group and locks the run folder, as `Trainer` does.
 """
 
-import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, UserError, seed_everything
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine.engine import BadStepError, Engine
+from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
-    BadStepFound,
     CheckpointStarted,
     DataReady,
     EvaluationDone,
     EvaluationStarted,
-    Finished,
-    ModelExported,
     ModelReady,
     OptimizerReady,
     StepDone,
     TrainResult,
 )
-from d9d_loop.isolated_random import isolated_random
+from d9d_loop.job.bad_step_decisions import apply_decisions, check_updates
 from d9d_loop.job.evaluation import Evaluator
 from d9d_loop.job.garbage import GarbageCollection
+from d9d_loop.job.job_end import finish_job, train_result
+from d9d_loop.job.job_parts import Job
 from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.model_build import build_pipeline
-from d9d_loop.resilience import (
-    BadStep,
-    HangWatchdog,
-    StepGuard,
-    Stopped,
-    StopSignals,
-    check_buffers,
-    check_replicas,
-    find_non_finite,
-)
-from d9d_loop.task import Loss, LossFunction, Task
+from d9d_loop.resilience import HangWatchdog, StepGuard, Stopped, StopSignals, check_buffers, check_replicas
+from d9d_loop.task import Loss, Task
 from d9d_metrics import Metric, redact_secrets
-from d9d_state import CheckpointStore, save_model_state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Parts of a training job on one rank, in the state of the newest checkpoint.
-
-    Attributes:
-        plan: Plan of the job.
-        ctx: Distributed context.
-        events: Event bus for the job's events.
-        engine: Runs forward, backward and the optimizer step of the model.
-        guard: Decides on bad steps.
-        loss: Loss of a microbatch, which also updates the task's metrics.
-        loader: Yields this rank's microbatches of each step, on its device.
-        evaluate: Evaluates the model; `None` without evaluation data.
-        state: Saves and restores model, optimizer, loader and guard.
-        record: Progress of the job.
-        reports: Passes values to trackers and the progress display.
-        profiler: Profiles the configured steps.
-        garbage: Collects Python's garbage at fixed steps.
-        watchdog: Ends the job if a rank hangs.
-        stop: Makes ranks agree on stop signals.
-    """
-
-    plan: JobPlan
-    ctx: DistributedContext
-    events: Events
-    engine: Engine
-    guard: StepGuard
-    loss: LossFunction
-    loader: StreamLoader
-    evaluate: Evaluator | None
-    state: JobState
-    record: Record
-    reports: Reports
-    profiler: Profiler
-    garbage: GarbageCollection
-    watchdog: HangWatchdog
-    stop: StopSignals
+from d9d_state import CheckpointStore
 
 
 def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext, events: Events) -> Job:
@@ -111,18 +62,15 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         StateError: On every rank, if there are checkpoints, but none is valid.
     """
     config, task = plan.config, plan.task
-    pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
-    pipeline.set_grad_dtype(config.gradients.dtype)
-    pipeline.reduces_each_microbatch = config.gradients.reduce_each_microbatch
-    model = pipeline.model
+    pipeline = _build_pipeline(plan, ctx)
     seed_everything(config.seed, ctx)
-    optimizer = plan.optimizer(model)
+    optimizer = plan.optimizer(pipeline.model)
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
     loader = _build_loader(plan, ctx)
     guard = StepGuard(optimizer, config=config.resilience.bad_steps, ctx=ctx)
     state = JobState(
         store,
-        model=model,
+        model=pipeline.model,
         optimizer=optimizer,
         metrics=metrics,
         parts={"data": loader, "bad_steps": guard},
@@ -135,19 +83,9 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     )
     record = state.restore()
     pipeline.shared.copy_values()
-    events.emit(ModelReady(record.step, model, ctx))
+    events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
-    engine = Engine(
-        pipeline,
-        optimizer,
-        ctx=ctx,
-        task=task,
-        max_norm=config.gradients.max_norm,
-        num_microbatches=plan.num_microbatches,
-        guard=guard,
-        polls_guard=False,
-        events=events,
-    )
+    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
     events.watch(watchdog.phase)
     stop = config.resilience.stop
@@ -162,19 +100,54 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         evaluate=_build_evaluator(plan, engine),
         state=state,
         record=record,
-        reports=Reports(
-            config,
-            plan.resolved,
-            num_steps=plan.steps,
-            record=record,
-            metrics=metrics,
-            weight_unit=task.weight_unit,
-            ctx=ctx,
-        ),
+        reports=_build_reports(plan, record, metrics, ctx),
         profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
         garbage=GarbageCollection(config.host.collect_garbage_every),
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
+    )
+
+
+def _build_pipeline(plan: JobPlan, ctx: DistributedContext) -> Pipeline:
+    gradients = plan.config.gradients
+    pipeline = build_pipeline(plan.model, ctx, progress=plan.config.logging.progress)
+    pipeline.set_grad_dtype(gradients.dtype)
+    pipeline.reduces_each_microbatch = gradients.reduce_each_microbatch
+    return pipeline
+
+
+def build_engine(
+    plan: JobPlan,
+    pipeline: Pipeline,
+    optimizer: Optimizer,
+    *,
+    ctx: DistributedContext,
+    guard: StepGuard,
+    events: Events | None = None,
+) -> Engine:
+    """Build the engine of a job, which leaves decisions on bad steps to its caller. Collective."""
+    return Engine(
+        pipeline,
+        optimizer,
+        ctx=ctx,
+        task=plan.task,
+        max_norm=plan.config.gradients.max_norm,
+        num_microbatches=plan.num_microbatches,
+        guard=guard,
+        polls_guard=False,
+        events=events,
+    )
+
+
+def _build_reports(plan: JobPlan, record: Record, metrics: Mapping[str, Metric], ctx: DistributedContext) -> Reports:
+    return Reports(
+        plan.config,
+        plan.resolved,
+        num_steps=plan.steps,
+        record=record,
+        metrics=metrics,
+        weight_unit=plan.task.weight_unit,
+        ctx=ctx,
     )
 
 
@@ -248,7 +221,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             record.step = engine.num_steps
             if record.step == ready.step + 1:
                 _end_startup(job, result)
-            if _apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
+            if apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
             offload = partial(_offloaded, job)
@@ -263,7 +236,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
                     draw_measured(timeline, config.run.dir, title=title)
             is_last = record.step == plan.steps
-            _check_updates(job, since=ready.step)
+            check_updates(job, since=ready.step)
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
                 _evaluate(job)
@@ -278,7 +251,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 _save_to_leave(job, result, batches)
                 job.stop.leave()
                 return Stopped(signal, step=record.step)
-        return _finish(job)
+        return finish_job(job)
 
 
 def evaluate_job(job: Job) -> TrainResult:
@@ -286,18 +259,10 @@ def evaluate_job(job: Job) -> TrainResult:
 
     Trackers receive nothing, and nothing is exported.
     """
-    config, record = job.plan.config, job.record
     assert job.evaluate is not None
     with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
-        record.evaluation = job.evaluate()
-    return TrainResult(
-        steps=record.step,
-        train_loss=math.nan if record.train_loss is None else record.train_loss,
-        evaluation=dict(record.evaluation),
-        weight_per_second=record.weight_per_second or 0.0,
-        run_dir=config.run.dir,
-        export_dir=None,
-    )
+        job.record.evaluation = job.evaluate()
+    return train_result(job, export_dir=None)
 
 
 def _draw_plans(plan: JobPlan) -> None:
@@ -322,51 +287,6 @@ def _end_startup(job: Job, result: StepResult) -> None:
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:
         job.state.prepare()
-
-
-def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
-    """Apply the decisions on bad steps that are known by now; return True if the job rolled back. Collective.
-
-    `batches` and `before` are the microbatches of the last step and of the step before it. `settle` waits for the
-    decision on the last step. Raises `BadStepError` on every rank if a decision is to stop.
-    """
-    while (bad := job.guard.poll(settle=settle)) is not None:
-        why = bad.why
-        if bad.kind == "non-finite":
-            why += _origin_of(job, bad, batches if bad.step == job.record.step else before)
-        job.events.emit(BadStepFound(bad.step, bad.kind, bad.decision, why))
-        job.reports.progress.line(why)
-        if bad.decision == "stop":
-            raise BadStepError(why)
-        if bad.decision == "rewind":
-            _roll_back(job)
-            return True
-    return False
-
-
-def _check_updates(job: Job, *, since: int) -> None:
-    """After the last step, raise `BadStepError` on every rank if all updates since step `since` were skipped."""
-    if job.record.step == job.plan.steps and not job.guard.has_applied:
-        raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad.")
-
-
-def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
-    """Run a non-finite step again, and describe the first non-finite tensor. Collective."""
-    with isolated_random(job.plan.config.seed, "replay", bad.step, device=True):
-        found = find_non_finite(job.engine.model, partial(job.engine.replay, batches, job.loss), ctx=job.ctx)
-    origin = f" {found}." if found else " In a second run of the step everything is finite."
-    return origin + (" Another update was applied before the second run." if bad.step < job.record.step else "")
-
-
-def _roll_back(job: Job) -> None:
-    with job.watchdog.phase("the rollback to a checkpoint"):
-        restored = job.state.rewind()
-    job.guard.on_rollback()
-    job.record.take(restored)
-    job.engine.num_steps = restored.step
-    job.engine.pipeline.shared.copy_values()
-    job.reports.on_rollback()
-    job.profiler.on_rollback(restored.step)
 
 
 @contextmanager
@@ -404,56 +324,10 @@ def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool 
 
 def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
     """Make sure that a checkpoint of the last step is complete before the job stops on a signal. Collective."""
-    if _apply_decisions(job, batches, batches, settle=True):
+    if apply_decisions(job, batches, batches, settle=True):
         return  # rolled back to a checkpoint
     if not job.plan.is_saved_after(job.record.step):
         _save(job, result, background=False)
         return
     with job.watchdog.phase("a save"):
         job.state.finish()
-
-
-def _finish(job: Job) -> TrainResult:
-    """Export the model, and emit `Finished` with the result. Collective."""
-    config, record, limit = job.plan.config, job.record, job.ctx.timeouts.startup
-    # The export and the handlers of `Finished` may take longer than a step.
-    job.ctx.set_timeout(limit + job.watchdog.margin)
-    with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
-        export_dir = _export(job) if config.export else None
-        assert record.train_loss is not None
-        assert record.weight_per_second is not None
-        result = TrainResult(
-            steps=record.step,
-            train_loss=record.train_loss,
-            evaluation=dict(record.evaluation),
-            weight_per_second=record.weight_per_second,
-            run_dir=config.run.dir,
-            export_dir=export_dir,
-        )
-        job.events.emit(Finished(record.step, result, job.engine.model, job.engine.pipeline.callable(), job.ctx))
-    return result
-
-
-def _export(job: Job) -> Path:
-    """Export the model, with the tokenizer and other files of the initial weights. Collective."""
-    config, provider = job.plan.config, job.plan.model.provider
-    folder = config.run.dir / "export"
-    source = config.initial_weights or provider.initial_weights
-    if source is not None and not source.is_dir():  # removed since the first start; an earlier export has the files
-        if not folder.is_dir():
-            job.reports.progress.line(
-                f"the initial weights {source} no longer exist: their tokenizer and other files are not exported."
-            )
-        source = folder if folder.is_dir() else None
-    with job.watchdog.phase("the export"):
-        save_model_state(
-            job.engine.model,
-            folder,
-            job.plan.export_mapper,
-            job.ctx,
-            extra_files=provider.export_files(),
-            source=source,
-            progress=config.logging.progress,
-        )
-    job.events.emit(ModelExported(job.plan.steps, folder))
-    return folder

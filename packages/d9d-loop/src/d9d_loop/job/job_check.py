@@ -40,16 +40,6 @@ def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
     )
 
 
-def check_likelihoods(task: Task, model: nn.Module) -> None:
-    """Check that a task which needs likelihoods has a model whose losses are nothing else."""
-    if task.needs_likelihoods and not getattr(model, "returns_likelihoods", True):
-        raise UserError(
-            f"{type(task).__name__} uses the losses of {type(model).__name__} as negative log-likelihoods, but the "
-            "model adds router losses, z-loss or label smoothing to them; expected a model without them. Set their "
-            "weights to 0, and balance experts by a bias."
-        )
-
-
 def check_trainable(model: nn.Module) -> None:
     """Raise `UserError` if no parameter requires a gradient."""
     parameters = list(model.parameters())
@@ -263,7 +253,8 @@ def differences(before: JsonValue, now: JsonValue, name: str, *, known_only: boo
 
 def check_metric_names(task: Task) -> None:
     """Raise `UserError` if a metric of the task has the name of a value that the Trainer reports."""
-    own = {"loss", "grad_norm", "learning_rate", f"{task.weight_unit}_per_second", "step", "time", "config"}
+    own = {"loss", "grad_norm", "learning_rate", "peak_memory_gib", f"{task.weight_unit}_per_second"}
+    own |= {"step", "time", "config"}
     if taken := sorted(own & task.metrics().keys()):
         raise UserError(
             f"the task's metrics include {', '.join(taken)}, which the Trainer reports itself; rename them."

@@ -14,7 +14,6 @@ from d9d_loop.job.job_check import (
     changed_settings,
     check_checkpoint,
     check_evaluation_only,
-    check_likelihoods,
     check_metric_names,
     check_num_samples,
     check_retention,
@@ -101,13 +100,7 @@ def plan_job(
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
     microbatch_size = microbatch_size_of(config, dp_size)
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
-    check_num_samples(data, config)
-    stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
-    steps = num_steps_of(config, stream)
-    check_evaluation_only(config, evaluates=evaluation_data is not None)
-    if evaluation_data is not None:
-        check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
-    check_retention(config, task, evaluates=evaluation_data is not None)
+    stream, steps, evaluation_data = _plan_data(config, data, task)
     check_trackers(config.trackers)
     check_writable(config.run.dir)
     schedule = pipeline_schedule or config.pipeline.schedule.build()
@@ -125,7 +118,6 @@ def plan_job(
     )
     whole = layout.built.module
     check_trainable(whole)
-    check_likelihoods(task, whole)
     if optimizer is None:
         config.optimizer.check(whole)
     weights = config.initial_weights or model.initial_weights
@@ -151,3 +143,17 @@ def plan_job(
         export_mapper=export_mapper,
         changes=changes,
     )
+
+
+def _plan_data(
+    config: TrainerConfig, data: DataProvider, task: Task
+) -> tuple[SampleStream, int, Samples | SampleStream | None]:
+    """Check the data; return the training samples, the number of steps, and the evaluation data."""
+    check_num_samples(data, config)
+    stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
+    steps = num_steps_of(config, stream)
+    check_evaluation_only(config, evaluates=evaluation_data is not None)
+    if evaluation_data is not None:
+        check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
+    check_retention(config, task, evaluates=evaluation_data is not None)
+    return stream, steps, evaluation_data

@@ -35,7 +35,7 @@ from d9d_state import CheckpointStore
 
 _SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
-_JOB = ("process group", "accelerator", "cuda", "gpu", "triton")
+_JOB = ("process group", "accelerator", "forked", "gpu", "triton")
 """Words of errors of code that needs the running job: its process group, or a kernel of its device."""
 _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
 """Words in the messages of `RuntimeError`s that come from fake tensors, and would not be raised in a real step."""

@@ -2,7 +2,7 @@
 
 import json
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import default_collate
@@ -13,20 +13,23 @@ from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.job import Job, build_job, evaluate_job, run_job
+from d9d_loop.job.job import build_job, evaluate_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
+from d9d_loop.job.job_parts import Job
 from d9d_loop.job.plan import JobPlan, plan_job
 from d9d_loop.job.plan_warning import warn_if_too_large
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
-from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware, plan_cluster
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.task import Task
 from d9d_loop.user_frames import explained
 from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore
+
+if TYPE_CHECKING:
+    from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware
 
 
 class Trainer:
@@ -85,11 +88,11 @@ class Trainer:
         self,
         *,
         world_size: int,
-        hardware: str | Hardware,
+        hardware: "str | Hardware",
         search: bool = False,
-        shape: DecoderShape | None = None,
+        shape: "DecoderShape | None" = None,
         length: int | None = None,
-    ) -> ClusterPlan:
+    ) -> "ClusterPlan":
         """Plan the job on a cluster: memory, step time, goodput, and other layouts. Needs no device.
 
         Args:
@@ -102,6 +105,8 @@ class Trainer:
         Raises:
             UserError: If a check of the job fails for this number of devices, or the model is not a decoder.
         """
+        from d9d_loop.planning import Hardware, plan_cluster  # noqa: PLC0415 - imports Triton through torch
+
         cluster = Hardware.load(hardware) if isinstance(hardware, str) else hardware
         return plan_cluster(
             self._plan_with, world_size=world_size, hardware=cluster, search=search, shape=shape, length=length

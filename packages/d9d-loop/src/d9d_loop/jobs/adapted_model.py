@@ -34,7 +34,7 @@ class AdaptedModel(ModelProvider):
                 "section."
             ) from None
         self._peft: Any = d9d_peft
-        self._base = base
+        self._base, self._adapter = base, adapter
         self._method = (d9d_peft.LoRA if adapter.kind == "lora" else d9d_peft.DoRA)(
             adapter.target, rank=adapter.rank, alpha=adapter.alpha, dropout=adapter.dropout
         )
@@ -45,15 +45,29 @@ class AdaptedModel(ModelProvider):
         return self._base.initial_weights
 
     def build(self, stage: StageInfo) -> nn.Module:
-        """Build the base model and inject the adapters. Their values are drawn, also if the base is on `meta`."""
+        """Build the base model, inject the adapters, and quantise the weights under them, if configured.
+
+        The values of the adapters are drawn, also if the base is on `meta`; its weights are then quantised while they
+        are loaded.
+        """
         model = self._base.build(stage)
         self._base_mapper = self._base.state_mapper(model)  # the base may derive it from the model's names
-        self._injected: StateMapper = self._peft.inject(self._method, model)
+        self._changes: StateMapper = self._peft.inject(self._method, model)
         for module in model.modules():
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
                 module.to_empty(device=torch.device("cpu"))
                 module.reset_parameters()
+        if self._is_quantized:
+            chosen = self._adapter
+            self._changes = sequential(
+                self._changes,
+                self._peft.quantize_base(model, chosen.target, block_format=chosen.base, block_size=chosen.block_size),
+            )
         return model
+
+    @property
+    def _is_quantized(self) -> bool:
+        return self._adapter.base != "dense"
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize the base model with its adapters."""
@@ -72,13 +86,18 @@ class AdaptedModel(ModelProvider):
         return self._base.export_files()
 
     def export(self, done: Finished, source: Path | None) -> None:
-        """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective."""
+        """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective.
+
+        Adapters of a quantised base are not merged, because merging would round their update.
+        """
         folder, model, ctx = done.result.run_dir, done.model, done.ctx
         self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx)
+        if self._is_quantized:
+            return
         self._peft.merge_(model, ctx)
         mapper = self.state_mapper(model).inverse()
         files = self.export_files()
         save_model_state(model, folder / "export", mapper, ctx, extra_files=files, source=source)
 
     def _with_adapters(self, base: StateMapper | None) -> StateMapper:
-        return self._injected if base is None else sequential(base, self._injected)
+        return self._changes if base is None else sequential(base, self._changes)

@@ -64,17 +64,27 @@ def normalize_advantages(
     values_S = rewards_S.detach().to(torch.promote_types(rewards_S.dtype, torch.float32))
     sums = _Sums(prompt_ids_S, num_prompts, group)
     counts_S = sums.of_prompts(torch.ones_like(values_S))
+    values_S = _subtract_baseline(values_S, baseline, sums, counts_S)
+    return _divide_by_scale(values_S, scale, sums, counts_S, epsilon=epsilon)
+
+
+def _subtract_baseline(values_S: Tensor, baseline: Baseline, sums: "_Sums", counts_S: Tensor) -> Tensor:
     match baseline:
         case "group_mean":
-            values_S = values_S - sums.of_prompts(values_S) / counts_S
+            return values_S - sums.of_prompts(values_S) / counts_S
         case "leave_one_out":
             # The only answer of a prompt has no others to compare with: its advantage is 0.
             others_S = (sums.of_prompts(values_S) - values_S) / (counts_S - 1.0).clamp(min=1.0)
-            values_S = torch.where(counts_S > 1, values_S - others_S, 0.0)
+            return torch.where(counts_S > 1, values_S - others_S, 0.0)
         case "none":
-            pass
+            return values_S
         case _:
             assert_never(baseline)
+
+
+def _divide_by_scale(
+    values_S: Tensor, scale: AdvantageScale, sums: "_Sums", counts_S: Tensor, *, epsilon: float
+) -> Tensor:
     match scale:
         case "group_std":
             mean_S = sums.of_prompts(values_S) / counts_S

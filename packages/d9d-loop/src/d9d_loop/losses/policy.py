@@ -103,6 +103,7 @@ class PolicyLoss:
         old_log_probs_BL: Tensor | None = None,
         reference_log_probs_BL: Tensor | None = None,
         importance_BL: Tensor | None = None,
+        auxiliary_losses_BL: Tensor | None = None,
         cp: DeviceMesh | None = None,
     ) -> Loss:
         """Compute the sum over the sampled tokens of packed rows, and its weight.
@@ -116,6 +117,7 @@ class PolicyLoss:
                 first update: the ratio is then 1, and its gradient that of REINFORCE.
             reference_log_probs_BL: Log-probabilities under the reference; required if and only if `kl_weight` is set.
             importance_BL: Factor of the loss of each token, such as `truncated_importance`.
+            auxiliary_losses_BL: Router losses of each token [B, L], added to its loss.
             cp: See `sum_per_document`, which is called if sequences matter.
 
         Raises:
@@ -140,6 +142,8 @@ class PolicyLoss:
         if reference_log_probs_BL is not None:
             reference_BL = torch.where(mask_BL, reference_log_probs_BL, 0.0)
             losses_BL = losses_BL + self.kl_weight * kl_divergence(log_probs_BL, reference_BL, form=self.kl_form)
+        if auxiliary_losses_BL is not None:
+            losses_BL = losses_BL + auxiliary_losses_BL
         losses_BL = torch.where(mask_BL, losses_BL, 0.0)
         num_answers = (lengths_BN > 0).sum() / num_replicas(cp)
         match self.average:

@@ -75,18 +75,21 @@ class PreferenceLoss:
         reference_log_probs_BL: Tensor | None,
         mask_BL: Tensor,
         document_ids_BL: Tensor,
+        auxiliary_losses_BL: Tensor | None = None,
         cp: DeviceMesh | None = None,
     ) -> Loss:
         """Compute the sum over the pairs of packed rows; its weight is the number of pairs.
 
         Documents 2p and 2p + 1 of a row are the chosen and the rejected answer of pair p, as in `PairStream`. A pair is
-        counted if both have trained tokens. Issues the collectives of four calls of `sum_per_document` at most.
+        counted if both have trained tokens. Issues the collectives of five calls of `sum_per_document` at most.
 
         Args:
             log_probs_BL: Log-probability of each label under the policy [B, L].
             reference_log_probs_BL: The same under the reference model, without gradient; None for no reference.
             mask_BL: Trained positions [B, L], bool: those of the answers.
             document_ids_BL: Document id of each position [B, L].
+            auxiliary_losses_BL: Router losses of each position [B, L]. Each pair adds their mean over its trained
+                tokens.
             cp: See `sum_per_document`.
         """
         margins_BP, is_pair_BP = self.margins(
@@ -98,9 +101,14 @@ class PreferenceLoss:
         )
         losses_BP = self._losses(margins_BP)
         if self.answer_weight:
-            chosen_BP, _ = take_pairs(sum_per_document(log_probs_BL * mask_BL, document_ids_BL, cp=cp))
+            trained_BL = torch.where(mask_BL, log_probs_BL, 0.0)
+            chosen_BP, _ = take_pairs(sum_per_document(trained_BL, document_ids_BL, cp=cp))
             length_BP, _ = take_pairs(_lengths(log_probs_BL, mask_BL, document_ids_BL, cp))
             losses_BP = losses_BP - self.answer_weight * chosen_BP / length_BP.clamp(min=1.0)
+        if auxiliary_losses_BL is not None:
+            sums_BP = _of_both(sum_per_document(auxiliary_losses_BL * mask_BL, document_ids_BL, cp=cp))
+            lengths_BP = _of_both(_lengths(log_probs_BL, mask_BL, document_ids_BL, cp))
+            losses_BP = losses_BP + sums_BP / lengths_BP.clamp(min=1.0)
         num_ranks = num_replicas(cp)
         return Loss((losses_BP * is_pair_BP).sum() / num_ranks, weight=is_pair_BP.sum() / num_ranks)
 
@@ -143,3 +151,9 @@ class PreferenceLoss:
 def _lengths(like_BL: Tensor, mask_BL: Tensor, document_ids_BL: Tensor, cp: DeviceMesh | None) -> Tensor:
     """Return the number of trained tokens of each document [B, N]."""
     return sum_per_document(mask_BL.to(like_BL.dtype), document_ids_BL, cp=cp)
+
+
+def _of_both(values_BN: Tensor) -> Tensor:
+    """Return the sum of the values of both documents of each pair [B, P]."""
+    chosen_BP, rejected_BP = take_pairs(values_BN)
+    return chosen_BP + rejected_BP

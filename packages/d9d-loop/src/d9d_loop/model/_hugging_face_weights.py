@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import UserError, canonical_name
+from d9d_dist.errors import refuse_listed
 from d9d_loop.model.recorded_tensor import RecordedTensor, recorded_mapper
 from d9d_state import ModelFolder, StateMapper, TensorInfo, drop, keep, narrow, parallel, read_model_state
 
@@ -166,14 +167,7 @@ def _refuse_differences(report: Mapping[str, Any], what: str, *, new: Sequence[s
             shapes[name] for name in sorted(_unmatched(shapes, new))
         ],
     }
-    lines = [
-        line
-        for title, names in sections.items()
-        if names
-        for line in (f"  {title}:", *(f"    {name}" for name in names))
-    ]
-    if lines:
-        raise UserError(f"{what}:\n" + "\n".join(lines))
+    refuse_listed(what, sections)
 
 
 def _unmatched(names: Iterable[str], patterns: Sequence[str]) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """Build of this rank's pipeline stages: parallelized, on the device, with initial values."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from d9d_dist import (
     DistributedContext,
     StageInfo,
     UserError,
+    canonical_name,
     materialize,
     move_values,
     place_values,
@@ -52,9 +54,9 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
             materialize(stage, device=ctx.device, seed=seed)
     elif ctx.world_size > 1:
         report_different_values(whole, ctx)
-        values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
+        build = partial(_values_of, provider, whole, seed=seed) if ctx.is_main_process else None
         layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
-        place_values(list(stages.values()), layout, values, device=ctx.device)
+        place_values(list(stages.values()), layout, build, device=ctx.device)
     pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
     if plan.weights is not None:
         # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
@@ -81,8 +83,13 @@ def parallelize_stages(plan: ModelPlan, ctx: DistributedContext) -> dict[int, nn
             move_values(stage, ctx.device)
         if batch_group is not None and batch_group.size() > 1:
             _synchronize(stage, batch_group, ctx)
+        _make_embeddings_dense(stage, ctx)
         built = describe_tensors(stage)
+        attributes = {canonical_name(name): vars(each) for name, each in stage.named_parameters() if vars(each)}
         provider.parallelize(stage, ctx)
+        for name, each in stage.named_parameters() if attributes else ():
+            for key, value in attributes.get(canonical_name(name), {}).items():
+                vars(each).setdefault(key, value)
         check_unchanged(stage, built)
         check_parallelized(stage, ctx)
         stages[index] = stage
@@ -104,6 +111,17 @@ def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapp
             "dtype; expected the same structure in each call. It must depend only on its arguments and the seed."
         )
     return values
+
+
+def _make_embeddings_dense(stage: nn.Module, ctx: DistributedContext) -> None:
+    """Give embeddings with `sparse=True` dense gradients, which norms, reductions and checkpoints need."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    found = {name: each for name, each in stage.named_modules() if isinstance(each, embeddings) and each.sparse}
+    for each in found.values():
+        each.sparse = False
+    if found and ctx.is_main_process:
+        names = ", ".join(name or "the model" for name in found)
+        print(f"d9d: sparse=True of {names} is not supported; the gradients are dense, with equal values.")
 
 
 def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedContext) -> None:

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from d9d_dist import UserError
 
-Named: TypeAlias = list[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Named: TypeAlias = "list[tuple[str, Tensor]]"
 """(name, parameter) pairs."""
 
 Dims: TypeAlias = Literal["any", "matrices", "vectors"]
@@ -28,13 +29,13 @@ class Selector:
     def __str__(self) -> str:
         return f"pattern = {self.pattern!r}" + ("" if self.of == "any" else f" of {self.of}")
 
-    def chooses(self, name: str, parameter: Tensor) -> bool:
+    def chooses(self, name: str, parameter: "Tensor") -> bool:
         """Return True if the selector matches the parameter."""
         fits = self.of == "any" or (self.of == "matrices") == is_matrix(parameter)
         return fits and re.search(self.pattern, name) is not None
 
 
-def is_matrix(parameter: Tensor) -> bool:
+def is_matrix(parameter: "Tensor") -> bool:
     """Return True for a matrix or a stack of matrices; False for norm weights, biases and scalars."""
     return parameter.ndim >= 2
 

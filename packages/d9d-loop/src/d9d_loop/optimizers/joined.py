@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from d9d_loop.optimizers.evaluation_weights import Averaging
+from d9d_loop.optimizers.averaging import Averaging
 from d9d_loop.optimizers.groupwise import loss_of
 
 

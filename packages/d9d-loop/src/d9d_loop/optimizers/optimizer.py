@@ -3,30 +3,21 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, final
 
-import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
-from torch import nn
-from torch.optim import Optimizer
 
-from d9d_dist import UserError, canonical_name
+from d9d_dist import UserError
+from d9d_loop import optimizers
 from d9d_loop.config.section import Section
-from d9d_loop.optimizers import (
-    JoinedOptimizer,
-    Lion,
-    LocalAdam,
-    LocalAdamW,
-    LocalSGD,
-    Muon,
-    ScheduleFreeAdamW,
-    StochasticAdamW,
-)
 from d9d_loop.optimizers.assignment import Dims, Named, Selector, assign, is_matrix
-from d9d_loop.optimizers.muon import Scale
 
-OptimizerProvider = Callable[[nn.Module], Optimizer]
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+OptimizerProvider: TypeAlias = Callable[["nn.Module"], "Optimizer"]
 """Function that builds an optimizer of the trainable parameters of a materialized, parallelized model."""
 
 
@@ -78,7 +69,7 @@ class OptimizerSettings(Section, ABC):
     )
 
     @final
-    def build(self, model: nn.Module, *, whole: bool = True) -> Optimizer:
+    def build(self, model: "nn.Module", *, whole: bool = True) -> "Optimizer":
         """Build the optimizer; a `JoinedOptimizer` if groups use other optimizers.
 
         Each parameter that requires gradients is in exactly one parameter group.
@@ -93,10 +84,10 @@ class OptimizerSettings(Section, ABC):
                 parameter.
         """
         first, *others = self._optimizers(_trainable(model), whole=whole)
-        return JoinedOptimizer([first, *others]) if others else first
+        return optimizers.JoinedOptimizer([first, *others]) if others else first
 
     @final
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: "nn.Module") -> None:
         """Check that the configuration fits a whole model, which may be on `meta`.
 
         Raises:
@@ -105,7 +96,7 @@ class OptimizerSettings(Section, ABC):
         self.build(model)
 
     @abstractmethod
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct the optimizer.
 
         Args:
@@ -113,7 +104,7 @@ class OptimizerSettings(Section, ABC):
         """
 
     @final
-    def _optimizers(self, named: Named, *, whole: bool) -> list[Optimizer]:
+    def _optimizers(self, named: Named, *, whole: bool) -> "list[Optimizer]":
         """Build this optimizer and those of its groups, except those without parameters.
 
         If none has a parameter, this one is built with an empty group.
@@ -164,9 +155,9 @@ class AdamWConfig(_AdamSettings):
 
     kind: Literal["adamw"] = "adamw"
 
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct the AdamW optimizer: fused on an accelerator, foreach on CPU."""
-        return LocalAdamW(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
+        return optimizers.LocalAdamW(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
 @final
@@ -178,9 +169,9 @@ class AdamConfig(_AdamSettings):
         default=0.0, description="L2 penalty of the parameters that `decays` selects."
     )
 
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct the Adam optimizer: fused on an accelerator, foreach on CPU."""
-        return LocalAdam(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
+        return optimizers.LocalAdam(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
 @final
@@ -203,9 +194,9 @@ class SGDConfig(OptimizerSettings):
             )
         return self
 
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct an SGD optimizer."""
-        return LocalSGD(groups, momentum=self.momentum, nesterov=self.nesterov)
+        return optimizers.LocalSGD(groups, momentum=self.momentum, nesterov=self.nesterov)
 
 
 @final
@@ -218,14 +209,14 @@ class MuonConfig(OptimizerSettings):
     momentum: _Decay = Field(default=0.95, description="Decay of the momentum buffer.")
     nesterov: bool = Field(default=True, description="Use Nesterov momentum.")
     num_iterations: PositiveInt = Field(default=5, description="Number of Newton-Schulz iterations.")
-    scale: Scale = Field(
+    scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
         description="Size of updates: that of AdamW, whose learning rates fit, or the original.",
     )
 
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct a Muon optimizer."""
-        return Muon(
+        return optimizers.Muon(
             groups,
             momentum=self.momentum,
             nesterov=self.nesterov,
@@ -245,9 +236,9 @@ class LionConfig(OptimizerSettings):
         default=(0.9, 0.99), description="Weight of the average in the update, and its decay."
     )
 
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct a Lion optimizer."""
-        return Lion(groups, betas=self.betas)
+        return optimizers.Lion(groups, betas=self.betas)
 
 
 @final
@@ -263,9 +254,9 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
     )
     eps: PositiveFloat = Field(default=1e-8, description="Added to the denominator, for numerical stability.")
 
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct a Schedule-Free AdamW optimizer."""
-        return ScheduleFreeAdamW(groups, betas=self.betas, eps=self.eps)
+        return optimizers.ScheduleFreeAdamW(groups, betas=self.betas, eps=self.eps)
 
 
 @final
@@ -279,10 +270,12 @@ class StochasticAdamWConfig(_AdamSettings):
     )
     seed: int = Field(default=0, ge=0, description="Seed of stochastic rounding.")
 
-    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct the AdamW optimizer with stochastic rounding."""
+        import torch  # noqa: PLC0415 - configurations need no torch
+
         dtype = torch.bfloat16 if self.averages == "bfloat16" else torch.float32
-        return StochasticAdamW(groups, betas=self.betas, eps=self.eps, average_dtype=dtype, seed=self.seed)
+        return optimizers.StochasticAdamW(groups, betas=self.betas, eps=self.eps, average_dtype=dtype, seed=self.seed)
 
 
 def _with_kind(value: Any) -> Any:
@@ -317,5 +310,7 @@ def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
     return {"foreach": True} if on_cpu else {"fused": True}
 
 
-def _trainable(model: nn.Module) -> Named:
+def _trainable(model: "nn.Module") -> Named:
+    from d9d_dist import canonical_name  # noqa: PLC0415 - imports torch
+
     return [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
-from d9d_loop.config.preset import PresetConfig, look_beside_preset, preset_trainer
+from d9d_loop.config.preset import PresetConfig, look_beside_preset
+from d9d_loop.job.preset_job import preset_trainer
 from d9d_loop.planning.calibration import calibrate
 from d9d_loop.planning.hardware_spec import Hardware, hardware_names
 from d9d_loop.planning.html_report import write_html

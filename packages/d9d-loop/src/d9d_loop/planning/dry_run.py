@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine.engine import Engine
+from d9d_loop.job.job import build_engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.model_build import parallelize_stages
@@ -73,7 +73,7 @@ class DryRun:
 def dry_run(
     plan_for: PlanFor, *, ranks: Sequence[int], world_size: int, precision: PrecisionName | None = None
 ) -> tuple[DryRun, ...]:
-    """Run a step of a job for some ranks, one after another, without values; return what each allocates and does.
+    """Run a step of a job on fake tensors for some ranks, one after another; return a record of each.
 
     The recorded step is the second: the first creates optimizer state and lazily created buffers. No device, network or
     checkpoint is used; the first samples of the training data are read, for their shapes.
@@ -85,7 +85,7 @@ def dry_run(
         precision: Precision of the job on the planned device; by default that of the configuration on a CPU.
 
     Raises:
-        UserError: If this process already has a process group. If the plan of the job fails, as `Trainer.train` would.
+        UserError: If this process already has a process group, or the job fails a check of `Trainer.train`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings():
@@ -132,16 +132,8 @@ def run_rank(
     pipeline.reduces_each_microbatch = plan.config.gradients.reduce_each_microbatch
     with fake:
         optimizer = plan.optimizer(pipeline.model)
-    engine = Engine(
-        pipeline,
-        optimizer,
-        ctx=ctx,
-        task=plan.task,
-        max_norm=plan.config.gradients.max_norm,
-        num_microbatches=plan.num_microbatches,
-        guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
-        polls_guard=False,
-    )
+    guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
+    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
     batches = [fake_batch(plan, ctx, fake)] * plan.num_microbatches
     with fake:
         with answered():

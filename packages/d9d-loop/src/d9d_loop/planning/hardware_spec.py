@@ -1,4 +1,4 @@
-"""Hardware of a cluster: data-sheet values, and the few constants fitted to measurements of it.
+"""Hardware of a cluster: data-sheet values, and a few constants fitted to measurements.
 
 A description is a TOML file, such as `hardware/h100-dgx.toml` in this package. `d9d-plan --calibrate` writes one for
 the machine that it runs on.
@@ -50,10 +50,7 @@ class Network(Links):
 
 
 class Fitted(_Part):
-    """Constants fitted to measurements: six for a cluster.
-
-    The first four are of a device, the last two of its links.
-    """
+    """Six constants fitted to measurements of a cluster: four of a device, then two of its links."""
 
     matmul_efficiency: float = Field(
         gt=0, le=1, description="Fraction of the peak that a large matrix product reaches."

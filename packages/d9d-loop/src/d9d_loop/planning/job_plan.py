@@ -231,7 +231,7 @@ def shown_microbatches(plan: JobPlan) -> int:
 
 
 def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> dict[str, float]:
-    """Return the step time in seconds with each part of the hardware 10 % faster, and with twice the microbatches."""
+    """Return the step time in seconds with each part of the hardware 10 % faster, by part."""
     device, links, network = hardware.device, hardware.links, hardware.network
     faster = {
         "matrix products": hardware.model_copy(

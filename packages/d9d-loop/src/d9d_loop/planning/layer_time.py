@@ -26,7 +26,7 @@ SPARSE_OPERATORS = 30
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Seconds of a pass: matrix products, attention, pointwise kernels, and collectives; and launched operators."""
+    """Seconds of a pass by kind of kernel and collective, and the number of launched operators."""
 
     matmul: float = 0.0
     attention: float = 0.0

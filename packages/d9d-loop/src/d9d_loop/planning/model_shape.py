@@ -80,7 +80,7 @@ def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[O
 
 
 def _kv_heads(layer: nn.Module, *, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> int:
-    """Return the number of key heads: attention may receive repeated ones, so the smallest projection decides.
+    """Return the number of key heads, from the smallest projection: attention may receive repeated key heads.
 
     Projections are those beside one of all query heads; a router, too, maps the hidden size to a few outputs.
     """

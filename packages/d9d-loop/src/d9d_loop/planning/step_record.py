@@ -67,14 +67,6 @@ class StepRecord:
         """Bytes that all operators read and write, if every operator reads its inputs from memory."""
         return sum(operation.num_bytes for operation in self.operations)
 
-    def by_operator(self) -> dict[str, tuple[int, int, int]]:
-        """Return calls, FLOPs and bytes by operator name."""
-        totals: dict[str, tuple[int, int, int]] = {}
-        for each in self.operations:
-            calls, flops, num_bytes = totals.get(each.name, (0, 0, 0))
-            totals[each.name] = calls + 1, flops + each.flops, num_bytes + each.num_bytes
-        return totals
-
     def collective_bytes(self) -> Counter[tuple[str, int]]:
         """Return the bytes by name of the collective and group size."""
         totals: Counter[tuple[str, int]] = Counter()
@@ -196,12 +188,12 @@ def answered() -> Generator[None]:
 
 
 def _answer(tensor: Tensor) -> float | bool:
-    """Return what the host reads from a fake scalar: a number is finite and not 0."""
+    """Return the value that the host reads from a fake scalar: numbers are finite and not 0."""
     return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:
-    """Return what the host reads from a fake tensor with dims, such as flags of a bad step: nested lists of zeros."""
+    """Return nested lists of zeros for a fake tensor with dims that the host reads, such as flags of bad steps."""
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 

@@ -1,6 +1,8 @@
 """Exit codes of unfinished jobs, by which a launch script decides what to do next."""
 
+import signal
 from enum import IntEnum
+from typing import final
 
 
 class ExitCode(IntEnum):
@@ -24,3 +26,25 @@ class ExitCode(IntEnum):
 
     INTERRUPTED = 130
     """Ctrl-C (SIGINT). The message says what is saved."""
+
+
+@final
+class Stopped(SystemExit):
+    """Exception after the job has saved a checkpoint because of a signal.
+
+    Uncaught, it exits with `ExitCode.STOPPED`, or with `ExitCode.INTERRUPTED` if the signal was SIGINT (Ctrl-C).
+
+    The signals stay ignored, so that another signal does not change the exit code. A caller that catches this exception
+    and continues must set their handlers again with `signal.signal`.
+
+    Attributes:
+        step: Number of completed steps, all of which are saved.
+    """
+
+    def __init__(self, by: signal.Signals, *, step: int) -> None:
+        super().__init__(int(ExitCode.INTERRUPTED if by is signal.SIGINT else ExitCode.STOPPED))
+        self.by, self.step = by, step
+
+    def __str__(self) -> str:
+        by = "Ctrl-C (SIGINT)" if self.by is signal.SIGINT else self.by.name
+        return f"stopped by {by} after step {self.step}, which is saved. The same command resumes the job."

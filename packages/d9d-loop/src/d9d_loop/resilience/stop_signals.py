@@ -23,33 +23,10 @@ import torch
 import torch.distributed as dist
 
 from d9d_dist import DistributedContext, UserError
-from d9d_loop.resilience.exit_codes import ExitCode
 
 _Handler: TypeAlias = "signal._HANDLER"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _END = b"\0"  # 0 is not a signal number
-
-
-@final
-class Stopped(SystemExit):
-    """Exception after the job has saved a checkpoint because of a signal.
-
-    Uncaught, it exits with `ExitCode.STOPPED`, or with `ExitCode.INTERRUPTED` if the signal was SIGINT (Ctrl-C).
-
-    The signals stay ignored, so that another signal does not change the exit code. A caller that catches this exception
-    and continues must set their handlers again with `signal.signal`.
-
-    Attributes:
-        step: Number of completed steps, all of which are saved.
-    """
-
-    def __init__(self, by: signal.Signals, *, step: int) -> None:
-        super().__init__(int(ExitCode.INTERRUPTED if by is signal.SIGINT else ExitCode.STOPPED))
-        self.by, self.step = by, step
-
-    def __str__(self) -> str:
-        by = "Ctrl-C (SIGINT)" if self.by is signal.SIGINT else self.by.name
-        return f"stopped by {by} after step {self.step}, which is saved. The same command resumes the job."
 
 
 @final

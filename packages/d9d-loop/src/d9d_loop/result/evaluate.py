@@ -130,7 +130,7 @@ def _run_tasks(options: argparse.Namespace, device: torch.device) -> dict[str, o
 
 
 def run() -> None:
-    """Run the command with messages for errors; the entry point `d9d-eval`."""
+    """Run the command, and print errors of the user without a traceback; entry point of `d9d-eval`."""
     with cli_main():
         main()
 

@@ -36,7 +36,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes; an incomplete character at the end is left out."""
+        """Return the text of bytes, without those that are not valid UTF-8, such as an incomplete character."""
         return bytes(ids).decode(errors="ignore")
 
 

@@ -1,5 +1,6 @@
 """Inputs of a decoder from packed rows, and their split for context parallelism."""
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -13,20 +14,35 @@ PackedBatch: TypeAlias = dict[str, Any]
 """Collated rows of a `PackedStream`: tensors [B, L]. Under context parallelism, `cp` is the mesh of the split."""
 
 
-def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None) -> Inputs:
+def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: bool = False) -> Inputs:
     """Return the arguments of d9d's decoders: token ids, labels, position ids and document ids.
 
-    `labels` replaces those of the batch; without any, the decoder returns logits. If the batch has `expert_indices`
-    [B, L, layers, A], the routers of a sparse decoder replay them.
+    `labels` replaces those of the batch; without any, the decoder returns logits. With `scores`, it returns the
+    log-probabilities of the labels apart from auxiliary losses; see `score_arguments`. If the batch has
+    `expert_indices` [B, L, layers, A], the routers of a sparse decoder replay them.
     """
-    replay = {"expert_indices": batch["expert_indices"]} if "expert_indices" in batch else {}
+    optional: dict[str, Any] = {"expert_indices": batch["expert_indices"]} if "expert_indices" in batch else {}
+    if scores:
+        optional["scores"] = "log_probs"
     return Inputs(
         batch["input_ids"],
         labels=batch.get("labels") if labels is None else labels,
         position_ids=batch["position_ids"],
         document_ids_BL=batch["documents"],
-        **replay,
+        **optional,
     )
+
+
+def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[str, Any]:
+    """Return the arguments that preference and policy losses share, for a decoder called with `scores`."""
+    return {
+        "log_probs_BL": outputs["log_probs"],
+        "auxiliary_losses_BL": outputs.get("auxiliary_losses"),
+        "reference_log_probs_BL": batch.get("reference_log_probs"),
+        "mask_BL": trained(batch),
+        "document_ids_BL": batch["documents"],
+        "cp": mesh_of(batch),
+    }
 
 
 def split_packed(batch: PackedBatch, split: ContextSplit) -> PackedBatch:

@@ -1,5 +1,6 @@
 """Task of sampled answers: policy gradients."""
 
+from collections.abc import Mapping
 from typing import final
 
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from d9d_dist import ContextSplit
 from d9d_loop.losses.policy import PolicyLoss
 from d9d_loop.task import Loss, Task
-from d9d_loop.tasks.packed_inputs import PackedBatch, mesh_of, packed_inputs, split_packed, trained
+from d9d_loop.tasks.packed_inputs import PackedBatch, packed_inputs, score_arguments, split_packed
 from d9d_pipeline import Inputs
 
 GRPO = PolicyLoss()
@@ -16,18 +17,17 @@ GRPO = PolicyLoss()
 
 @final
 class PolicyTask(Task):
-    """Policy-gradient loss of packed answers, for a decoder that returns the loss of each token.
+    """Policy-gradient loss of packed answers, for a decoder whose forward takes `scores`.
 
     A batch has packed rows whose labels are the sampled tokens, -100 elsewhere, and `advantages` [B, L]. Optional keys,
-    [B, L] each: `old_log_probs`, `reference_log_probs` and `importance`; see `PolicyLoss`. The outputs of the model
-    must be negative log-likelihoods: balance experts by a bias. The Trainer refuses a model with router losses.
+    [B, L] each: `old_log_probs`, `reference_log_probs` and `importance`; see `PolicyLoss`. Router losses of the model
+    are added, and do not change the ratios.
 
     Args:
         loss: Loss of the sampled tokens.
     """
 
     weight_unit = "tokens"
-    needs_likelihoods = True
 
     def __init__(self, loss: PolicyLoss = GRPO) -> None:
         self._loss = loss
@@ -35,20 +35,16 @@ class PolicyTask(Task):
             self.weight_unit = "answers"
 
     def inputs(self, batch: PackedBatch) -> Inputs:
-        """Return the arguments of d9d's decoders."""
-        return packed_inputs(batch)
+        """Return the arguments of d9d's decoders, for scores."""
+        return packed_inputs(batch, scores=True)
 
-    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+    def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
         """Return the sum of the losses of the sampled tokens."""
         return self._loss(
-            -outputs,
+            **score_arguments(outputs, batch),
             advantages_BL=batch["advantages"],
-            mask_BL=trained(batch),
-            document_ids_BL=batch["documents"],
             old_log_probs_BL=batch.get("old_log_probs"),
-            reference_log_probs_BL=batch.get("reference_log_probs"),
             importance_BL=batch.get("importance"),
-            cp=mesh_of(batch),
         )
 
     def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:

@@ -9,7 +9,7 @@ from torch import Tensor
 from d9d_dist import ContextSplit
 from d9d_loop.losses.preference import PreferenceLoss
 from d9d_loop.task import Loss, Task
-from d9d_loop.tasks.packed_inputs import PackedBatch, mesh_of, packed_inputs, split_packed, trained
+from d9d_loop.tasks.packed_inputs import PackedBatch, mesh_of, packed_inputs, score_arguments, split_packed
 from d9d_metrics import Metric, WeightedMean
 from d9d_pipeline import Inputs
 
@@ -19,32 +19,30 @@ DPO = PreferenceLoss()
 
 @final
 class PreferenceTask(Task):
-    """Preference loss of packed pairs, for a decoder that returns the loss of each token.
+    """Preference loss of packed pairs, for a decoder whose forward takes `scores`.
 
     A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which `Engine.score` returns in
     `Engine.reference`. Without this key, the loss has no reference (SimPO).
 
     The metrics are `reward_margin`, the mean of `beta * h`, and `reward_accuracy`, the share of pairs with a positive
-    margin. The outputs of the model must be negative log-likelihoods: balance experts by a bias. The Trainer refuses a
-    model with router losses.
+    margin. Router losses of the model are added, and do not change the margins.
 
     Args:
         loss: Loss of a pair.
     """
 
     weight_unit = "pairs"
-    needs_likelihoods = True
 
     def __init__(self, loss: PreferenceLoss = DPO) -> None:
         self._loss = loss
 
     def inputs(self, batch: PackedBatch) -> Inputs:
-        """Return the arguments of d9d's decoders."""
-        return packed_inputs(batch)
+        """Return the arguments of d9d's decoders, for scores."""
+        return packed_inputs(batch, scores=True)
 
-    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+    def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
         """Return the sum of the losses of the pairs."""
-        return self._loss(-outputs, **_arguments(batch))
+        return self._loss(**score_arguments(outputs, batch))
 
     def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
         """Return this context-parallel rank's part of the rows."""
@@ -56,19 +54,12 @@ class PreferenceTask(Task):
 
     def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
         """Add the margins of a microbatch. Issues the collectives of the margins."""
+        arguments = score_arguments(outputs, batch)
+        del arguments["auxiliary_losses_BL"]  # no part of a margin
         with torch.no_grad():
-            margins_BP, is_pair_BP = self._loss.margins(-outputs, **_arguments(batch))
+            margins_BP, is_pair_BP = self._loss.margins(**arguments)
         mesh = mesh_of(batch)
         count = is_pair_BP.sum() / (1 if mesh is None else mesh.size())
         share = count / is_pair_BP.sum().clamp(min=1)  # every context-parallel rank has all pairs
         metrics["reward_margin"].update((self._loss.beta * margins_BP * is_pair_BP).sum() * share, count)
         metrics["reward_accuracy"].update(((margins_BP > 0) & is_pair_BP).sum() * share, count)
-
-
-def _arguments(batch: PackedBatch) -> dict[str, Any]:
-    return {
-        "reference_log_probs_BL": batch.get("reference_log_probs"),
-        "mask_BL": trained(batch),
-        "document_ids_BL": batch["documents"],
-        "cp": mesh_of(batch),
-    }

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
-import torch
 from pydantic import JsonValue
-from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 
 @final
@@ -29,17 +28,17 @@ class Histogram:
     counts: tuple[float, ...]
 
     @staticmethod
-    def of(values: Tensor, *, num_bins: int = 64) -> "Histogram":
+    def of(values: "Tensor", *, num_bins: int = 64) -> "Histogram":
         """Return the histogram of a tensor's finite elements, from their minimum to their maximum.
 
         Synchronizes with the tensor's device. Shape and real dtype are arbitrary; pass the local tensor of a DTensor.
         """
-        flat = values.detach().reshape(-1).to("cpu", torch.float64)
+        flat = values.detach().reshape(-1).double().cpu()
         flat = flat[flat.isfinite()]
         low, high = (flat.min().item(), flat.max().item()) if flat.numel() > 0 else (0.0, 0.0)
         # Equal values get an interval of width 1 around them, because bins need a width.
         low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
-        return Histogram(low, high, tuple(torch.histc(flat, num_bins, low, high).tolist()))
+        return Histogram(low, high, tuple(flat.histc(num_bins, low, high).tolist()))
 
     @property
     def edges(self) -> tuple[float, ...]:

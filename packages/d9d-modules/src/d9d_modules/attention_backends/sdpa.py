@@ -22,7 +22,8 @@ class SdpaBackend:
     """`torch.nn.functional.scaled_dot_product_attention`.
 
     A window uses a mask [L, S], packed documents a mask [B, 1, L, S]. On the CPU packed documents use one call per
-    document instead. Sinks are supported for causal attention without window, mask and packed documents.
+    document instead, for all rows at once if their documents have equal lengths. Sinks are supported for causal
+    attention without window, mask and packed documents.
     """
 
     name = "sdpa"
@@ -119,19 +120,25 @@ def _scaled(q_BLHK: Tensor, options: AttentionOptions) -> Tensor:
 def _by_document(
     q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, runs: list[list[int]], options: AttentionOptions
 ) -> Tensor:
+    """Attend within each document; rows with equal document lengths share the calls."""
+    if len({tuple(lengths) for lengths in runs}) == 1:
+        return _documents_of_rows(q_BLHK, k_BSGK, v_BSGK, runs[0], options)
+    rows = zip(q_BLHK.split(1), k_BSGK.split(1), v_BSGK.split(1), runs, strict=True)
+    return torch.cat([_documents_of_rows(q, k, v, lengths, options) for q, k, v, lengths in rows])
+
+
+def _documents_of_rows(
+    q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, lengths: list[int], options: AttentionOptions
+) -> Tensor:
     before = k_BSGK.shape[1] - q_BLHK.shape[1]
-    rows = []
-    for row, lengths in enumerate(runs):
-        ends = list(itertools.accumulate(lengths))
-        parts = [
-            _one_document(
-                q_BLHK[row : row + 1, max(end - size - before, 0) : end - before],
-                k_BSGK[row : row + 1, end - size : end],
-                v_BSGK[row : row + 1, end - size : end],
-                options,
-            )
-            for end, size in zip(ends, lengths, strict=True)
-            if end > before
-        ]
-        rows.append(torch.cat(parts, dim=1))
-    return torch.cat(rows)
+    parts = [
+        _one_document(
+            q_BLHK[:, max(end - size - before, 0) : end - before],
+            k_BSGK[:, end - size : end],
+            v_BSGK[:, end - size : end],
+            options,
+        )
+        for end, size in zip(itertools.accumulate(lengths), lengths, strict=True)
+        if end > before
+    ]
+    return torch.cat(parts, dim=1)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
-from d9d_dist.vocab_parallel import token_cross_entropy
-from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY
-from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.cross_entropy import IGNORED_LABEL
+from d9d_modules.lm_head import LanguageModelHead, Scores
 from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.pooling import Pooling
@@ -61,13 +60,6 @@ class HeadedDecoder(nn.Module):
         """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
 
-    @property
-    def returns_likelihoods(self) -> bool:
-        """True if no router loss, z-loss or label smoothing is added to the losses of a language-model head."""
-        plain = (PLAIN_CROSS_ENTROPY, token_cross_entropy)
-        heads = [module for module in self.modules() if isinstance(module, LanguageModelHead)]
-        return self.backbone.auxiliary_losses is None and all(head.token_loss in plain for head in heads)
-
     def ends(self) -> list[nn.Module]:
         """Return this stage's embedding and heads that have parameters and share none of them."""
         owner = self.heads if self._in_dict else self
@@ -86,7 +78,7 @@ class HeadedDecoder(nn.Module):
         expert_indices: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | Mapping[str, Tensor] | None = None,
-        scores: bool = False,
+        scores: Scores = False,
     ) -> Received | dict[str, Tensor]:
         """Run this stage.
 
@@ -102,14 +94,15 @@ class HeadedDecoder(nn.Module):
             labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
                 predict at each position [B, L], already shifted, or K candidates [B, L, K]; -100 ignores a position.
                 Classification: class of each row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
-            scores: True for log-probabilities and entropies instead of losses; only with a single language-model head.
+            scores: True for log-probabilities and entropies instead of losses, `"log_probs"` for the former only.
+                Requires a single language-model head.
 
         Returns:
             On the last stage, by head name for a `DecoderWithHeads`. With labels, the loss of each token [B, L] or row
             [B] in nats (float32, or float64 for a float64 model). Auxiliary losses are included: those of the token, or
             their mean over the tokens of the row. Without labels, the logits [B, L, V] or [B, C], or the embeddings
             [B, E], in at least float32 if normalized. With `scores`, see `LanguageModelHead.forward`; auxiliary losses
-            [B, L], 0 for ignored labels, are then under `auxiliary_losses`. On other stages, the output of
+            [B, L], 0 where all labels are ignored, are then under `auxiliary_losses`. On other stages, the output of
             `DecoderModel.forward`.
 
         Raises:
@@ -126,9 +119,15 @@ class HeadedDecoder(nn.Module):
         )
         if not self.backbone.stage.is_last:
             return x
+        return self.apply_heads(x, mask_BL=mask_BL, labels=labels, scores=scores)
+
+    def apply_heads(
+        self, x: Received, *, mask_BL: Tensor | None, labels: Tensor | Mapping[str, Tensor] | None, scores: Scores
+    ) -> Tensor | dict[str, Tensor]:
+        """Compute the outputs of the last stage from those of its backbone; arguments as in `forward`."""
         names, owner = self._head_names, self.heads if self._in_dict else self
         if scores:
-            return self._scores(owner.get_submodule(names[0]), x, labels)
+            return self._scores(owner.get_submodule(names[0]), x, labels, scores)
         by_name = labels or {} if self._in_dict else {names[0]: labels}
         assert isinstance(by_name, Mapping), "several heads take labels by name"
         unknown = [name for name in by_name if name not in names]
@@ -140,17 +139,21 @@ class HeadedDecoder(nn.Module):
         }
         return outputs if self._in_dict else outputs[names[0]]
 
-    def _scores(self, head: nn.Module, x: Received, labels: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def _scores(
+        self, head: nn.Module, x: Received, labels: Tensor | Mapping[str, Tensor] | None, scores: Scores
+    ) -> dict[str, Tensor]:
         if self._in_dict or not isinstance(head, LanguageModelHead):
             raise UserError(
-                f"got scores=True for a model with the heads {', '.join(self._head_names)}; expected one "
+                f"got scores for a model with the heads {', '.join(self._head_names)}; expected one "
                 "LanguageModelHead. Compute the scores from the logits."
             )
         hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
-        outputs: dict[str, Tensor] = head(hidden_BLD, labels=labels, scores=True)
+        outputs: dict[str, Tensor] = head(hidden_BLD, labels=labels, scores=scores)
         if auxiliary_BL is not None:
             assert isinstance(labels, Tensor), "the head has checked its labels"
-            outputs["auxiliary_losses"] = auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
+            is_ignored = labels == IGNORED_LABEL
+            is_ignored_BL = is_ignored if labels.dim() == auxiliary_BL.dim() else is_ignored.all(dim=-1)
+            outputs["auxiliary_losses"] = auxiliary_BL.masked_fill(is_ignored_BL, 0.0)
         return outputs
 
 
@@ -260,7 +263,7 @@ def _output(name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, 
     if labels.dim() > auxiliary_BL.dim():
         raise UserError(
             "got several labels for each position, and a model with router losses, which belong to no label; expected "
-            "none. Balance experts by a bias instead."
+            'none. Pass scores="log_probs", which returns them apart, or balance experts by a bias.'
         )
     if labels.dim() == 1:
         num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)

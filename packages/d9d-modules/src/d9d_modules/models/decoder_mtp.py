@@ -18,16 +18,16 @@ from torch.nn import functional as F
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
 from d9d_modules.cross_entropy import IGNORED_LABEL
-from d9d_modules.decoder import DecoderLayer, HiddenAndLosses
+from d9d_modules.decoder import HiddenAndLosses
 from d9d_modules.embedding import TokenEmbedding
 from d9d_modules.linear import Linear
-from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.lm_head import LanguageModelHead, Scores
 from d9d_modules.models.decoder_heads import HeadedDecoder, decoder_lm_head
 from d9d_modules.models.decoder_hugging_face import FeedForwardMapper, decoder_layer_from_hugging_face
-from d9d_modules.models.decoder_model import WHOLE_MODEL, Received
+from d9d_modules.models.decoder_model import WHOLE_MODEL, Received, build_layer
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.norm import RMSNorm
-from d9d_modules.rope import RotaryTables, rotary_tables
+from d9d_modules.rope import RotaryTables
 from d9d_state import StateMapper, parallel, rename, scope
 
 
@@ -44,14 +44,7 @@ class MtpLayer(nn.Module):
         norm = partial(RMSNorm, size, eps=params.rms_norm_eps, zero_centered=params.zero_centered_norms)
         self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
         self.projection = Linear(2 * size, size, init_std=params.initializer_range)
-        self.block = DecoderLayer(
-            size,
-            attention=params.mixer(index),
-            feed_forward=params.feed_forward(index),
-            norm_eps=params.rms_norm_eps,
-            zero_centered_norms=params.zero_centered_norms,
-            sandwich_norms=params.sandwich_norms,
-        )
+        self.block = build_layer(params, index)
         self.has_losses = params.auxiliary_losses is not None
 
     def forward(
@@ -128,7 +121,7 @@ class DecoderWithMtp(HeadedDecoder):
         expert_indices: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | Mapping[str, Tensor] | None = None,
-        scores: bool = False,
+        scores: Scores = False,
         mtp_ids_BLK: Tensor | None = None,
         mtp_labels_BLK: Tensor | None = None,
     ) -> Received | dict[str, Tensor]:
@@ -150,19 +143,6 @@ class DecoderWithMtp(HeadedDecoder):
         Raises:
             UserError: See `HeadedDecoder.forward`; also if an MTP argument is missing or has another shape.
         """
-        assert not isinstance(labels, Mapping), "the model has one head"
-        is_main = mtp_ids_BLK is None and mtp_labels_BLK is None and not self.training
-        if self.lm_head is None or labels is None or scores or is_main:
-            return super().forward(
-                hidden,
-                position_ids=position_ids,
-                document_ids_BL=document_ids_BL,
-                mask_BL=mask_BL,
-                expert_indices=expert_indices,
-                attention_mask=attention_mask,
-                labels=labels,
-                scores=scores,
-            )
         x = self.backbone(
             hidden,
             position_ids=position_ids,
@@ -171,48 +151,55 @@ class DecoderWithMtp(HeadedDecoder):
             expert_indices=expert_indices,
             attention_mask=attention_mask,
         )
-        hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
-        output = self.lm_head(hidden_BLD, labels=labels)
-        if auxiliary_BL is not None:
-            output = output + auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
-        expected = (*labels.shape, self.num_mtp_layers)
-        for name, given in (("mtp_ids_BLK", mtp_ids_BLK), ("mtp_labels_BLK", mtp_labels_BLK)):
-            if given is None or given.shape != expected:
-                got = None if given is None else tuple(given.shape)
-                raise UserError(f"got {name} of shape {got}; expected {expected}: use mtp_targets.")
-        assert mtp_ids_BLK is not None
-        assert mtp_labels_BLK is not None
+        if not self.backbone.stage.is_last:
+            return x
+        output = self.apply_heads(x, mask_BL=mask_BL, labels=labels, scores=scores)
+        is_main = mtp_ids_BLK is None and mtp_labels_BLK is None and not self.training
+        if labels is None or scores or is_main:
+            return output
+        assert isinstance(labels, Tensor), "the model has one head"
+        assert isinstance(output, Tensor)
+        ids = self._checked("mtp_ids_BLK", mtp_ids_BLK, labels)
+        mtp_labels = self._checked("mtp_labels_BLK", mtp_labels_BLK, labels)
         if position_ids is None:
             position_ids = torch.arange(labels.shape[1], device=labels.device).unsqueeze(0)
-        mask_BL = None if mask_BL is None else self.backbone.token_mask(mask_BL)
-        assert self.mtp_embedding is not None
-        total = torch.zeros_like(output)
-        for depth, layer in enumerate(self.mtp):
-            embedded_BLD = self.mtp_embedding(mtp_ids_BLK[..., depth]) * self.backbone.params.embedding_scale
-            rotary = self._rotary(position_ids, self.backbone.params.num_layers + depth)
-            hidden_BLD, auxiliary_BL = layer(
-                embedded_BLD,
-                hidden_BLD,
-                rotary,
-                document_ids_BL=document_ids_BL,
-                mask_BL=mask_BL,
-                attention_mask=attention_mask,
-            )
-            labels_BL = mtp_labels_BLK[..., depth]
-            total = total + self.lm_head(hidden_BLD, labels=labels_BL)
-            if auxiliary_BL is not None:
-                total = total + self.backbone.all_losses(auxiliary_BL).masked_fill(labels_BL == IGNORED_LABEL, 0.0)
-        return output + total * (self.mtp_loss_weight / self.num_mtp_layers)
+        masks = {
+            "document_ids_BL": document_ids_BL,
+            "mask_BL": None if mask_BL is None else self.backbone.token_mask(mask_BL),
+            "attention_mask": attention_mask,
+        }
+        hidden_BLD = x[0] if isinstance(x, tuple) else x
+        return output + self._mtp_loss(hidden_BLD, ids, mtp_labels, position_ids, masks)
 
-    def _rotary(self, position_ids: Tensor, index: int) -> RotaryTables:
-        params, rope = self.backbone.params, self.backbone.params.rope(index)
-        return rotary_tables(
-            position_ids,
-            head_dim=params.rotated_features,
-            theta=rope.theta,
-            scaling=rope.scaling,
-            length=params.rope_length,
-        )
+    def _mtp_loss(
+        self,
+        hidden_BLD: Tensor,
+        ids_BLK: Tensor,
+        labels_BLK: Tensor,
+        position_ids: Tensor,
+        masks: Mapping[str, Tensor | None],
+    ) -> Tensor:
+        """Compute the weighted mean of the losses of the MTP layers for each position [B, L]."""
+        assert self.lm_head is not None
+        assert self.mtp_embedding is not None
+        losses: list[Tensor] = []
+        for depth, layer in enumerate(self.mtp):
+            embedded_BLD = self.mtp_embedding(ids_BLK[..., depth]) * self.backbone.params.embedding_scale
+            rope = self.backbone.params.rope(self.backbone.params.num_layers + depth)
+            rotary = self.backbone.rotary_tables(position_ids, rope)
+            hidden_BLD, auxiliary_BL = layer(embedded_BLD, hidden_BLD, rotary, **masks)
+            labels_BL = labels_BLK[..., depth]
+            losses.append(self.lm_head(hidden_BLD, labels=labels_BL))
+            if auxiliary_BL is not None:
+                losses.append(self.backbone.all_losses(auxiliary_BL).masked_fill(labels_BL == IGNORED_LABEL, 0.0))
+        return sum(losses[1:], losses[0]) * (self.mtp_loss_weight / self.num_mtp_layers)
+
+    def _checked(self, name: str, given: Tensor | None, labels_BL: Tensor) -> Tensor:
+        expected = (*labels_BL.shape, self.num_mtp_layers)
+        if given is None or given.shape != expected:
+            got = None if given is None else tuple(given.shape)
+            raise UserError(f"got {name} of shape {got}; expected {expected}: use mtp_targets.")
+        return given
 
 
 def mtp_targets(

@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias, final
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, final
 
 from pydantic import Field
 from torch import nn
@@ -107,6 +107,23 @@ class DecoderParams(ABC):
             initializer_range=self.initializer_range,
             max_position_embeddings=self.max_position_embeddings,
         )
+
+    @classmethod
+    def like(cls, other: "DecoderParams", **changes: Any) -> Self:
+        """Return hyperparameters of this family with the values of another family's model, and `changes`.
+
+        Raises:
+            UserError: If `other` sets a hyperparameter that this family does not have.
+        """
+        names = {each.name for each in fields(cls)}
+        values = {each.name: getattr(other, each.name) for each in fields(other)}
+        for each in fields(other):
+            if each.name not in names and values[each.name] != each.default:
+                raise UserError(
+                    f"{each.name} = {values[each.name]}; expected its default, because {cls.__name__} has no such "
+                    "hyperparameter."
+                )
+        return cls(**{**{name: value for name, value in values.items() if name in names}, **changes})
 
     @property
     @abstractmethod

@@ -13,12 +13,13 @@ from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_params import Rope, RopeScaling, check_positive
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
-from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily, positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_layers import (
     FULL_OR_SLIDING,
     sliding_layers_of,
     sliding_window_of,
+    text_entries,
     written_layer_types,
 )
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face, rope_to_hugging_face
@@ -88,16 +89,6 @@ class Gemma3Params(GroupedQueryParams):
         """See `DecoderParams`."""
         del index
         return GeGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
-
-
-def _text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """Return the entries of the language model, which multimodal configurations contain as `text_config`."""
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise UserError(f"config.json has text_config = {text!r}; expected an object.")
-    if text is not config:
-        text = {**text, "quantization_config": config.get("quantization_config")}
-    return {str(key): value for key, value in text.items()}
 
 
 def _of_kind(config: HuggingFaceConfig, kind: str) -> Mapping[str, object]:
@@ -170,7 +161,7 @@ GEMMA3 = HuggingFaceFamily(
         Entry("num_kv_heads", "num_key_value_heads", default=4),
         Entry("head_dim", "head_dim", default=256),
         Entry("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
-        Entry("max_position_embeddings", "max_position_embeddings", default=131_072),
+        positions_entry(131_072),
     ),
     fixed={
         "hidden_activation": "gelu_pytorch_tanh",
@@ -187,7 +178,7 @@ GEMMA3 = HuggingFaceFamily(
         "use_bidirectional_attention",
     ),
     nested_type="gemma3",
-    prepare=_text_config,
+    prepare=text_entries,
     read_rope=_read_rope,
     write_rope=_written_rope,
     read_own=_read_own,

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily, positions_entry
+from d9d_modules.models.hugging_face_layers import written_without_windows
 from d9d_modules.rope import check_rotary_sizes
-from d9d_state import JsonValue, StateMapper, parallel, rename, split
+from d9d_state import StateMapper, parallel, rename, split
 
 
 @final
@@ -51,11 +52,6 @@ class Glm4Params(GroupedQueryParams):
         return parallel(gate_up, rename("down_proj.weight", "down_proj.weight"))
 
 
-def _refuse_windows(params: Glm4Params) -> Mapping[str, JsonValue]:
-    params.require_no_windows()
-    return {}
-
-
 GLM4 = HuggingFaceFamily(
     params=Glm4Params,
     architecture="Glm4ForCausalLM",
@@ -63,10 +59,10 @@ GLM4 = HuggingFaceFamily(
     entries=(
         *GROUPED_QUERY_ENTRIES,
         Entry("qkv_bias", "attention_bias", bool, default=True),
-        Entry("max_position_embeddings", "max_position_embeddings", default=131_072),
+        positions_entry(131_072),
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     rotary_factor=0.5,
-    write_own=_refuse_windows,
+    write_own=written_without_windows,
 )
 """Checkpoints of GLM-4."""

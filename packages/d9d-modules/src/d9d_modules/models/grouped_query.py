@@ -87,14 +87,6 @@ class GroupedQueryParams(DecoderParams, ABC):
         """Return the sliding-window size of the layer with this global index; None for full causal attention."""
         return self.sliding_window if self.mixer_kind(index) == "sliding_attention" else None
 
-    def require_no_windows(self) -> None:
-        """Raise a `UserError` if a layer has a sliding window; for families whose `config.json` cannot express them."""
-        if self.sliding_window is not None:
-            raise UserError(
-                f"sliding_window = {self.sliding_window}; a config.json of this family has no sliding windows: "
-                "expected None."
-            )
-
     def mixer(self, index: int) -> nn.Module:
         """See `DecoderParams`."""
         form = self.attention_form

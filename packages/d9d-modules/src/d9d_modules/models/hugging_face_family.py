@@ -89,7 +89,13 @@ DECODER_ENTRIES = (
     Entry("tie_word_embeddings", "tie_word_embeddings", bool, default=False),
     Entry("initializer_range", "initializer_range", float, 0.02),
 )
-"""Entries of all families, except `max_position_embeddings`, whose default differs."""
+"""Entries of all families; see also `positions_entry`."""
+
+
+def positions_entry(default: int) -> Entry:
+    """Return the entry of the maximum number of positions, whose default differs between families."""
+    return Entry("max_position_embeddings", "max_position_embeddings", default=default)
+
 
 GROUPED_QUERY_ENTRIES = (
     *DECODER_ENTRIES,
@@ -97,6 +103,16 @@ GROUPED_QUERY_ENTRIES = (
     Entry("head_dim", "head_dim"),
 )
 """Entries of families with grouped-query attention."""
+
+HEAD_DIM_ENTRY = Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"])
+"""Size of one head, by default the hidden size divided by the number of heads."""
+
+MULTI_HEAD_ENTRIES = (
+    *DECODER_ENTRIES,
+    Entry("num_kv_heads", "num_key_value_heads", default=lambda values: values["num_heads"]),
+    HEAD_DIM_ENTRY,
+)
+"""Entries of families with multi-head attention by default: one key/value head per query head."""
 
 FIXED_ENTRIES: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 """Entries of all families with only one supported value."""

@@ -16,6 +16,16 @@ FULL_OR_SLIDING = ("full_attention", "sliding_attention")
 """Kinds of token mixers in families without linear attention."""
 
 
+def text_entries(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return the entries of the language model, which multimodal configurations contain as `text_config`."""
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise UserError(f"config.json has text_config = {text!r}; expected an object.")
+    if text is not config:
+        text = {**text, "quantization_config": config.get("quantization_config")}
+    return {str(key): value for key, value in text.items()}
+
+
 def sliding_layers_of(types: list[str]) -> tuple[int, ...]:
     """Return the indices of the layers with a sliding window."""
     return tuple(index for index, each in enumerate(types) if each == "sliding_attention")
@@ -63,6 +73,30 @@ def written_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
         "sliding_window": params.sliding_window - (not params.attention_form.is_causal),
         "layer_types": written_layer_types(params),
     }
+
+
+def written_without_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
+    """Return no entries; raise a `UserError` if a layer has a sliding window, which the family cannot express."""
+    if params.sliding_window is not None:
+        raise UserError(
+            f"sliding_window = {params.sliding_window}; a config.json of this family has no sliding windows: "
+            "expected None."
+        )
+    return {}
+
+
+def read_one_window(window: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the hyperparameters of a model whose layers all have a sliding window of this size."""
+    return {"sliding_window": window, "sliding_layers": tuple(range(values["num_layers"]))}
+
+
+def require_one_window(params: GroupedQueryParams) -> None:
+    """Raise a `UserError` if only some layers have a sliding window; for families with one window for all layers."""
+    if params.sliding_window is not None and len(set(params.sliding_layers)) < params.num_layers:
+        raise UserError(
+            f"sliding_layers = {params.sliding_layers} of {params.num_layers} layers; a config.json of this family has "
+            "one window for all layers: expected all layers, or none."
+        )
 
 
 def written_layer_types(params: GroupedQueryParams) -> list[JsonValue]:

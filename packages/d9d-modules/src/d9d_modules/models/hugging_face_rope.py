@@ -224,8 +224,8 @@ def _original_length(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> int:
     """Return the pretraining sequence length: the scaling's entry, else `max_position_embeddings`."""
     key = "original_max_position_embeddings"
     length = config_value(rope if key in rope else config, key if key in rope else "max_position_embeddings", int)
-    # If the config and its rope section both have the entry, it depends on the version of transformers which one is
-    # used: require equal values.
+    # If config and rope section both have the entry, the version of transformers decides which one it uses: require
+    # equal values.
     require_value(config, key, length)
     return length
 

@@ -11,7 +11,8 @@ from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.models.decoder_params import MixerKind, check_layers, check_positive
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
-from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry
+from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, positions_entry
+from d9d_modules.models.hugging_face_layers import written_layer_types, written_without_windows
 from d9d_state import JsonValue, StateMapper, parallel, rename, reshape, sequential, split
 
 
@@ -120,7 +121,7 @@ def hybrid_entries(max_positions: int = 32768) -> tuple[Entry, ...]:
         Entry("linear_key_dim", "linear_key_head_dim", default=128),
         Entry("linear_value_dim", "linear_value_head_dim", default=128),
         Entry("conv_width", "linear_conv_kernel_dim", default=4),
-        Entry("max_position_embeddings", "max_position_embeddings", default=max_positions),
+        positions_entry(max_positions),
     )
 
 
@@ -144,8 +145,7 @@ def read_full_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Ma
 
 def written_full_layers(params: HybridParams) -> Mapping[str, JsonValue]:
     """Return the entries of `config.json` about the kinds of layers."""
-    params.require_no_windows()
-    return {"layer_types": [params.mixer_kind(index) for index in range(params.num_layers)]}
+    return {**written_without_windows(params), "layer_types": written_layer_types(params)}
 
 
 _FULL = {

@@ -4,10 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from d9d_dist.errors import UserError
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import (
+    DECODER_ENTRIES,
+    HEAD_DIM_ENTRY,
+    Entry,
+    HuggingFaceFamily,
+    positions_entry,
+)
+from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window
 from d9d_state import JsonValue
 
 
@@ -22,16 +28,11 @@ class MistralParams(GroupedQueryParams):
 def _read_window(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("sliding_window", 0) is None:
         return {}
-    window = config_value(config, "sliding_window", int, default=4096)
-    return {"sliding_window": window, "sliding_layers": tuple(range(values["num_layers"]))}
+    return read_one_window(config_value(config, "sliding_window", int, default=4096), values)
 
 
 def _written_window(params: MistralParams) -> Mapping[str, JsonValue]:
-    if params.sliding_window is not None and len(set(params.sliding_layers)) < params.num_layers:
-        raise UserError(
-            f"sliding_layers = {params.sliding_layers} of {params.num_layers} layers; a config.json of Mistral has one "
-            "window for all layers: expected all layers, or none."
-        )
+    require_one_window(params)
     return {"sliding_window": params.sliding_window}
 
 
@@ -42,8 +43,8 @@ MISTRAL = HuggingFaceFamily(
     entries=(
         *DECODER_ENTRIES,
         Entry("num_kv_heads", "num_key_value_heads", default=8),
-        Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
-        Entry("max_position_embeddings", "max_position_embeddings", default=131_072),
+        HEAD_DIM_ENTRY,
+        positions_entry(131_072),
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     own=("sliding_window",),

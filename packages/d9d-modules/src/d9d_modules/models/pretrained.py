@@ -1,4 +1,4 @@
-"""Recognition of a Hugging Face folder: its family, hyperparameters and weights, without code for the family."""
+"""Models of any supported Hugging Face folder: family, hyperparameters and weights are recognized."""
 
 import json
 import logging
@@ -146,7 +146,7 @@ class PretrainedDecoder:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of stored tensors that the model has no use for and that are not loaded."""
+        """Names of stored tensors that are not loaded, because the model does not have them."""
         patterns = [pattern.format(**vars(self.params)) for pattern in self.family.unused]
         if self.params.tie_word_embeddings or self.head != "language_model":
             patterns.append("lm_head.weight")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import MULTI_HEAD_ENTRIES, HuggingFaceFamily, positions_entry
 from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
 
 
@@ -26,12 +26,7 @@ QWEN2 = HuggingFaceFamily(
     params=Qwen2Params,
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    entries=(
-        *DECODER_ENTRIES,
-        Entry("num_kv_heads", "num_key_value_heads", default=lambda values: values["num_heads"]),
-        Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
-        Entry("max_position_embeddings", "max_position_embeddings", default=32768),
-    ),
+    entries=(*MULTI_HEAD_ENTRIES, positions_entry(32768)),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_mrope": False},
     own=WINDOW_ENTRIES,
     read_own=read_windows,

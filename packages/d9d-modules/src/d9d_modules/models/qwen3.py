@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
-from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig
-from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import (
+    FIXED_ENTRIES,
+    GROUPED_QUERY_ENTRIES,
+    Entry,
+    HuggingFaceFamily,
+    positions_entry,
+)
 from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
-from d9d_state import JsonValue, StateMapper
 
 Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
 
@@ -33,25 +36,6 @@ class Qwen3Params(GroupedQueryParams):
         return AttentionForm(qk_norm=True, is_causal=self.is_causal)
 
 
-def qwen3_from_hugging_face(params: Qwen3Params) -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `Qwen3ForCausalLM`; its `inverse()` exports."""
-    return decoder_from_hugging_face(params)
-
-
-def qwen3_hugging_face_config(params: Qwen3Params) -> dict[str, JsonValue]:
-    """Return the `config.json` of an exported `Qwen3ForCausalLM` for `transformers` and inference engines.
-
-    Raises:
-        UserError: If `config.json` cannot represent the RoPE scaling.
-    """
-    return QWEN3.write(params)
-
-
-def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
-    """Read the hyperparameters of a Qwen3 model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
-    return QWEN3.read(config)
-
-
 QWEN3 = HuggingFaceFamily(
     params=Qwen3Params,
     architecture="Qwen3ForCausalLM",
@@ -59,7 +43,7 @@ QWEN3 = HuggingFaceFamily(
     entries=(
         *GROUPED_QUERY_ENTRIES,
         Entry("is_causal", "is_causal", bool, default=True),
-        Entry("max_position_embeddings", "max_position_embeddings", default=32768),
+        positions_entry(32768),
     ),
     fixed=FIXED_ENTRIES,
     own=WINDOW_ENTRIES,

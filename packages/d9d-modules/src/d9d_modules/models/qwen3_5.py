@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from d9d_dist.errors import UserError
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hugging_face_layers import text_entries
 from d9d_modules.models.hybrid import (
     HYBRID_FIXED,
     HYBRID_OWN,
@@ -36,12 +36,9 @@ def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
     Released configurations contain the language model as `text_config`. Positions of text are equal in all sections of
     a multimodal RoPE, so the sections have no effect.
     """
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise UserError(f"config.json has text_config = {text!r}; expected an object.")
-    if text is not config:
+    text = text_entries(config)
+    if "text_config" in config:
         require_value(config, "tie_word_embeddings", text.get("tie_word_embeddings", False))
-        text = {**text, "quantization_config": config.get("quantization_config")}
     sections = ("mrope_section", "mrope_interleaved")
     ropes = {key: text[key] for key in ("rope_parameters", "rope_scaling") if isinstance(text.get(key), Mapping)}
     return {

@@ -21,6 +21,7 @@ from d9d_modules import (
     check_positive,
     config_value,
 )
+from d9d_modules.models.hugging_face_family import positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
@@ -29,8 +30,6 @@ from d9d_moe.models.deepseek_moe import (
     deepseek_moe_entries,
     require_shared_experts,
 )
-from d9d_moe.models.experts_hugging_face import ExpertsLayout
-from d9d_moe.models.sparse_params import sparse_from_hugging_face
 from d9d_state import JsonValue, StateMapper, parallel, rename
 
 DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
@@ -112,28 +111,6 @@ class DeepseekV3Params(DeepseekMoeParams):
         )
 
 
-def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `DeepseekV3ForCausalLM`; its `inverse()` exports.
-
-    `d9d_modules.mtp_from_hugging_face` maps the layer for multi-token prediction, which follows the last decoder layer.
-    """
-    return sparse_from_hugging_face(params, layout=layout)
-
-
-def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonValue]:
-    """Return the `config.json` of an exported `DeepseekV3ForCausalLM`, for `transformers` and inference engines.
-
-    Raises:
-        UserError: If a `config.json` cannot express the RoPE scaling, or the model has no shared experts.
-    """
-    return DEEPSEEK_V3.write(params)
-
-
-def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV3Params:
-    """Read the hyperparameters of a DeepSeek-V3 model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
-    return DEEPSEEK_V3.read(config)
-
-
 def _check(config: HuggingFaceConfig) -> None:
     """Refuse null groups, redundant sizes that contradict other entries, and a missing `q_lora_rank`."""
     for key in ("n_group", "topk_group"):
@@ -191,7 +168,7 @@ DEEPSEEK_V3 = HuggingFaceFamily(
         Entry("head_dim", "qk_nope_head_dim"),
         Entry("rotary_dim", "qk_rope_head_dim"),
         Entry("value_dim", "v_head_dim"),
-        Entry("max_position_embeddings", "max_position_embeddings", default=4096),
+        positions_entry(4096),
     ),
     fixed={**FIXED_ENTRIES, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},

@@ -12,7 +12,9 @@ from d9d_modules import (
     GroupedQueryParams,
     HuggingFaceFamily,
 )
+from d9d_modules.models.hugging_face_family import HEAD_DIM_ENTRY, positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hugging_face_layers import written_without_windows
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
     DEEPSEEK_MOE_UNUSED,
@@ -50,8 +52,7 @@ class Glm4MoeParams(DeepseekMoeParams, GroupedQueryParams):
 
 def _written(params: Glm4MoeParams) -> Mapping[str, JsonValue]:
     require_shared_experts(params)
-    params.require_no_windows()
-    return {}
+    return written_without_windows(params)
 
 
 GLM4_MOE = HuggingFaceFamily(
@@ -62,10 +63,10 @@ GLM4_MOE = HuggingFaceFamily(
         *(replace(each, default=1e-5) if each.key == "rms_norm_eps" else each for each in DECODER_ENTRIES),
         *deepseek_moe_entries(num_groups=1, top_groups=1, routed_scale=1.0, num_dense_layers=1),
         Entry("num_kv_heads", "num_key_value_heads"),
-        Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
+        HEAD_DIM_ENTRY,
         Entry("has_qkv_bias", "attention_bias", bool, default=False),
         Entry("has_qk_norm", "use_qk_norm", bool, default=False),
-        Entry("max_position_embeddings", "max_position_embeddings", default=131072),
+        positions_entry(131072),
     ),
     fixed={key: value for key, value in FIXED_ENTRIES.items() if key != "attention_bias"},
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},

@@ -17,6 +17,7 @@ from d9d_modules import (
     config_value,
     layer_types_of,
 )
+from d9d_modules.models.hugging_face_family import positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
@@ -130,7 +131,7 @@ GPT_OSS = HuggingFaceFamily(
         Entry("has_attention_bias", "attention_bias", bool, default=True),
         Entry("swiglu_alpha", "swiglu_alpha", float, 1.702),
         Entry("swiglu_limit", "swiglu_limit", float, 7.0),
-        Entry("max_position_embeddings", "max_position_embeddings", default=131072),
+        positions_entry(131072),
     ),
     fixed={key: value for key, value in FIXED_ENTRIES.items() if key != "attention_bias"},
     own=("layer_types", "output_router_logits", "router_aux_loss_coef", "sliding_window"),

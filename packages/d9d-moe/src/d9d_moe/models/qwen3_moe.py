@@ -14,73 +14,30 @@ from d9d_modules import (
     GroupedQueryParams,
     HuggingFaceConfig,
     HuggingFaceFamily,
-    check_layers,
     config_value,
 )
+from d9d_modules.models.hugging_face_family import positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.hugging_face_layers import sliding_window_of
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
-from d9d_moe.models.sparse_params import SparseParams, sparse_from_hugging_face
-from d9d_moe.router import TopKRouter
-from d9d_state import JsonValue, StateMapper
+from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window, sliding_window_of
+from d9d_moe.models.experts_hugging_face import expert_entries, refuse_router_loss
+from d9d_moe.models.sparse_params import SoftmaxRoutedParams
+from d9d_state import JsonValue
 
 Qwen3MoeForCausalLM: TypeAlias = DecoderForCausalLM
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeParams(SparseParams, GroupedQueryParams):
-    """Hyperparameters of a Qwen3-MoE model; see also `SparseParams` and `d9d_modules.GroupedQueryParams`.
+class Qwen3MoeParams(SoftmaxRoutedParams, GroupedQueryParams):
+    """Hyperparameters of a Qwen3-MoE model; see `SoftmaxRoutedParams` and `d9d_modules.GroupedQueryParams`."""
 
-    Attributes:
-        dense_layers: Indices of the layers with a dense feed-forward block.
-    """
-
-    dense_layers: tuple[int, ...] = ()
     rope_theta: float = 1_000_000.0
     max_position_embeddings: int = 32768
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layers("dense_layers", self.dense_layers, self.num_layers)
 
     @property
     def attention_form(self) -> AttentionForm:
         """See `d9d_modules.GroupedQueryParams`."""
         return AttentionForm(qk_norm=True)
-
-    def is_dense(self, index: int) -> bool:
-        """See `SparseParams`."""
-        return index in self.dense_layers
-
-    def router(self) -> TopKRouter:
-        """See `SparseParams`."""
-        return TopKRouter(
-            self.hidden_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            renormalize=self.renormalize,
-            init_std=self.initializer_range,
-        )
-
-
-def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `Qwen3MoeForCausalLM`; its `inverse()` exports."""
-    return sparse_from_hugging_face(params, layout=layout)
-
-
-def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue]:
-    """Return the `config.json` of an exported `Qwen3MoeForCausalLM`, for `transformers` and inference engines.
-
-    Raises:
-        UserError: If a `config.json` cannot express the RoPE scaling, or only some layers have a sliding window.
-    """
-    return QWEN3_MOE.write(params)
-
-
-def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoeParams:
-    """Read the hyperparameters of a Qwen3-MoE model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
-    return QWEN3_MOE.read(config)
 
 
 def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
@@ -97,28 +54,19 @@ def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, 
 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the indices of the dense layers, and the sliding window of all layers."""
-    num_layers = values["num_layers"]
-    dense = read_dense_layers(config, num_layers)
-    if not config_value(config, "use_sliding_window", bool, default=False):
-        return {"dense_layers": dense}
-    window = sliding_window_of(config)
-    return {"dense_layers": dense, "sliding_window": window, "sliding_layers": tuple(range(num_layers))}
+    is_sliding = config_value(config, "use_sliding_window", bool, default=False)
+    window = read_one_window(sliding_window_of(config), values) if is_sliding else {}
+    return {"dense_layers": read_dense_layers(config, values["num_layers"]), **window}
 
 
 def _written_layers(params: Qwen3MoeParams) -> Mapping[str, JsonValue]:
-    written: dict[str, JsonValue] = {"mlp_only_layers": list(params.dense_layers)}
-    if params.sliding_window is None:
-        return {**written, "use_sliding_window": False, "sliding_window": None}
-    if len(set(params.sliding_layers)) < params.num_layers:
-        raise UserError(
-            f"sliding_layers = {params.sliding_layers} of {params.num_layers} layers; a config.json of Qwen3-MoE has "
-            "one window for all layers: expected all layers, or none."
-        )
+    require_one_window(params)
+    window = params.sliding_window
     return {
-        **written,
-        "use_sliding_window": True,
-        "sliding_window": params.sliding_window,
-        "max_window_layers": 0,
+        "mlp_only_layers": list(params.dense_layers),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        **({} if window is None else {"max_window_layers": 0}),
     }
 
 
@@ -130,7 +78,7 @@ QWEN3_MOE = HuggingFaceFamily(
         *GROUPED_QUERY_ENTRIES,
         *expert_entries("num_experts"),
         Entry("renormalize", "norm_topk_prob", bool, default=False),
-        Entry("max_position_embeddings", "max_position_embeddings", default=32768),
+        positions_entry(32768),
     ),
     fixed=FIXED_ENTRIES,
     written={"decoder_sparse_step": 1},

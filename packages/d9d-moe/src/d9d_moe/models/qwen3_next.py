@@ -15,7 +15,6 @@ from d9d_modules import (
     HuggingFaceConfig,
     HuggingFaceFamily,
     HybridParams,
-    check_layers,
     check_positive,
     hybrid_entries,
     read_full_layers,
@@ -27,42 +26,24 @@ from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.qwen3_5 import QWEN3_5_IRRELEVANT, QWEN3_5_UNUSED
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.qwen3_moe import read_dense_layers
-from d9d_moe.models.sparse_params import SparseParams
-from d9d_moe.router import TopKRouter
+from d9d_moe.models.sparse_params import SoftmaxRoutedParams
 from d9d_moe.shared_experts import SharedExperts
 from d9d_state import JsonValue, StateMapper, parallel, rename, scope
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseHybridParams(SparseParams, HybridParams, ABC):
-    """Hyperparameters of a sparse hybrid decoder; see `SparseParams` and `d9d_modules.HybridParams`.
+class SparseHybridParams(SoftmaxRoutedParams, HybridParams, ABC):
+    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `d9d_modules.HybridParams`.
 
     Attributes:
         shared_intermediate_size: Intermediate size of the gated shared expert.
-        dense_layers: Indices of the layers with a dense feed-forward block.
     """
 
     shared_intermediate_size: int
-    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(shared_intermediate_size=self.shared_intermediate_size)
-        check_layers("dense_layers", self.dense_layers, self.num_layers)
-
-    def is_dense(self, index: int) -> bool:
-        """See `SparseParams`."""
-        return index in self.dense_layers
-
-    def router(self) -> TopKRouter:
-        """See `SparseParams`."""
-        return TopKRouter(
-            self.hidden_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            renormalize=self.renormalize,
-            init_std=self.initializer_range,
-        )
 
     def shared_experts(self) -> nn.Module:
         """See `SparseParams`."""

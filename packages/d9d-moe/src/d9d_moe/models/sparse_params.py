@@ -6,12 +6,12 @@ from functools import partial
 
 from torch import nn
 
-from d9d_modules import AuxiliaryLosses, DecoderParams, check_positive, decoder_from_hugging_face
+from d9d_modules import AuxiliaryLosses, DecoderParams, check_layers, check_positive, decoder_from_hugging_face
 from d9d_moe.experts import Experts, GroupedSwiGLU
 from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import NO_LOSSES, MoELayer
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
-from d9d_moe.router import Router, check_top_k
+from d9d_moe.router import Router, TopKRouter, check_top_k
 from d9d_moe.router_losses import RouterLosses
 from d9d_state import StateMapper, keep, parallel, rename
 
@@ -89,6 +89,35 @@ class SparseParams(DecoderParams, ABC):
         """Build the mapper of router and experts of a sparse layer, with names relative to its block."""
         experts = experts_from_hugging_face(self.num_experts, self.expert_intermediate_size, layout=layout)
         return parallel(rename("gate.weight", "router.weight"), experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxRoutedParams(SparseParams, ABC):
+    """Hyperparameters of a sparse decoder with a softmax router in each layer that is not in `dense_layers`.
+
+    Attributes:
+        dense_layers: Indices of the layers with a dense feed-forward block.
+    """
+
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layers("dense_layers", self.dense_layers, self.num_layers)
+
+    def is_dense(self, index: int) -> bool:
+        """See `SparseParams`."""
+        return index in self.dense_layers
+
+    def router(self) -> TopKRouter:
+        """See `SparseParams`."""
+        return TopKRouter(
+            self.hidden_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+            init_std=self.initializer_range,
+        )
 
 
 def sparse_from_hugging_face(

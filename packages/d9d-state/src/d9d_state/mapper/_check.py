@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from d9d_dist import UserError
+from d9d_dist.errors import refuse_listed
 from d9d_state.mapper.graph import Component, Graph, StateGroup
 from d9d_state.tensor_info import TensorInfo
 
@@ -37,14 +37,7 @@ def refuse_mismatches(
         ],
         "wrong shape or dtype": [line for part in parts for line in _mismatches(graph, part, held, wanted)],
     }
-    report = [
-        line
-        for title, entries in sections.items()
-        if entries
-        for line in (f"  {title}:", *(f"    {entry}" for entry in entries))
-    ]
-    if report:
-        raise UserError("the checkpoint, the mapper and the model do not match:\n" + "\n".join(report))
+    refuse_listed("the checkpoint, the mapper and the model do not match", sections)
 
 
 def skipped_groups(graph: Graph, *, held: Iterable[str], first_names: Mapping[str, str]) -> frozenset[StateGroup]:

@@ -48,6 +48,22 @@ class StateMapper(Graph):
             values.update(zip(node.outputs, results, strict=True))
         return {name: values[self.output_wires[name]] for name in component.group.outputs}
 
+    def apply_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Transform the tensors of all groups, such as those of a whole state dict; see `apply`.
+
+        Tensors that no group takes are not used.
+
+        Raises:
+            ValueError: If an input is missing, or an operation does not accept its tensors.
+        """
+        missing = [name for name in self.inputs if name not in tensors]
+        if missing:
+            raise ValueError(f"got no tensor {missing[0]!r}; expected all {len(self.inputs)} inputs of the mapper.")
+        outputs: dict[str, Tensor] = {}
+        for group in self.groups:
+            outputs |= self.apply({name: tensors[name] for name in group.inputs})
+        return outputs
+
     def infer(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         """Infer shapes and dtypes of the outputs that `apply` would return; raise `ValueError` where `apply` does."""
         component = self.component_of_inputs(tensors)

@@ -1,0 +1,176 @@
+"""QLoRA in layouts: adapters over a quantised base train as LoRA over its dequantised weights, through the Trainer."""
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, final
+from unittest import mock
+
+import pytest
+import torch
+from oracle_grid import RTOL
+from oracle_models import MaskedNextToken, decoder, samples
+from test_peft_rows import METHODS
+from torch import Tensor, nn
+
+from d9d_dist import DistributedContext, ModuleLateInit, StageInfo
+from d9d_dist.testing import differences
+from d9d_loop import ModelProvider
+from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
+from d9d_peft import QuantizedWeight, inject, quantize_base
+from d9d_state import StateMapper, save_model_state, sequential
+
+BLOCK_SIZE = 2  # each rank of a row-parallel layer has whole blocks
+
+
+@final
+@dataclass
+class Quantized(ModelProvider):
+    """Adapters over a base that is quantised, or that has the dequantised values.
+
+    Attributes:
+        kind: Model of the oracle.
+        folder: Folder of the dense weights, which are quantised while they are loaded; `None` to quantise what `build`
+            draws.
+        is_dense: True for the dequantised values in dense weights.
+    """
+
+    kind: str
+    folder: Path | None = None
+    is_dense: bool = False
+
+    late_init = False
+
+    @property
+    def initial_weights(self) -> Path | None:
+        return self.folder
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        if not self.is_dense:
+            return self._build(stage)[0]
+        with torch.random.fork_rng():
+            quantised, mapper = self._build(stage)
+        model, _ = self._adapted(stage)
+        for name in (group.outputs[0] for group in mapper.groups if len(group.outputs) > 1):
+            layer = quantised.get_submodule(name.removesuffix(".weight"))
+            dense = layer.get_submodule("quantized")(layer.get_parameter("weight"), torch.float64)
+            model.get_parameter(name).data = dense
+        return model
+
+    def _build(self, stage: StageInfo) -> tuple[nn.Module, StateMapper]:
+        model, injected = self._adapted(stage)
+        return model, sequential(injected, quantize_base(model, block_size=BLOCK_SIZE))
+
+    def _adapted(self, stage: StageInfo) -> tuple[nn.Module, StateMapper]:
+        with torch.device("cpu" if self.folder is None else "meta"):
+            model = _drawn(self.base, stage)
+        injected = inject(METHODS["experts" if self.kind == "moe" else "lora"], model, is_part=stage.count > 1)
+        _draw_adapters(model)
+        return model, injected
+
+    @property
+    def base(self) -> ModelProvider:
+        return decoder(self.kind, method="all_gather", checkpointing="full", num_layers=4)
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        self.base.parallelize(model, ctx)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        _, mapper = self._build(StageInfo())
+        return mapper
+
+
+def _drawn(provider: ModelProvider, stage: StageInfo) -> nn.Module:
+    """Build a model in float64 whose modules have drawn their values."""
+    model = provider.build(stage).double()
+    for module in model.modules():
+        if isinstance(module, ModuleLateInit):
+            module.reset_parameters()
+    return model
+
+
+def _draw_adapters(model: nn.Module) -> None:
+    """Give each parameter of an adapter values that depend on its name only, also if the base is on `meta`."""
+    for name, given in list(model.named_parameters()):
+        if ".adapter." not in name:
+            continue
+        owner, _, key = name.rpartition(".")
+        draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        value = torch.randn(given.shape, generator=draws, dtype=torch.float64) * 0.3
+        model.get_submodule(owner).register_parameter(key, nn.Parameter(value))
+
+
+def _experiment(kind: str, **options: Any) -> Experiment:
+    return Experiment(model=Quantized(kind, **options), batch=samples(ragged=True), task=MaskedNextToken())
+
+
+def _trained(trace: dict[str, Any]) -> dict[str, Any]:
+    """Return a trace with the parameters of the adapters only: those of the base differ in form."""
+    adapters = {name: value for name, value in trace["parameters"].items() if ".adapter." in name}
+    assert adapters
+    return {**trace, "parameters": adapters}
+
+
+@cache
+def _dense(kind: str) -> dict[str, Any]:
+    return _trained(trace_layout(_experiment(kind, is_dense=True), parse_layout("")))
+
+
+def _difference(kind: str, layout: str, *, streamed: bool = False, around: Around = nullcontext) -> str | None:
+    if not streamed:
+        found = trace_layout(_experiment(kind), parse_layout(layout), around=around)
+    else:
+        with TemporaryDirectory() as folder:
+            torch.manual_seed(0)  # the seed of the job
+            save_model_state(_drawn(Quantized(kind).base, StageInfo()), folder)
+            experiment = _experiment(kind, folder=Path(folder))
+            found = trace_layout(experiment, parse_layout(layout), around=around)
+    difference = next(differences(_trained(found), _dense(kind), rtol=RTOL), None)
+    return None if difference is None else str(difference)
+
+
+ROWS = (
+    ("dense", "dp_shard=2,tp=2,microbatch=2", True),
+    pytest.param("dense", "", False, marks=pytest.mark.full),
+    pytest.param("dense", "dp_replicate=2,dp_shard=2", False, marks=pytest.mark.full),
+    pytest.param("dense", "tp=2,cp_shard=2", True, marks=pytest.mark.full),
+    pytest.param("dense", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2", True, marks=pytest.mark.full),
+    pytest.param("dense", "pp=2,tp=2,schedule=zbv,microbatch=2", False, marks=pytest.mark.full),
+    pytest.param("moe", "ep=2,dp_shard=2", True, marks=pytest.mark.full),
+    pytest.param("moe", "tp=2,dp_shard=2", False, marks=pytest.mark.full),
+    pytest.param("moe", "pp=2,ep=2,tp=2,microbatch=2", True, marks=pytest.mark.full),
+)
+
+
+@pytest.mark.parametrize(("kind", "layout", "streamed"), ROWS)
+def test_a_quantised_base_trains_as_its_dequantised_weights(kind: str, layout: str, streamed: bool) -> None:
+    assert _difference(kind, layout, streamed=streamed) is None
+
+
+def _scales_of_other_rows() -> AbstractContextManager[object]:
+    real = QuantizedWeight.forward
+    return mock.patch.object(
+        QuantizedWeight, "forward", lambda self, codes, dtype: real(self, codes.roll(1, 0), dtype).roll(-1, 0)
+    )
+
+
+def _scales_are_not_split() -> AbstractContextManager[object]:
+    """Let each tensor-parallel rank have the scales of the first rows."""
+
+    def first(self: QuantizedWeight, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = self.scales[..., :1, :].expand_as(self.scales)
+        with mock.patch.object(self, "scales", nn.Parameter(rows, requires_grad=False)):
+            return real(self, codes, dtype)
+
+    real = QuantizedWeight.forward
+    return mock.patch.object(QuantizedWeight, "forward", first)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bug", [_scales_of_other_rows, _scales_are_not_split])
+def test_a_deliberate_bug_is_caught(bug: Callable[[], AbstractContextManager[object]]) -> None:
+    assert _difference("dense", "dp_shard=2", around=bug) is not None

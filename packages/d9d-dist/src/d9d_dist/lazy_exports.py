@@ -1,0 +1,54 @@
+"""Public names of a package that are imported at their first use (PEP 562).
+
+`import torch.distributed.tensor` takes almost as long as `import torch`. A script that needs a small part of a package,
+such as its configuration, waits for neither.
+"""
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.abc import InspectLoader
+from typing import Any
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package whose `__init__.py` imports its names under `TYPE_CHECKING`.
+
+    Type checkers and the documentation read those imports, and `__getattr__` runs the one for a name at its first use.
+    A name must differ from those of the package's modules: importing a module sets an attribute of the package.
+
+    Args:
+        package: `__name__` in `__init__.py`.
+
+    Returns:
+        The functions to assign to `__getattr__` and `__dir__`, in the `else` branch of `if TYPE_CHECKING`.
+    """
+
+    @cache
+    def owners() -> dict[str, str]:
+        return _type_checking_imports(package)
+
+    def get(name: str) -> Any:
+        if name.startswith("__") or name not in owners():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(owners()[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *owners()})
+
+    return get, names
+
+
+def _type_checking_imports(package: str) -> dict[str, str]:
+    """Return the module of each name that the package imports under `TYPE_CHECKING`."""
+    spec = importlib.util.find_spec(package)
+    source = spec.loader.get_source(package) if spec and isinstance(spec.loader, InspectLoader) else None
+    assert source is not None, f"lazy_exports reads the source of {package}, which is not installed"
+    branches = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    imports = [node for branch in branches for node in branch.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -1,0 +1,6 @@
+"""Imports of shared test modules."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
