@@ -4,18 +4,15 @@ from typing import TYPE_CHECKING
 
 from d9d_dist import UserError
 from d9d_loop.job.plan import JobPlan
-from d9d_loop.job.rehearsal import in_fork
 
 if TYPE_CHECKING:
     from d9d_loop.planning import PlanWith
-
-_SECONDS = 120.0
 
 
 def warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
     """Print on rank 0 that a job needs more memory than its devices have, if `plan.hardware` is set. No collectives.
 
-    The planner runs in a forked process. Models that it does not support are not checked.
+    Models that the planner does not support are not checked.
 
     Args:
         plan: Plan of the job.
@@ -33,11 +30,9 @@ def warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
     if launch.rank != 0:
         return
 
-    def message() -> str:
-        try:
-            return fit_message(plan_cluster(plan_with, world_size=launch.world_size, hardware=hardware))
-        except UserError:
-            return ""
-
-    if text := in_fork(message, seconds=_SECONDS):
+    try:
+        text = fit_message(plan_cluster(plan_with, world_size=launch.world_size, hardware=hardware))
+    except UserError:
+        return
+    if text:
         print(f"d9d: {text}", flush=True)
