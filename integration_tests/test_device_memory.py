@@ -88,4 +88,5 @@ def test_state_takes_12_bytes_per_element_and_the_rest_does_not_depend_on_the_ra
         # Each parameter and state tensor is rounded up to blocks of 512 bytes, and rank 0 has the longest shards.
         assert state <= log.start_bytes <= 1.01 * state + 2**20, f"{num_ranks} ranks: {log.start_bytes} for {state}"
         beyond[num_ranks] = log.peak_bytes - log.start_bytes
-    assert beyond[1024] == pytest.approx(beyond[8], rel=0.02), beyond
+    # Of the rest, only the gradients of this rank's shards depend on the number of ranks.
+    assert abs(beyond[8] - beyond[1024]) <= 4 * size.num_parameters / 8, beyond
