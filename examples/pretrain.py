@@ -47,9 +47,9 @@ from d9d_modules import (
     Qwen3Params,
     checkpoint_activations,
     convert_to_float8,
+    decoder_from_hugging_face,
     decoder_tensor_plan,
     generate,
-    qwen3_from_hugging_face,
 )
 from d9d_moe import (
     QWEN3_MOE,
@@ -57,7 +57,7 @@ from d9d_moe import (
     Qwen3MoeParams,
     RouterLosses,
     parallelize_moe,
-    qwen3_moe_from_hugging_face,
+    sparse_from_hugging_face,
 )
 from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
@@ -181,7 +181,7 @@ class Decoder(ModelProvider):
         parallelize_hsdp(model, dp, shard_axis="dp_cp_shard")
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        return qwen3_from_hugging_face(self.dense) if self.moe is None else qwen3_moe_from_hugging_face(self.moe)
+        return decoder_from_hugging_face(self.dense) if self.moe is None else sparse_from_hugging_face(self.moe)
 
     def export_files(self) -> Mapping[str, JsonValue]:
         dense, moe = self.dense, self.moe

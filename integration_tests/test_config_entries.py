@@ -24,8 +24,7 @@ from d9d_modules import (
     DecoderForCausalLM,
     Llama3ForCausalLM,
     Qwen3ForCausalLM,
-    llama3_from_hugging_face,
-    qwen3_from_hugging_face,
+    decoder_from_hugging_face,
 )
 from d9d_moe import (
     DEEPSEEK_V3,
@@ -36,8 +35,6 @@ from d9d_moe import (
     QWEN3_NEXT,
     DeepseekV3ForCausalLM,
     Qwen3MoeForCausalLM,
-    deepseek_v3_from_hugging_face,
-    qwen3_moe_from_hugging_face,
     sparse_from_hugging_face,
 )
 from d9d_state import StateMapper
@@ -77,7 +74,7 @@ FAMILIES = {
         transformers.Qwen3ForCausalLM,
         Qwen3ForCausalLM,
         QWEN3.read,
-        qwen3_from_hugging_face,
+        decoder_from_hugging_face,
         QWEN3.used,
         QWEN3.irrelevant,
         HEADS,
@@ -87,7 +84,7 @@ FAMILIES = {
         transformers.LlamaForCausalLM,
         Llama3ForCausalLM,
         LLAMA3.read,
-        llama3_from_hugging_face,
+        decoder_from_hugging_face,
         LLAMA3.used,
         LLAMA3.irrelevant,
         HEADS,
@@ -97,7 +94,7 @@ FAMILIES = {
         transformers.Qwen3MoeForCausalLM,
         Qwen3MoeForCausalLM,
         QWEN3_MOE.read,
-        lambda params: qwen3_moe_from_hugging_face(params, layout="fused"),
+        lambda params: sparse_from_hugging_face(params, layout="fused"),
         QWEN3_MOE.used,
         QWEN3_MOE.irrelevant,
         {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
@@ -107,7 +104,7 @@ FAMILIES = {
         transformers.DeepseekV3ForCausalLM,
         DeepseekV3ForCausalLM,
         DEEPSEEK_V3.read,
-        lambda params: deepseek_v3_from_hugging_face(params, layout="fused"),
+        lambda params: sparse_from_hugging_face(params, layout="fused"),
         DEEPSEEK_V3.used,
         DEEPSEEK_V3.irrelevant,
         {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from engine_rows import Row, adapter_rows, by_hand, run_rows
 from torch import Tensor
 
-import d9d_loop.engine.engine
+import d9d_loop.engine.model_weights
 import d9d_loop.engine.token_values
 import d9d_loop.engine.train_step
 import d9d_modules.vocabulary_scores
@@ -99,7 +99,7 @@ def _difference_of_shards(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sample("stages", "sharded", "tensor", "context")
+@pytest.mark.sample("stages", "sharded")
 def test_equals_one_process(layout: str) -> None:
     assert _first_difference(*LAYOUTS[layout]) is None
 
@@ -269,19 +269,19 @@ def _weights_are_those_before_the_step() -> Generator[None]:
 
     with (
         mock.patch.object(TrainStep, "update", remembering),
-        mock.patch.object(d9d_loop.engine.engine, "gathered_weights", stale),
+        mock.patch.object(d9d_loop.engine.model_weights, "gathered_weights", stale),
     ):
         yield
 
 
 def _shards_are_placed_by_their_local_offsets() -> AbstractContextManager[object]:
-    real = d9d_loop.engine.engine.weight_shards
+    real = d9d_loop.engine.model_weights.weight_shards
 
     def placed(*args: Any) -> Any:
         for name, shard, region in real(*args):
             yield name, shard, Region((0,) * len(region.sizes), region.sizes)
 
-    return mock.patch.object(d9d_loop.engine.engine, "weight_shards", placed)
+    return mock.patch.object(d9d_loop.engine.model_weights, "weight_shards", placed)
 
 
 MUTANTS: dict[Callable[[], AbstractContextManager[object]], str] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from d9d_dist import StageInfo
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
-from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, qwen3_from_hugging_face
+from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, decoder_from_hugging_face
 from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
 
@@ -33,7 +33,7 @@ class _Decoder(ModelProvider):
         return Qwen3ForCausalLM(self.params, stage)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        return qwen3_from_hugging_face(self.params)
+        return decoder_from_hugging_face(self.params)
 
     def export_files(self) -> Mapping[str, JsonValue]:
         return {"config.json": QWEN3.write(self.params)}

@@ -28,6 +28,7 @@ ROWS: tuple[tuple[str, str, str, ContextMethod], ...] = (
     ("reward", "dense", "dp_shard=2,microbatch=1", "all_gather"),
     ("replay", "moe", "ep=2,cp_shard=2,microbatch=2", "all_gather"),
     ("distill", "dense", "tp=2,dp_shard=2", "all_gather"),
+    ("distill", "moe with losses", "ep=2,tp=2,microbatch=2", "all_gather"),
     *(
         (task, "dense", layout, method)
         for task in ("sft", "dpo", "grpo", "gspo", "distill")

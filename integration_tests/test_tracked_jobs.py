@@ -100,7 +100,7 @@ def _assert_in_tensorboard(run: Path, resumed: dict[int, float]) -> None:
 
 def _assert_in_aim(run: Path, resumed: dict[int, float]) -> None:
     time.sleep(0.6)  # Aim detects new runs only after half a second
-    repository = aim.Repo(str(run))
+    repository = aim.Repo(str(run.parent))
     repository._recreate_index()  # queries need this index, which `aim up` updates in the background
     found = repository.query_metrics("metric.name == 'loss'", report_mode=QueryReportMode.DISABLED)
     ((metric,),) = [list(of_run) for of_run in found.iter_runs()]

@@ -46,11 +46,12 @@ LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
     "transformers:doge": "model.layers.*.self_attn.A (no style)",
+    "transformers:nemo_speechlm": "mixer.experts (NemotronHExperts, moe_tp_experts)",
 }
 """Modules that are refused on several ranks, with the error.
 
-The first one keeps ranges of activations in buffers. The second is refused with tensor parallelism only: its plan
-misses a parameter of split heads.
+The first one keeps ranges of activations in buffers. The others are refused with tensor parallelism only: a plan misses
+a parameter of split heads, and a loop over experts does not skip those of other ranks (its grouped kernel does).
 """
 
 _WRITES = "forward replaces or writes to"
@@ -89,12 +90,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("of_libraries", cases)
 
 
-def _check(names: Sequence[str], folder: Path) -> dict[str, str]:
-    """Compare modules in all layouts; return those that do not run in a plain loop either."""
+def _check(names: Sequence[str], folder: Path, *, max_ranks: int = 4) -> dict[str, str]:
+    """Compare modules in the layouts of up to `max_ranks`; return those that do not run in a plain loop either."""
     [failed] = run_ranks(plain_traces, names, str(folder), world_size=1, timeout=1200)
     names = [name for name in names if name not in failed]
     found: dict[str, list[str]] = {name: [] for name in names}
     for size, meshes in zip((1, 2, 4), LAYOUTS, strict=True):
+        if size > max_ranks:
+            break
         for ours in run_ranks(differences, names, meshes, str(folder), world_size=size, timeout=1200):
             for name in names:
                 found[name] += ours[name]
@@ -108,8 +111,8 @@ def _check(names: Sequence[str], folder: Path) -> dict[str, str]:
     return failed
 
 
-def test_a_sample_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
-    assert not _check(SAMPLE, tmp_path)
+def test_a_sample_trains_as_in_a_plain_loop(tmp_path: Path, exhaustive: bool) -> None:
+    assert not _check(SAMPLE, tmp_path, max_ranks=4 if exhaustive else 2)
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from zoo import BATCH, Entry, entry, loss_of, values_of
+from zoo import BATCH, Batch, Entry, entry, loss_of, values_of
 
 from d9d_dist import DistributedContext, StageInfo, UserError, canonical_name
 from d9d_dist.testing import full_gradients, full_parameters, full_tree
@@ -91,10 +91,33 @@ def _check_no_draws(animal: Entry) -> None:
 
 
 def _plain_trace(animal: Entry) -> Trace:
+    """Return the trace of a plain loop; its `unit` bounds the effects of rounding, relative to all tensors together.
+
+    The bound of the operators' roundings does not include how much the module amplifies them. This is measured by a
+    second loop with the samples in reverse order, which rounds sums over samples differently.
+    """
     _check_no_draws(animal)
+    batch = animal.batch()
+    trace = _plain_loop(animal, batch)
+    reverse = _plain_loop(animal, {name: x.flip(0) for name, x in batch.items()})
+    pairs = [(trace["trained"], reverse["trained"])]
+    pairs += [(a["gradients"], b["gradients"]) for a, b in zip(trace["steps"], reverse["steps"], strict=True)]
+    pairs += [(_scalar(a["loss"]), _scalar(b["loss"])) for a, b in zip(trace["steps"], reverse["steps"], strict=True)]
+    trace["unit"] = max(trace["unit"], 8 * max(_relative_error(*pair) for pair in pairs))
+    return trace
+
+
+def _relative_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Return the largest error of a tensor, relative to the norm of all tensors together."""
+    wide = torch.complex128
+    scale = sum(float(x.to(wide).nan_to_num(0.0, 0.0, 0.0).norm()) ** 2 for x in theirs.values()) ** 0.5
+    errors = [float((ours[name].to(wide) - x.to(wide)).nan_to_num(0.0, 0.0, 0.0).norm()) for name, x in theirs.items()]
+    return max(errors, default=0.0) / scale if scale else 0.0
+
+
+def _plain_loop(animal: Entry, batch: Batch) -> Trace:
     model = _built(animal)
     trace: Trace = {"built": values_of(model), "steps": []}
-    batch = animal.batch()
     roundings = _Roundings(animal.keep_dtype)
     for _ in range(STEPS):
         with roundings:

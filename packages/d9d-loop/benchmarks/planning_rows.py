@@ -75,8 +75,15 @@ MEGATRON_2022: dict[str, Any] = {
     "gradient_bytes": 2,
     "stored_weight_bytes": 2,
     "master_bytes": 12,
+    "accumulation_bytes": 6,
 }
-"""Megatron-LM and Megatron-DeepSpeed until 2022: scores are stored, gradients reduced after the backward pass."""
+"""Megatron-LM and Megatron-DeepSpeed until 2022: scores are stored, and gradients reduced after the backward pass.
+
+Each microbatch adds its fp16 gradients to the earlier ones: two are read and one is written.
+"""
+
+DEEPSPEED: dict[str, Any] = MEGATRON_2022 | {"splits_transfers": False}
+"""Its pipeline sends whole activations from each tensor-parallel rank."""
 
 
 def _degrees(row: Row) -> dict[str, Any]:
@@ -95,16 +102,23 @@ def _vtrain(row: Row) -> Measured:
     is_single = "single" in row["source"]
     degrees = _degrees(row)
     vocab = 50257 if is_single and degrees["tp"] == 1 else 51200
-    layout = PlanLayout(**degrees, **_batch(row, degrees["dp"]), recompute="full", **MEGATRON_2022)
+    layout = PlanLayout(**degrees, **_batch(row, degrees["dp"]), recompute="full", **DEEPSPEED)
     name = "vTrain single-node" if is_single else "vTrain multi-node"
     return Measured(name, "a100-80-dgx", _gpt(row, vocab), (layout,), float(row["step_s"]), None, row)
 
 
 def _korthikanti(row: Row) -> Measured:
-    """Sequence parallelism only with selective recomputation; interleaved stages as given; fp16 and fp32 masters."""
+    """Sequence parallelism only with selective recomputation; interleaved stages as given; fp16 and fp32 masters.
+
+    From 2022 on, products add to the earlier gradients, and collectives of the backward pass overlap weight gradients.
+    """
     degrees = _degrees(row)
     selective = "selective" in row["recompute"]
-    traits = MEGATRON_2022 | {"sequence_parallel": selective}
+    traits = MEGATRON_2022 | {
+        "sequence_parallel": selective,
+        "accumulation_bytes": 0,
+        "overlaps_weight_gradients": True,
+    }
     layout = PlanLayout(
         **degrees,
         **_batch(row, degrees["dp"]),
@@ -123,9 +137,12 @@ def _sc21(row: Row) -> Measured | None:
     flops = 96 * _number(row, "gbs") * 2048 * shape.num_layers * shape.hidden_size**2
     flops *= 1 + 2048 / (6 * shape.hidden_size) + shape.vocab_size / (16 * shape.num_layers * shape.hidden_size)
     seconds = float(row["step_s"]) if row["step_s"] else flops / (float(row["tflops_gpu"]) * 1e12 * gpus)
-    base = PlanLayout(**degrees, recompute="full", **MEGATRON_2022)
-    tuned = _tuned(base, _number(row, "gbs"), shape)
     name = "MT-NLG" if "turing" in row["source"] else "SC21"
+    traits = MEGATRON_2022
+    if name == "MT-NLG":  # bf16, with gradients in fp32
+        traits = DEEPSPEED | {"gradient_bytes": 4, "accumulation_bytes": 10}
+    base = PlanLayout(**degrees, recompute="full", **traits)
+    tuned = _tuned(base, _number(row, "gbs"), shape)
     return Measured(name, "a100-80-dgx", shape, tuned, seconds, None, row)
 
 
@@ -134,7 +151,14 @@ def _megatron_h100(row: Row) -> Measured:
     degrees = _degrees(row)
     shape, gpus = _gpt(row), _number(row, "gpus")
     flops = shape.flops_per_token(4096, causal=False) * _number(row, "gbs") * 4096
-    base = PlanLayout(**degrees, sharding="optimizer", causal=True, gradient_bytes=4, weight_bytes=2)
+    base = PlanLayout(
+        **degrees,
+        sharding="optimizer",
+        causal=True,
+        gradient_bytes=4,
+        weight_bytes=2,
+        overlaps_weight_gradients=True,
+    )
     tuned = _tuned(base, _number(row, "gbs"), shape)
     seconds = flops / (float(row["tflops_gpu"]) * 1e12 * gpus)
     return Measured("Megatron H100", "h100-dgx", shape, tuned, seconds, None, row)
@@ -163,6 +187,7 @@ def _foundry(row: Row) -> Measured | None:
         **_batch(row, degrees["dp"]),
         recompute="full" if row["recompute"] == "full" else "none",
         gradient_bytes=2,
+        reduces_each_microbatch=True,
         dtype="fp8" if fp8 else "bf16",
     )
     cluster = clusters[row["gpu"]]
@@ -193,12 +218,16 @@ def llama(name: str, vocab_size: int = 128256) -> DecoderShape:
 
 
 def _titan(row: Row) -> Measured:
-    """FSDP2 with fp32 masters, tensor parallelism with sequence parallelism, compiled layers."""
+    """FSDP2 with fp32 masters, tensor parallelism with sequence parallelism, compiled layers.
+
+    Selective recomputation saves every other matrix product.
+    """
     degrees = _degrees(row)
     layout = PlanLayout(
         **degrees,
         **_batch(row, degrees["dp"]),
         recompute="full" if row["recompute"] == "full" else "selective",
+        saved_products=0.5,
         fused_pointwise=True,
         dtype="fp8" if "fp8" in row["precision"] else "bf16",
         overlaps_tensor=0.5 if "async" in row["precision"] else 0.0,
@@ -209,7 +238,11 @@ def _titan(row: Row) -> Measured:
 
 
 def _kempner(row: Row) -> Measured:
-    """Parameters, gradients and Adam moments in bf16; memory in GB as printed."""
+    """Parameters, gradients, Adam moments and loss in bf16; memory in GB as printed.
+
+    Gradients are reduced in the last microbatch. Tensor-parallel ranks gather the logits, and do not split sequences.
+    The loss holds logits, log-softmax, and a gradient of each.
+    """
     degrees = _degrees(row)
     layout = PlanLayout(
         **degrees,
@@ -220,6 +253,9 @@ def _kempner(row: Row) -> Measured:
         stored_weight_bytes=2,
         master_bytes=4,
         fused_pointwise=True,
+        sequence_parallel=False,
+        loss_bytes=8,
+        gathers_logits=True,
     )
     size = row["params_b"].partition(".")[0]
     memory = float(row["mem_gib"]) * 1e9

@@ -169,3 +169,12 @@ def test_plans_of_parameters_without_a_layer() -> None:
     assert sorted_experts.placements() == {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
     shared = _styles("InklingForCausalLM", "mlp.shared_experts", n_shared_experts=1, mlp_layer_types=["sparse"])
     assert shared.placements() == {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
+
+
+def test_a_loop_that_computes_experts_of_other_ranks_is_refused() -> None:
+    model = _model("NemotronHForCausalLM", layers_block_type=["moe"], n_routed_experts=4)
+    model.config._experts_implementation = "eager"
+    with pytest.raises(UserError, match=r"model.layers.\*.mixer.experts \(NemotronHExperts, moe_tp_experts\)"):
+        tensor_plan(model, 2)
+    model.config._experts_implementation = "grouped_mm"
+    assert tensor_plan(model, 2)["model.layers.0.mixer.experts"].placements()

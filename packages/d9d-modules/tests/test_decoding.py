@@ -25,10 +25,9 @@ from d9d_modules import (
     PositionCache,
     Qwen3ForCausalLM,
     Qwen3Params,
+    decoder_from_hugging_face,
     generate,
-    llama3_from_hugging_face,
     parallelize_decoder,
-    qwen3_from_hugging_face,
 )
 from d9d_modules.decoding import CachedContext, WholeContext
 from d9d_modules.linear import Linear
@@ -256,13 +255,13 @@ def _references() -> dict[str, tuple[Any, Any, Any, Any]]:
         "qwen3": (
             Qwen3Reference(Qwen3Config(**shape, **window)),
             QWEN3.read,
-            qwen3_from_hugging_face,
+            decoder_from_hugging_face,
             Qwen3ForCausalLM,
         ),
         "llama3": (
             LlamaForCausalLM(LlamaConfig(**shape)),
             LLAMA3.read,
-            llama3_from_hugging_face,
+            decoder_from_hugging_face,
             Llama3ForCausalLM,
         ),
     }

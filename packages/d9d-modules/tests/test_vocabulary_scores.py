@@ -119,3 +119,7 @@ def test_scores_need_labels_and_a_cross_entropy() -> None:
     head = LanguageModelHead(SIZE, 3, token_loss=lambda logits, labels: logits[:, 0])
     with pytest.raises(UserError, match="got scores with token_loss = <function"):
         head(hidden, labels=labels, scores=True)
+    candidates = torch.zeros(1, 2, 4, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"got scores=True with candidates, labels of shape \(1, 2, 4\); expected one"):
+        LanguageModelHead(SIZE, 3)(hidden, labels=candidates, scores=True)
+    assert LanguageModelHead(SIZE, 3)(hidden, labels=candidates, scores="log_probs")["log_probs"].shape == (1, 2, 4)

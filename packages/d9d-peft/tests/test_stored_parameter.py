@@ -24,7 +24,7 @@ from d9d_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     parallelize_moe,
-    qwen3_moe_from_hugging_face,
+    sparse_from_hugging_face,
 )
 from d9d_peft import LoRA, PeftMethod, Stack, inject, load_adapters, merge_, save_adapters
 from d9d_state import StateMapper, parallel, rename, sequential, split, transpose
@@ -34,7 +34,7 @@ PARAMS = Qwen3MoeParams(
         tie_word_embeddings=False, initializer_range=0.2,
     num_experts=4, top_k=2, expert_intermediate_size=12,
 )  # fmt: skip
-FUSED = qwen3_moe_from_hugging_face(PARAMS, layout="fused")
+FUSED = sparse_from_hugging_face(PARAMS, layout="fused")
 TOKENS = torch.arange(16).view(2, 8)
 # Options of peft, and the equivalent method of d9d.
 CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
@@ -177,7 +177,7 @@ def test_shared_factor_a_is_refused_for_layers_of_half_its_rank(tmp_path: Path) 
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
-PER_EXPERT = qwen3_moe_from_hugging_face(PARAMS)
+PER_EXPERT = sparse_from_hugging_face(PARAMS)
 
 
 def test_refuses_target_parameters_if_the_mapper_has_one_weight_per_expert(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Process groups over mesh axes. Domains with the same split of the ranks share their process groups.
+"""Process groups over mesh axes. Domains with the same split of the ranks share their process groups by default.
 
 `init_device_mesh` creates new groups for every axis of every mesh, and every rank takes part in creating all of them.
 Here each rank creates only its own groups, so start-up time does not grow with the number of ranks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from itertools import product
 
@@ -20,21 +20,28 @@ class AxisGroups:
     """Process groups of this rank, created on first use.
 
     Creating a group is collective over all ranks: they must request the same axes in the same order.
+
+    Args:
+        timeout: Timeout of the groups.
+        separate: Names of axes whose groups are not shared. The collectives of a group run one after another, so an
+            all-gather of weights would otherwise wait for an earlier all-to-all of tokens between the same ranks.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        self._groups: dict[_Split, dist.ProcessGroup] = {}
+    def __init__(self, timeout: timedelta, *, separate: Collection[str] = ()) -> None:
+        self._timeout, self._separate = timeout, separate
+        self._groups: dict[tuple[_Split, str], dist.ProcessGroup] = {}
 
     def over(self, domain: Mapping[str, int], axes: Iterable[str], *, name: str) -> dist.ProcessGroup:
         """Return the process group over some axes of a domain. `domain` has the size of every axis, slowest first.
 
         Ranks in the group have the order of the domain. Collective over all ranks if the group is new.
         """
-        split = _split(domain, set(axes))
-        if split not in self._groups:
-            self._groups[split] = self._make(split, name)
-        return self._groups[split]
+        names = set(axes)
+        split = _split(domain, names)
+        owner = next((axis for axis in self._separate if names == {axis} and domain[axis] > 1), "")
+        if (split, owner) not in self._groups:
+            self._groups[split, owner] = self._make(split, name, is_shared=not owner)
+        return self._groups[split, owner]
 
     def mesh(self, domain: Mapping[str, int], *, device_type: str) -> DeviceMesh:
         """Return a mesh of all ranks with the axes of a domain. Collective over all ranks if it creates groups."""
@@ -53,9 +60,9 @@ class AxisGroups:
         for group in list(dist.distributed_c10d._world.pg_map):
             change(timeout, group)
 
-    def _make(self, split: _Split, name: str) -> dist.ProcessGroup:
+    def _make(self, split: _Split, name: str, *, is_shared: bool) -> dist.ProcessGroup:
         ranks = _ranks_with(dist.get_rank(), split)
-        if len(ranks) == dist.get_world_size():
+        if is_shared and len(ranks) == dist.get_world_size():
             world = dist.group.WORLD
             assert world is not None
             return world

@@ -55,7 +55,8 @@ class DistributedContext:
         self.precision = precision_of_job(precision, self.device)
         self.logger = _RankLogger(logging.getLogger("d9d"), {"rank": self.rank, "world_size": self.world_size})
         self._domains = domains
-        self._groups = AxisGroups(timeouts.startup)
+        # On an accelerator, all-to-alls of tokens overlap with all-gathers of weights; gloo's collectives block anyway.
+        self._groups = AxisGroups(timeouts.startup, separate=() if self.device.type == "cpu" else ("ep_shard",))
         self._owns_process_group = not dist.is_initialized()
         if self._owns_process_group:
             _start_process_group(self.device, launch, timeouts.startup)

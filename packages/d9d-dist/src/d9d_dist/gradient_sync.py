@@ -95,7 +95,8 @@ class GradientSync:
         Also reduces `Partial()` gradients of modules without local-parameter hooks, such as those of torch's own
         tensor-parallel styles. Such a gradient must exist on all ranks of its axes or on none.
         """
-        unplanned = self._plan(_partial_gradients(self._unplanned))
+        partial = list(_partial_gradients(self._unplanned))
+        unplanned = self._plan(partial) if partial else []
         for bucket in [*self._buckets[self._num_started :], *unplanned]:
             bucket.start()
         buckets = [*self._buckets, *unplanned]

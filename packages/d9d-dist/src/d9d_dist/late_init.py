@@ -222,7 +222,9 @@ def _keep_host_generators() -> Generator[None]:
 
 
 def _seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
+    # Without an accelerator `torch.manual_seed` formats the stack for each absent kind: milliseconds per tensor.
+    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed_torch(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

@@ -6,6 +6,7 @@ modules are plain tensors in all styles, as in `d9d_dist`.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import getsource
 from typing import Any, ClassVar, final
 
 import torch
@@ -78,10 +79,12 @@ def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     style: TensorStyle | None = None
     match rule:
-        case "moe_tp_experts" if model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts":
-            style = _SplitExperts(tuple(key for key, _ in module.named_parameters(recurse=False)))
         case "moe_tp_experts" if inside == _SORTED_EXPERTS:
             style = _SplitSortedExperts()
+        case "moe_tp_experts" if _is_loop(module) and _computes_absent_experts(module):
+            pass
+        case "moe_tp_experts" if model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts":
+            style = _SplitExperts(tuple(key for key, _ in module.named_parameters(recurse=False)))
         case "local_params" if set(inside.values()) <= {"colwise"}:
             style = _SplitParameters(tuple(inside))
         case "all_reduce" if set(inside.values()) == {"colwise", "rowwise"} and _is_batched(module, inside):
@@ -148,6 +151,17 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
             else:
                 unknown.append(f"{_with_wildcards(full_name)} ({type(inner).__name__}, no style)")
     return unknown
+
+
+def _is_loop(experts: nn.Module) -> bool:
+    """Return True if a module of `transformers` computes its experts one after another."""
+    return getattr(getattr(experts, "config", None), "_experts_implementation", "eager") == "eager"
+
+
+def _computes_absent_experts(experts: nn.Module) -> bool:
+    """Return True if the loop over experts does not skip `num_experts`, the expert of tokens of other ranks."""
+    source = getsource(type(experts))
+    return "self.num_experts + 1" in source and "== self.num_experts:" not in source
 
 
 def _is_batched(module: nn.Module, names: Iterable[str]) -> bool:
@@ -305,8 +319,7 @@ class _SplitExperts(TensorStyle):
         output = inner(x, local, weights, *rest, **kwargs)
         # Adding zero lets backward reach the collectives of copy_to_axis on ranks whose experts get no tokens. The loop
         # over experts ("eager") must also give their parameters gradients of zero, as in a job of one process.
-        is_loop = getattr(getattr(module, "config", None), "_experts_implementation", "eager") == "eager"
-        used = (x, weights, *(getattr(module, name) for name in self.names if is_loop))
+        used = (x, weights, *(getattr(module, name) for name in self.names if _is_loop(module)))
         return reduce_from_axis(sum((tensor[:0].sum() for tensor in used), output), mesh)
 
 

@@ -12,7 +12,7 @@ from d9d_loop.data import cached_token_file
 TEXTS = [b"one", b"", b"another"]
 
 
-def test_bytes_are_tokens_and_empty_documents_are_left_out(tmp_path: Path) -> None:
+def test_bytes_are_tokens_and_empty_documents_are_dropped(tmp_path: Path) -> None:
     file = cached_token_file(TEXTS, tmp_path)
     assert [bytes(file[index]["tokens"].tolist()) for index in range(len(file))] == [b"one", b"another"]
     file.verify()

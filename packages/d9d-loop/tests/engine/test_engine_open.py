@@ -5,48 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from opened_engines import BATCHES, NAN, TASK, opened, take_step, values
+from torch import nn
 
 from d9d_dist import UserError
-from d9d_loop import BadStepError, Engine, EngineConfig, Loss, OptimizerDone, StateOffloaded, StateOnloaded, Task
-
-Batch = dict[str, Tensor]
-
-
-class _Squares(Task):
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        return {"input": batch["x"]}
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Loss:
-        return Loss(outputs.square().sum(), weight=len(outputs))
-
-
-TASK = _Squares()
-BATCHES = [{"x": torch.tensor([[1.0, 2.0, 3.0]])}, {"x": torch.tensor([[0.5, 0.0, -1.0]])}]
-NAN = [{"x": torch.full((1, 3), torch.nan)}]
-
-
-def _config(folder: Path, **settings: Any) -> EngineConfig:
-    return EngineConfig.model_validate(
-        {"run": {"folder": folder}, "health": {"enabled": False}, "optimizer": {"learning_rate": 0.1}, **settings}
-    )
-
-
-def _open(folder: Path, **settings: Any) -> Any:
-    return Engine.open(_config(folder, **settings), model=lambda stage: nn.Linear(3, 2), task=TASK)
-
-
-def _take_step(engine: Engine, learning_rate: float | None = None) -> None:
-    engine.forward_backward(BATCHES, TASK.loss)
-    engine.step(learning_rate)
-
-
-def _values(engine: Engine) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in engine.model.parameters()]
+from d9d_loop import BadStepError, Engine, OptimizerDone, StateOffloaded, StateOnloaded
 
 
 def test_the_learning_rate_of_a_step(tmp_path: Path) -> None:
-    with _open(tmp_path) as engine:
+    with opened(tmp_path) as engine:
         rates = []
         for learning_rate in (None, 0.05, None):
             engine.forward_backward(BATCHES, TASK.loss)
@@ -59,23 +26,23 @@ def test_the_learning_rate_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_loaded_engine_continues_with_the_same_bits(tmp_path: Path) -> None:
-    with _open(tmp_path) as engine:
+    with opened(tmp_path) as engine:
         assert engine.load() is None
-        _take_step(engine, 0.05)
+        take_step(engine, 0.05)
         engine.save({"prompts": 7}, background=True)
-        _take_step(engine, 0.02)
-        expected = _values(engine)
-    with _open(tmp_path) as engine:
+        take_step(engine, 0.02)
+        expected = values(engine)
+    with opened(tmp_path) as engine:
         assert engine.load() == {"prompts": 7}
         assert engine.num_steps == 1
-        _take_step(engine, 0.02)
-        assert all(map(torch.equal, _values(engine), expected))
+        take_step(engine, 0.02)
+        assert all(map(torch.equal, values(engine), expected))
         engine.load()
         assert engine.num_steps == 1
 
 
 def test_accumulated_gradients_cannot_be_saved(tmp_path: Path) -> None:
-    with _open(tmp_path) as engine:
+    with opened(tmp_path) as engine:
         engine.forward_backward(BATCHES, TASK.loss)
         with pytest.raises(UserError, match=r"got save\(\) with accumulated gradients"):
             engine.save()
@@ -89,8 +56,8 @@ def test_an_engine_of_parts_has_no_checkpoints(ctx: Any) -> None:
 
 
 def test_all_state_is_offloaded_and_restored(tmp_path: Path) -> None:
-    with _open(tmp_path) as engine:
-        _take_step(engine)
+    with opened(tmp_path) as engine:
+        take_step(engine)
         tensors = [*engine.model.parameters(), *(each["exp_avg"] for each in engine.optimizer.state.values())]
         before, seen = [tensor.detach().clone() for tensor in tensors], []
         for kind in (StateOffloaded, StateOnloaded):
@@ -109,16 +76,16 @@ def test_all_state_is_offloaded_and_restored(tmp_path: Path) -> None:
 
 
 def test_an_exception_onloads_the_state(tmp_path: Path) -> None:
-    with _open(tmp_path) as engine:
-        before = _values(engine)
+    with opened(tmp_path) as engine:
+        before = values(engine)
         with pytest.raises(RuntimeError, match="no rollouts"), engine.offloaded():
             raise RuntimeError("no rollouts")
-        assert all(map(torch.equal, _values(engine), before))
+        assert all(map(torch.equal, values(engine), before))
 
 
 def test_bad_steps_are_skipped_and_then_stop_the_engine(tmp_path: Path) -> None:
-    with _open(tmp_path, bad_steps={"max_in_a_row": 2}) as engine:
-        before, seen = _values(engine), []
+    with opened(tmp_path, bad_steps={"max_in_a_row": 2}) as engine:
+        before, seen = values(engine), []
         engine.events.on(OptimizerDone, lambda event: seen.append(bool(event.taken)))
         engine.forward_backward(NAN, TASK.loss)
         assert not engine.step().taken
@@ -126,10 +93,10 @@ def test_bad_steps_are_skipped_and_then_stop_the_engine(tmp_path: Path) -> None:
         with pytest.raises(BadStepError, match="it is the 2th in a row, so the job stops"):
             engine.step()
         assert seen == [False, False]
-        assert all(map(torch.equal, _values(engine), before))
+        assert all(map(torch.equal, values(engine), before))
 
 
 def test_an_engine_does_not_rewind(tmp_path: Path) -> None:
     refused = pytest.raises(UserError, match=r'bad_steps\.spike = "rewind", but an engine cannot repeat')
-    with refused, _open(tmp_path, bad_steps={"spike": "rewind"}):
+    with refused, opened(tmp_path, bad_steps={"spike": "rewind"}):
         pass

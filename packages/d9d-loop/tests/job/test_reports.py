@@ -77,6 +77,7 @@ class _Run:
         lines = read_metrics(self.config.run.dir / "metrics.jsonl")
         for line in lines:
             del line["time"]
+            assert "loss" not in line or 0.01 < line.pop("peak_memory_gib") < 1000
         return lines
 
 

@@ -594,7 +594,7 @@ def _explode(folder: str, ranks: int, policy: str) -> list[tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, ranks: int) -> None:
+def test_a_non_finite_step_is_skipped(tmp_path: Path, ranks: int) -> None:
     everyones = run_ranks(_explode, str(tmp_path), ranks, "skip", world_size=ranks)
     assert all(found == everyones[0] for found in everyones)
     ((step, decision, why),) = everyones[0]

@@ -137,7 +137,10 @@ def _finish(trainer: Trainer, folder: Path) -> _Outcome:
 def _lines(folder: Path) -> list[dict[str, float]]:
     """Return the tracked values without times."""
     lines = read_metrics(folder / "run" / "metrics.jsonl")
-    return [{name: line[name] for name in line if name not in ("time", "items_per_second")} for line in lines]
+    return [
+        {name: line[name] for name in line if name not in ("time", "items_per_second", "peak_memory_gib")}
+        for line in lines
+    ]
 
 
 def _saved(folder: Path, result: TrainResult) -> _Outcome:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Finished
-from d9d_loop.jobs import STARTERS, TextJobConfig, text_trainer, write_starter
+from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
+from d9d_loop.jobs.text_groups import TextGroups
 from d9d_metrics import read_metrics
 
 SIZES: dict[str, Any] = {
@@ -29,6 +30,7 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+FILES = {"sft": "chats.jsonl", "pretrain": "texts.jsonl", "classify": "labelled.jsonl", "embed": "pairs.jsonl"}
 QUICK = {"resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}}}
 
 
@@ -56,6 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"text": ("good" if n % 2 else "bad") * (1 + n % 3), "label": ["bad", "good"][n % 2]} for n in range(40)
     ]
     _write(path / "labelled.jsonl", labelled)
+    pairs = [{"query": f"{n}?", "positive": f"it is {n}", "negatives": [f"not {n}"]} for n in range(40)]
+    _write(path / "pairs.jsonl", pairs)
     return path
 
 
@@ -64,12 +68,11 @@ def _write(path: Path, samples: list[dict[str, Any]]) -> None:
 
 
 def _config(folder: Path, runs: Path, job: str, **more: Any) -> TextJobConfig:
-    files = {"sft": "chats.jsonl", "pretrain": "texts.jsonl", "classify": "labelled.jsonl"}
     values: dict[str, Any] = {
         "job": job,
         "steps": 4,
         "model": {"folder": folder / "model"},
-        "dataset": {"files": [folder / files[job]], "held_out": 0.2, "length": 48},
+        "dataset": {"files": [folder / FILES[job]], "held_out": 0.2, "length": 48},
         "run": {"folder": runs, "name": job},
         "batch": {"global_size": 8, "microbatch_size": 2},
         "optimizer": {"learning_rate": 1e-2},
@@ -92,11 +95,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "sft": {"adapter": {"rank": 4, "alpha": 8.0}},
     "pretrain": {},
     "classify": {},
+    "embed": {"embedding": {"group": 2, "num_negatives": 1, "pooling": "last", "temperature": 0.2}, "steps": 6},
 }
 
 
 def _load(job: str, export: Path) -> Any:
-    kinds = {"classify": transformers.AutoModelForSequenceClassification}
+    kinds = {"classify": transformers.AutoModelForSequenceClassification, "embed": transformers.AutoModel}
     return kinds.get(job, transformers.AutoModelForCausalLM).from_pretrained(export, dtype=torch.float32).eval()
 
 
@@ -114,7 +118,7 @@ def test_a_job_is_the_same_on_four_ranks_and_is_loaded_by_transformers(job: str,
     assert any("evaluation_loss" in record for record in read_metrics(run / "metrics.jsonl"))
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours, theirs = (_load(job, tmp_path / ranks / job / "export")(ids).logits for ranks in ("one", "four"))
+        ours, theirs = (_load(job, tmp_path / ranks / job / "export")(ids)[0] for ranks in ("one", "four"))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert (run / "export" / "tokenizer.json").read_bytes() == (folder / "model" / "tokenizer.json").read_bytes()
 
@@ -206,11 +210,11 @@ def test_a_starter_file_is_short_complete_and_runs(job: str, folder: Path, tmp_p
     assert sum(bool(line.strip()) and not line.startswith("#") for line in text.splitlines()) <= 25
     values = tomllib.loads(text)
     assert TextJobConfig.model_validate(values).job == job
-    files = {"sft": "chats.jsonl", "pretrain": "texts.jsonl", "classify": "labelled.jsonl"}
-    where = ["--dataset.files", json.dumps([str(folder / files[job])]), "--run.folder", str(tmp_path), "--steps", "2"]
+    where = ["--dataset.files", json.dumps([str(folder / FILES[job])]), "--run.folder", str(tmp_path), "--steps", "2"]
     model = [] if job == "pretrain" else ["--model.folder", str(folder / "model")]
     sizes = ["--dataset.length", "16"] if job == "pretrain" else []
-    run_ranks(_run, tmp_path / f"{job}.toml", [*where, *model, *sizes, "--batch.global_size", "4"], world_size=1)
+    few = ["--embedding.group", "2"] if job == "embed" else []
+    run_ranks(_run, tmp_path / f"{job}.toml", [*where, *model, *sizes, *few, "--batch.global_size", "4"], world_size=1)
     assert (tmp_path / job / "export" / "model.safetensors").is_file()
     with pytest.raises(UserError, match=r"exists already; expected no file of this name"):
         write_starter(job, tmp_path)
@@ -223,16 +227,30 @@ def test_starter_files_are_listed(tmp_path: Path) -> None:
     assert [line.split()[2] for line in found.stdout.splitlines()] == list(STARTERS)
 
 
-def test_a_resumed_job_ends_like_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("d9d_peft")  # trains an adapter
-    whole = _train(_config(folder, tmp_path / "whole", "sft", **JOBS["sft"]))
+@pytest.mark.parametrize("job", ["sft", *(pytest.param(job, marks=pytest.mark.full) for job in JOBS if job != "sft")])
+def test_a_resumed_job_ends_like_an_uninterrupted_one(job: str, folder: Path, tmp_path: Path) -> None:
+    if job == "sft":
+        pytest.importorskip("d9d_peft")  # trains an adapter
+    given = {**JOBS[job], "steps": 4}
+    whole = _train(_config(folder, tmp_path / "whole", job, **given))
     parts = tmp_path / "parts"
-    config = _config(folder, parts, "sft", **JOBS["sft"], checkpoint={"every": 2})
+    config = _config(folder, parts, job, **given, checkpoint={"every": 2})
     _train(config)
-    (parts / "sft" / "checkpoints" / "step-00000004").rename(parts / "away")  # as if killed before the last save
+    (parts / job / "checkpoints" / "step-00000004").rename(parts / "away")  # as if killed before the last save
     _train(config)
     name = "model.safetensors"
-    assert (whole / "export" / name).read_bytes() == (parts / "sft" / "export" / name).read_bytes()
+    assert (whole / "export" / name).read_bytes() == (parts / job / "export" / name).read_bytes()
+
+
+def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path, tmp_path: Path) -> None:
+    embedding = {"group": 2, "attention": "bidirectional"}
+    run = _train(_config(folder, tmp_path, "embed", steps=1, embedding=embedding))
+    model = _load("embed", run / "export")
+    ids = torch.arange(24).view(2, 12)
+    ids[1, :6] = ids[0, :6]
+    with torch.no_grad():
+        early = model(ids)[0][:, 0]
+    assert (early[0] - early[1]).abs().max() > 1e-3  # the first token sees the later ones
 
 
 @pytest.mark.parametrize(
@@ -242,11 +260,32 @@ def test_a_resumed_job_ends_like_an_uninterrupted_one(folder: Path, tmp_path: Pa
         ({"dataset": {"files": []}}, r"dataset\.files has no files"),
         ({"model": {"family": "qwen33"}}, r"model\.family = 'qwen33' is unknown"),
         ({"model": {"folder": "absent"}}, r"absent"),
+        ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],
 )
 def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        text_trainer(_config(folder, tmp_path, "pretrain", **change))
+        text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change}))
+
+
+def test_only_jobs_that_embed_have_an_embedding(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"embedding is set, but job = sft; expected it with job = embed only"):
+        _config(folder, tmp_path, "sft", embedding={})
+
+
+@pytest.mark.parametrize(
+    ("embedding", "message"),
+    [
+        ({"num_negatives": 2}, r"a sample has 1 texts in 'negatives'; expected at least embedding\.num_negatives = 2"),
+        ({"query_field": "ask"}, r"a sample has no text 'ask'; it has query, positive, negatives"),
+    ],
+)
+def test_samples_without_the_texts_of_an_embedding_are_refused(
+    embedding: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    config = _config(folder, tmp_path, "embed", embedding={"group": 2, **embedding})
+    with pytest.raises(UserError, match=message):
+        next(iter(TextGroups(config, config.embedding or EmbeddingConfig()).evaluation() or []))
 
 
 def test_a_model_has_one_source() -> None:

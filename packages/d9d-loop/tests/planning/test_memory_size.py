@@ -1,5 +1,7 @@
 """Memory in closed form against the equations of the papers, and the measured rows of Korthikanti et al."""
 
+from dataclasses import replace
+
 import pytest
 
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
@@ -35,3 +37,28 @@ def test_the_22b_model_of_korthikanti() -> None:
     )
     memory = memory_of(shape, layout, 0)
     assert (memory.model - memory.loss) / 2**30 == pytest.approx(55.125, rel=0.02)
+
+
+def test_whole_gradients_are_kept_until_the_last_microbatch() -> None:
+    shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
+    layout = PlanLayout(dp=8, num_microbatches=2, length=64)
+    whole = memory_of(shape, layout, 0).gradients
+    reduced = memory_of(shape, replace(layout, reduces_each_microbatch=True), 0).gradients
+    assert whole == pytest.approx(8 * reduced)
+    assert memory_of(shape, replace(layout, num_microbatches=1), 0).gradients == reduced
+
+
+def test_recomputation_of_every_second_layer_is_halfway() -> None:
+    shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
+    kept, again, half = (
+        activation_bytes_per_token(shape, PlanLayout(recompute=kind, recompute_every=every), sparse=False)
+        for kind, every in (("none", 1), ("full", 1), ("full", 2))
+    )
+    assert half == (kept + again) / 2
+
+
+def test_gathered_logits_are_not_divided_by_the_tensor_parallel_degree() -> None:
+    shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
+    layout = PlanLayout(tp=4, length=64, loss_bytes=8)
+    assert memory_of(shape, layout, 0).loss == 64 * 100 * 8 / 4
+    assert memory_of(shape, replace(layout, gathers_logits=True), 0).loss == 64 * 100 * (8 + 4 / 4)

@@ -33,6 +33,8 @@ def _run(folder: Path, *, rate: float, steps: int = 20) -> Path:
     (folder / "config.json").write_text(json.dumps({"steps": steps, "optimizer": {"learning_rate": rate}}))
     (folder / "environment.json").write_text(json.dumps({"torch": "2.15"}))
     (folder / "schedule.png").write_bytes(PNG)
+    (folder / "profile" / "step-00000010").mkdir(parents=True)
+    (folder / "profile" / "step-00000010" / "summary.md").write_text("busy 40%")
     return folder
 
 
@@ -63,10 +65,19 @@ def test_a_report_is_one_page_with_everything(tmp_path: Path) -> None:
     checked = _check(page)
     assert all(link.startswith("data:image/png;base64,") for link in checked.links)
     assert len(checked.links) == 1
-    for part in ("learning_rate", "optimizer.learning_rate", "2.15", "a &lt;b&gt; &amp; c", "held out", "0.15"):
+    for part in (
+        "learning_rate",
+        "optimizer.learning_rate",
+        "2.15",
+        "a &lt;b&gt; &amp; c",
+        "held out",
+        "0.15",
+        "busy 40%",
+    ):
         assert part in page
     assert "prefers-color-scheme: dark" in page
     assert "http" not in page
+    assert ".css" not in page
 
 
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,5 +111,5 @@ def test_charts_stay_inside_their_frame(curve: list[tuple[int, float]]) -> None:
     assert points == sorted(points)
 
 
-def test_an_empty_chart_is_left_out() -> None:
+def test_an_empty_chart_is_omitted() -> None:
     assert line_chart({"loss": []}, title="loss") == ""

@@ -19,6 +19,9 @@ def test_the_limit_equals_the_formula_of_two_steps_before(drawn: list[tuple[floa
         step += gap  # skipped steps have no losses
         losses = [each for earlier, each in known if earlier < step - 1][-10:]
         assert window.limit(step) == pytest.approx(_reference(losses), rel=1e-9, abs=1e-9)
+        limit = window.limit(step)
+        assert not window.is_spike(step, limit)
+        assert window.is_spike(step, math.nextafter(limit, math.inf)) == math.isfinite(limit)
         window.add(step, loss)
         known.append((step, loss))
         if count == resumed_at:

@@ -84,6 +84,21 @@ def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) 
     run.close()
 
 
+def test_runs_of_a_folder_share_a_repository_and_have_names(tmp_path: Path) -> None:
+    states = {}
+    for name, settings in (("first", AimTrackerConfig()), ("own", AimTrackerConfig(name="own"))):
+        tracker = settings.build(tmp_path / ("first" if settings.name is None else "second"))
+        tracker.resume(0)
+        tracker.log(1, {"loss": 1.0})  # a run of one value
+        tracker.close()
+        states[name] = tracker.state_dict()
+    assert {path.parent for path in tmp_path.rglob(".aim")} == {tmp_path}
+    for name, state in states.items():
+        run = reopened(tmp_path, state)
+        assert (run.name, series(run.get_metric("loss", Context({})))) == (name, {1: 1.0})
+        run.close()
+
+
 def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
     with pytest.raises(UserError, match=r"the aim tracker needs .* pip install 'd9d-metrics\[aim\]'"):

@@ -106,7 +106,7 @@ if TYPE_CHECKING:
         read_full_layers,
         written_full_layers,
     )
-    from d9d_modules.models.llama3 import LLAMA3, Llama3ForCausalLM, Llama3Params, llama3_from_hugging_face
+    from d9d_modules.models.llama3 import LLAMA3, Llama3ForCausalLM, Llama3Params
     from d9d_modules.models.mistral import MISTRAL, MistralParams
     from d9d_modules.models.pretrained import (
         FAMILY_ENTRY_POINTS,
@@ -116,7 +116,7 @@ if TYPE_CHECKING:
         known_families,
     )
     from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
-    from d9d_modules.models.qwen3 import QWEN3, Qwen3ForCausalLM, Qwen3Params, qwen3_from_hugging_face
+    from d9d_modules.models.qwen3 import QWEN3, Qwen3ForCausalLM, Qwen3Params
     from d9d_modules.models.qwen3_5 import QWEN3_5, Qwen35Params, text_config
     from d9d_modules.norm import RMSNorm, add_rms_norm, rms_norm
     from d9d_modules.pooling import Pooling, pool
@@ -281,13 +281,11 @@ __all__ = [
     "language_model_head",
     "layer_types_of",
     "linear_cross_entropy",
-    "llama3_from_hugging_face",
     "mtp_from_hugging_face",
     "mtp_targets",
     "parallelize_decoder",
     "pool",
     "quantization_from_hugging_face",
-    "qwen3_from_hugging_face",
     "read_full_layers",
     "require_value",
     "rms_norm",

@@ -80,12 +80,14 @@ class LanguageModelHead(VocabularySplits):
     ) -> Tensor | dict[str, Tensor]:
         """Call `language_model_head` with the weights and the loss of this module.
 
-        With `scores`, return the log-probability of each label [B, L], with gradients, under `log_probs`, and the
-        entropy of each prediction [B, L], without, under `entropy`; see `token_scores`. Label smoothing and z-loss do
-        not change them. `scores="log_probs"` omits the entropy, which costs a second pass over the vocabulary.
+        With `scores`, return the log-probability of each label, with gradients, under `log_probs`, and the entropy of
+        each prediction [B, L], without, under `entropy`; see `token_scores`. Label smoothing and z-loss do not change
+        them. `scores="log_probs"` omits the entropy, which costs a second pass over the vocabulary. It also takes K
+        candidates [B, L, K] as labels.
 
         Raises:
-            UserError: If `scores` is set without labels, or `token_loss` is no cross entropy.
+            UserError: If `scores` is set without labels, or is True with candidates, or `token_loss` is no cross
+                entropy.
         """
         if scores:
             return self._scores(hidden_BLD, labels, with_entropy=scores is True)
@@ -113,6 +115,11 @@ class LanguageModelHead(VocabularySplits):
         plain = CrossEntropy(mesh=loss.mesh)
         if not with_entropy:
             return {"log_probs": -self._loss(hidden_BLD, labels, plain)}
+        if labels.dim() == hidden_BLD.dim():
+            raise UserError(
+                f"got scores=True with candidates, labels of shape {tuple(labels.shape)}; expected one label for each "
+                'position. Pass scores="log_probs".'
+            )
         found = token_scores(
             hidden_BLD.flatten(0, -2), self._weights(), labels.flatten(), softcap=self.softcap, mesh=loss.mesh
         )

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from d9d_modules.attention_backends import AttentionOptions, AttentionRequest, FlexBackend
-from d9d_modules.attention_backends.flex import block_mask
+from d9d_modules.attention_backends.flex import _block_mask_of_batch, block_mask
 
 CPU = torch.device("cpu")
 
@@ -68,3 +68,21 @@ def test_full_blocks_skip_the_mask_function() -> None:
     assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
     assert mask.full_kv_num_blocks is not None
     assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3]]]
+
+
+def test_layers_share_the_mask_of_a_batch_until_its_documents_change() -> None:
+    documents = torch.zeros(1, 256, dtype=torch.int64)
+    settings = {"is_causal": True, "documents_BS": documents, "mask_BLS": None, "device": CPU}
+
+    def mask(window: int | None = None, **changes: torch.Tensor) -> BlockMask:
+        return _block_mask_of_batch(256, 256, window=window, **(settings | changes))
+
+    first, windowed = mask(), mask(window=100)
+    assert mask() is first
+    assert mask(window=100) is windowed is not first
+    assert mask(documents_BS=documents.clone()) is not first
+    documents[:, 128:] = 1
+    assert mask().to_dense().sum() < first.to_dense().sum()
+    with torch.inference_mode():
+        at_inference = documents.clone()
+        assert mask(documents_BS=at_inference) is not mask(documents_BS=at_inference)

@@ -31,8 +31,7 @@ from d9d_modules import (
     Qwen3Params,
     RopeScaling,
     YarnScaling,
-    llama3_from_hugging_face,
-    qwen3_from_hugging_face,
+    decoder_from_hugging_face,
     rotary_tables,
 )
 from d9d_state import JsonValue, StateMapper, load_model_state, save_model_state
@@ -53,14 +52,14 @@ FAMILIES = {
     "qwen3": Family(
         Qwen3Params,
         QWEN3.write,
-        qwen3_from_hugging_face,
+        decoder_from_hugging_face,
         transformers.Qwen3ForCausalLM,
         transformers.Qwen3Config,
     ),
     "llama3": Family(
         Llama3Params,
         LLAMA3.write,
-        llama3_from_hugging_face,
+        decoder_from_hugging_face,
         transformers.LlamaForCausalLM,
         transformers.LlamaConfig,
     ),

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from d9d_dist import StageInfo, UserError, materialize
 from d9d_dist.testing import assert_rounds_like, in_float64
-from d9d_modules import LLAMA3, Llama3ForCausalLM, Llama3Params, Llama3Scaling, llama3_from_hugging_face
+from d9d_modules import LLAMA3, Llama3ForCausalLM, Llama3Params, Llama3Scaling, decoder_from_hugging_face
 from d9d_state import load_model_state, save_model_state
 
 PARAMS = Llama3Params(
@@ -124,7 +124,7 @@ def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoints_go_both_ways(tmp_path: Path, tied: bool) -> None:
     params = replace(EXPORTED, tie_word_embeddings=tied)
-    model, mapper = Llama3ForCausalLM(params), llama3_from_hugging_face(params)
+    model, mapper = Llama3ForCausalLM(params), decoder_from_hugging_face(params)
     config = LLAMA3.write(params)
     save_model_state(model, tmp_path / "export", mapper.inverse(), extra_files={"config.json": config})
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")

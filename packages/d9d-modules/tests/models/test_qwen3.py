@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM as Reference
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, in_float64
-from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, YarnScaling, qwen3_from_hugging_face
+from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, YarnScaling, decoder_from_hugging_face
 from d9d_state import load_model_state, save_model_state
 
 
@@ -33,7 +33,7 @@ def _own_state(reference: nn.Module, *, tied: bool) -> dict[str, Tensor]:
 def test_every_stage_finds_its_tensors_in_the_checkpoint(tied: bool) -> None:
     params = _params(tied=tied)
     num_stages = 1 if tied else 3
-    mapper = qwen3_from_hugging_face(params)
+    mapper = decoder_from_hugging_face(params)
     built = [
         name
         for i in range(num_stages)
@@ -107,7 +107,7 @@ def test_layers_from_max_window_layers_on_have_a_window() -> None:
 def test_an_export_loads_in_the_reference(tmp_path: Path, changes: dict[str, Any]) -> None:
     params = _params(**changes)
     model = Qwen3ForCausalLM(params)
-    mapper = qwen3_from_hugging_face(params).inverse()
+    mapper = decoder_from_hugging_face(params).inverse()
     save_model_state(model, tmp_path / "export", mapper, extra_files={"config.json": QWEN3.write(params)})
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert isinstance(reference, Reference)
@@ -124,6 +124,6 @@ def test_a_checkpoint_of_the_reference_loads_in_stages(tmp_path: Path, tied: boo
     hidden, num_stages = input_ids, 1 if tied else 2
     for index in range(num_stages):
         stage = Qwen3ForCausalLM(params, StageInfo(index, num_stages))
-        load_model_state(stage, tmp_path, qwen3_from_hugging_face(params))
+        load_model_state(stage, tmp_path, decoder_from_hugging_face(params))
         hidden = stage(hidden)
     assert_rounds_like(hidden, in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)

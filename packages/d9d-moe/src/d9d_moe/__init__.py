@@ -33,12 +33,11 @@ if TYPE_CHECKING:
         KIMI_K2,
         DeepseekV3ForCausalLM,
         DeepseekV3Params,
-        deepseek_v3_from_hugging_face,
     )
     from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
     from d9d_moe.models.glm4_moe import GLM4_MOE, Glm4MoeParams
     from d9d_moe.models.gpt_oss import GPT_OSS, GptOssParams
-    from d9d_moe.models.qwen3_moe import QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeParams, qwen3_moe_from_hugging_face
+    from d9d_moe.models.qwen3_moe import QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeParams
     from d9d_moe.models.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT, Qwen3NextParams, Qwen35MoeParams, SparseHybridParams
     from d9d_moe.models.sparse_params import SoftmaxRoutedParams, SparseParams, sparse_from_hugging_face
     from d9d_moe.moe_parallel import Dispatch, DispatchName, parallelize_moe
@@ -109,14 +108,12 @@ __all__ = [
     "choose_grouped_matmul",
     "clamped_swiglu",
     "deep_ep_buffer",
-    "deepseek_v3_from_hugging_face",
     "expert_load",
     "experts_from_hugging_face",
     "grouped_matmul",
     "load_statistics",
     "parallelize_moe",
     "pop_tokens_per_expert",
-    "qwen3_moe_from_hugging_face",
     "sparse_from_hugging_face",
     "token_losses",
     "token_records",

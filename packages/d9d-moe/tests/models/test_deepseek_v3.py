@@ -33,7 +33,7 @@ from d9d_moe import (
     DeepseekV3Params,
     MoELayer,
     RouterLosses,
-    deepseek_v3_from_hugging_face,
+    sparse_from_hugging_face,
 )
 from d9d_state import (
     Fp8Blocks,
@@ -263,7 +263,7 @@ def _relative_error(got: Tensor, expected: Tensor) -> float:
 @given(params=deepseek_v3_params(), batch=st.integers(1, 3), length=st.integers(1, 10), seed=st.integers(0, 1000))
 def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, length: int, seed: int) -> None:
     torch.manual_seed(seed)
-    mapper = deepseek_v3_from_hugging_face(params, layout="fused")
+    mapper = sparse_from_hugging_face(params, layout="fused")
     reference = _reference(params)
     ours = DeepseekV3ForCausalLM(params).double()
     ours.load_state_dict(mapper.apply_all(dict(reference.state_dict())))
@@ -298,12 +298,12 @@ def test_each_stage_loads_its_tensors_from_the_checkpoint() -> None:
     params = _exported()
     built = [name for i in range(3) for name in DeepseekV3ForCausalLM(params, StageInfo(i, 3)).state_dict()]
     for layout in ("per_expert", "fused"):
-        assert sorted(built) == sorted(deepseek_v3_from_hugging_face(params, layout=layout).outputs)
+        assert sorted(built) == sorted(sparse_from_hugging_face(params, layout=layout).outputs)
 
 
 def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
     params = _exported()
-    mapper = deepseek_v3_from_hugging_face(params)
+    mapper = sparse_from_hugging_face(params)
     model = DeepseekV3ForCausalLM(params)
     for index in (1, 2):
         torch.nn.init.normal_(model.get_buffer(f"backbone.layers.{index}.feed_forward.router.selection_bias"))
@@ -324,7 +324,7 @@ def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
 def test_a_released_float8_checkpoint_loads(tmp_path: Path) -> None:
     """Quantized as in the release: all linear layers of the decoder layers, but neither routers nor embeddings."""
     params = _exported()
-    plain = deepseek_v3_from_hugging_face(params)
+    plain = sparse_from_hugging_face(params)
     layout = Fp8Blocks((8, 4))
     scaled = [name for name in plain.inputs if re.search(r"_proj(_with_mqa)?\.weight$", name)]
     assert len(scaled) == 3 * 5 + 3 + 2 * (3 + 3 * 4)

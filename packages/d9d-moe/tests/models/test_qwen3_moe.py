@@ -22,7 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, assert_trees_close, in_float64
 from d9d_modules import generate
-from d9d_moe import QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeParams, RouterLosses, qwen3_moe_from_hugging_face
+from d9d_moe import QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeParams, RouterLosses, sparse_from_hugging_face
 from d9d_moe.models import experts_hugging_face
 from d9d_state import StateMapper, load_model_state, save_model_state, stack
 
@@ -122,7 +122,7 @@ def _on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_logits_losses_and_gradients_match(*, params: Qwen3MoeParams, batch: int, length: int, seed: int) -> None:
     """Compare the results in float64, and the rounding errors of float32 with each other."""
     torch.manual_seed(seed)
-    mapper = qwen3_moe_from_hugging_face(params)
+    mapper = sparse_from_hugging_face(params)
     reference = _reference(params)
     ours = Qwen3MoeForCausalLM(params)
     ours.load_state_dict(mapper.apply_all(_on_disk(dict(reference.named_parameters()))), strict=False)
@@ -145,7 +145,7 @@ def test_greedy_text_equals_that_of_the_reference() -> None:
     reference = _reference(params).double().eval()
     reference.apply(_keep_float64)
     model = Qwen3MoeForCausalLM(params).double()
-    model.load_state_dict(qwen3_moe_from_hugging_face(params).apply_all(_on_disk(reference.state_dict())))
+    model.load_state_dict(sparse_from_hugging_face(params).apply_all(_on_disk(reference.state_dict())))
     prompts = torch.randint(1, 21, (2, 6))
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     expected = reference.generate(
@@ -192,7 +192,7 @@ def test_each_stage_loads_its_tensors_from_the_checkpoint(tied: bool) -> None:
     built = [
         name for i in range(count) for name, _ in Qwen3MoeForCausalLM(params, StageInfo(i, count)).named_parameters()
     ]
-    mapper = qwen3_moe_from_hugging_face(params)
+    mapper = sparse_from_hugging_face(params)
     assert sorted(built) == sorted(mapper.outputs)
     assert set(mapper.inputs) == set(_on_disk(dict(_reference(params).named_parameters())))
 
@@ -204,7 +204,7 @@ def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
     save_model_state(
         model,
         tmp_path / "export",
-        qwen3_moe_from_hugging_face(params).inverse(),
+        sparse_from_hugging_face(params).inverse(),
         extra_files={"config.json": QWEN3_MOE.write(params)},
     )
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -223,7 +223,7 @@ def test_swapped_experts_change_the_output(tmp_path: Path) -> None:
         return stack([names[1], names[0], *names[2:]], name)
 
     with mock.patch.object(experts_hugging_face, "stack", swapped):
-        mapper = qwen3_moe_from_hugging_face(params)
+        mapper = sparse_from_hugging_face(params)
     model = Qwen3MoeForCausalLM(params)
     load_model_state(model, tmp_path, mapper)
     assert not torch.allclose(model(ids), reference(ids).logits, rtol=0, atol=1e-2)
@@ -231,7 +231,7 @@ def test_swapped_experts_change_the_output(tmp_path: Path) -> None:
 
 def test_global_load_is_not_exported(tmp_path: Path) -> None:
     params = replace(_params(tied=False), router_losses=RouterLosses(balance=0.1, scope="global_batch"))
-    mapper = qwen3_moe_from_hugging_face(params)
+    mapper = sparse_from_hugging_face(params)
     model, again = Qwen3MoeForCausalLM(params), Qwen3MoeForCausalLM(params)
     load = "backbone.layers.0.feed_forward.global_load"
     model.get_buffer(load).fill_(3.0)
@@ -252,7 +252,7 @@ def test_reference_checkpoint_loads_into_stages(tmp_path: Path, tied: bool) -> N
     hidden, num_stages = input_ids, 1 if tied else 2
     for index in range(num_stages):
         stage = Qwen3MoeForCausalLM(params, StageInfo(index, num_stages))
-        load_model_state(stage, tmp_path, qwen3_moe_from_hugging_face(params))
+        load_model_state(stage, tmp_path, sparse_from_hugging_face(params))
         hidden = stage(hidden)
     assert_rounds_like(hidden, in_float64(reference, input_ids).logits, peer=reference(input_ids).logits)
 
@@ -262,7 +262,7 @@ def test_import_and_export_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> 
     """Import and export, with the reference's conversion of the experts in both directions."""
     params = _params(tied=tied)
     _reference(params).save_pretrained(tmp_path / "theirs")
-    ours, mapper = Qwen3MoeForCausalLM(params), qwen3_moe_from_hugging_face(params)
+    ours, mapper = Qwen3MoeForCausalLM(params), sparse_from_hugging_face(params)
     load_model_state(ours, tmp_path / "theirs", mapper)
     config = QWEN3_MOE.write(params)
     save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": config})

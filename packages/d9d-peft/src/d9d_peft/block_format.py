@@ -36,14 +36,24 @@ NF4_VALUES = (
 """Values of the codes 0 to 15 of NF4, from the appendix E of the paper."""
 
 _INT8_MAX = 127.0
+_MOST_ELEMENTS = 1 << 20  # of a weight at a time: the intermediate results take about 16 bytes each
 
 
 def quantize_blocks(weight_OI: Tensor, block_format: BlockFormat, block_size: int) -> tuple[Tensor, Tensor]:
     """Return codes and scales of a weight [..., O, I], both as bytes (uint8).
 
     `block_size` divides I, and is even for NF4. Codes are [..., O, I / 2] for NF4, with the even element in the high
-    bits, and [..., O, I] for int8. Scales are the bytes of float32 numbers, [..., O, 4 N]. No collectives.
+    bits, and [..., O, I] for int8. Scales are the bytes of float32 numbers, [..., O, 4 N]. No collectives. Rows are
+    quantised in blocks, which bounds the memory beyond the results.
     """
+    rows = max(1, _MOST_ELEMENTS * weight_OI.shape[-2] // max(weight_OI.numel(), 1))
+    codes, scales = zip(
+        *(_quantize_rows(part, block_format, block_size) for part in weight_OI.split(rows, -2)), strict=True
+    )
+    return torch.cat(codes, -2), torch.cat(scales, -2)
+
+
+def _quantize_rows(weight_OI: Tensor, block_format: BlockFormat, block_size: int) -> tuple[Tensor, Tensor]:
     blocks_ONB = weight_OI.float().unflatten(-1, (-1, block_size))
     scales_ON = blocks_ONB.abs().amax(dim=-1)
     normal_ONB = blocks_ONB / scales_ON.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
@@ -52,7 +62,8 @@ def quantize_blocks(weight_OI: Tensor, block_format: BlockFormat, block_size: in
         codes = (normal_OI * _INT8_MAX).round().to(torch.int8).view(torch.uint8)
     else:
         values = torch.tensor(NF4_VALUES, device=weight_OI.device)
-        pairs = torch.bucketize(normal_OI, (values[1:] + values[:-1]) / 2).to(torch.uint8).unflatten(-1, (-1, 2))
+        numbers = torch.bucketize(normal_OI, (values[1:] + values[:-1]) / 2, out_int32=True)
+        pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
         codes = pairs[..., 0] << 4 | pairs[..., 1]
     return codes, scales_ON.contiguous().view(torch.uint8)
 

@@ -207,7 +207,7 @@ def refuse_other_targets(
             f"{origin} has target_parameters = {targets!r}; the model has adapters of "
             f"{shorten(list(parameters)) if parameters else 'layers'}. Inject adapters into the target parameters, and "
             "pass a base_mapper with the parameter names of the model on which they were trained, such as "
-            "qwen3_moe_from_hugging_face(params, layout='fused')."
+            "sparse_from_hugging_face(params, layout='fused')."
         )
 
 

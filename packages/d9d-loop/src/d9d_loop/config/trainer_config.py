@@ -101,6 +101,21 @@ class GradientConfig(Section):
     )
 
 
+class PlanConfig(Section):
+    """Check of the job's memory before it starts, by the planner of `d9d-plan`."""
+
+    hardware: str | None = Field(
+        default=None,
+        description="Cluster of the job: a name such as h100-dgx, or a TOML file of `d9d-plan --calibrate`; null: "
+        "unknown.",
+    )
+    warn: bool = Field(
+        default=True,
+        description="If the hardware is known, print a warning if the job does not fit, with the nearest layout that "
+        "does.",
+    )
+
+
 class CheckpointConfig(Section):
     """Interval and retention of checkpoints. A checkpoint is kept if any of the `keep_` rules selects it."""
 
@@ -227,4 +242,5 @@ class TrainerConfig(JobConfig):
         default=True,
         description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
     )
+    plan: PlanConfig = PlanConfig()
     export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")

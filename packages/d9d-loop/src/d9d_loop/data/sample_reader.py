@@ -45,11 +45,12 @@ class SampleReader:
     def __init__(self, stream: SampleStream, collate: Collate) -> None:
         self._stream, self._collate = stream, collate
 
-    def __call__(self, job: ReadJob, on_sample: OnSample = lambda _number: None) -> Any:
+    def __call__(self, job: ReadJob, on_sample: OnSample | None = None) -> Any:
         """Read the samples of a job and collate them. Failures of a sample or of `collate` raise `DataError`."""
         samples: list[Any] = []
         for number, entry in enumerate(job.entries):
-            on_sample(number)
+            if on_sample is not None:
+                on_sample(number)
             try:
                 samples.append(self._stream.read(entry))
             except Exception as error:

@@ -5,29 +5,26 @@ use it directly.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Self, TypeAlias, final, overload
+from contextlib import contextmanager
+from typing import Any, Literal, Self, final, overload
 
-import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError
+from d9d_dist import DistributedContext, Region, StageInfo, UserError
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.engine_parts import engine_parts
 from d9d_loop.engine.microbatches import MicrobatchAgreement
-from d9d_loop.engine.reference import ReferenceWeights
+from d9d_loop.engine.model_weights import ModelWeights
+from d9d_loop.engine.offloading import StateOffloading
+from d9d_loop.engine.reference import Reference, ReferenceModel
 from d9d_loop.engine.scorer import ReadTokens, Scorer
 from d9d_loop.engine.token_values import TokenValues
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
-from d9d_loop.events import (
-    BadStepFound,
-    StateOffloaded,
-    StateOnloaded,
-)
+from d9d_loop.events import BadStepFound
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
@@ -36,15 +33,11 @@ from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
-from d9d_state import StateMapper, gathered_weights, weight_shards
+from d9d_state import StateMapper
 
 
 class BadStepError(RuntimeError):
     """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
-
-
-Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
-"""Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" for the first weights."""
 
 
 @final
@@ -61,7 +54,6 @@ class Engine:
         model: This rank's part of the model.
         optimizer: Optimizer of the model's trainable parameters.
         guard: Runs the optimizer and skips bad steps; `None` if no step is skipped.
-        offloader: Offloads model and optimizer to host memory.
         num_steps: Number of completed optimizer steps.
 
     Args:
@@ -102,8 +94,7 @@ class Engine:
         self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
         self.events = Events() if events is None else events
         self.num_steps = 0
-        self._task, self._polls_guard = task, polls_guard
-        self._state_mapper, self._checkpoints = state_mapper, checkpoints
+        self._polls_guard, self._checkpoints = polls_guard, checkpoints
         self._built_rates = [group["lr"] for group in optimizer.param_groups]
         self._step = TrainStep(
             self.pipeline,
@@ -118,9 +109,9 @@ class Engine:
         self._agree = MicrobatchAgreement(task, ctx)
         self._token_values = TokenValues(self.pipeline, ctx)
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
-        self.offloader = ModuleOffloader(self._whole, optimizer)
-        self._reference = ReferenceWeights(self._whole) if reference == "initial" else reference
-        self._is_reference = False
+        self._weights = ModelWeights(self.model, state_mapper, ctx)
+        self._offloading = StateOffloading(self._whole, optimizer, self.events)
+        self._reference = ReferenceModel(self.model, reference, whole=self._whole)
         self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
 
     @classmethod
@@ -192,9 +183,9 @@ class Engine:
             UserError: On every rank, if no rank has a batch, or the ranks of a data-parallel coordinate have different
                 numbers of batches.
         """
+        self._require_training("forward_backward()")
         given = self._agree(batches, self._step.executors.supported)
         values: dict[int, Mapping[str, Tensor]] = {}
-        self._refuse_reference("forward_backward()")
         self._step.forward_backward(self.num_steps + 1, given.batches, loss, num_own=given.num_own, values=values)
         return self._token_values([values[index] for index in sorted(values)])
 
@@ -216,6 +207,7 @@ class Engine:
         Raises:
             UserError: If the model has no argument `scores` and there is no `read`. As for `forward_backward`.
         """
+        self._require_onloaded("score()")
         return self._scorer(batches, read)
 
     @contextmanager
@@ -223,20 +215,11 @@ class Engine:
         """Let the model be its frozen reference in the body, to `score`. No collectives.
 
         Raises:
-            UserError: If the engine has no reference, or the body trains or saves.
+            UserError: If the engine has no reference or is its reference already, or the body trains or saves.
         """
-        if self._reference is None:
-            raise UserError(
-                'this engine has no reference; expected one. Pass reference=d9d_peft.adapters_off, or "initial" for a '
-                "copy of the initial weights."
-            )
-        weights = self._reference
-        with weights.swapped_in() if isinstance(weights, ReferenceWeights) else weights(self.model):
-            self._is_reference = True
-            try:
-                yield
-            finally:
-                self._is_reference = False
+        self._require_training("reference()")
+        with self._reference.active():
+            yield
 
     @overload
     def weights(self, *, shards: Literal[False] = False) -> Iterator[tuple[str, Tensor]]: ...
@@ -254,23 +237,24 @@ class Engine:
         With `shards`, `(name, shard, region)` for each part of a tensor on disk that this rank holds: a view of the
         parameter, and its place in the tensor. No collectives, nothing is copied. Replicas yield equal regions.
 
+        Inside `reference`, the weights are those of the reference.
+
         Raises:
-            UserError: If the state mapper does not match the model or has no inverse; with `shards` also if it computes
-                values.
+            UserError: If the state mapper does not match the model or has no inverse, or if it omits trained
+                parameters, such as those of adapters; with `shards` also if it computes values.
         """
+        self._require_onloaded("weights()")
         free_gathered_parameters(self._whole)
-        if shards:
-            return weight_shards(self.model, self._state_mapper)
-        return gathered_weights(self.model, self._inverse(), self.ctx)
+        return self._weights.shards() if shards else self._weights.gathered()
 
-    def _inverse(self) -> StateMapper | None:
-        try:
-            return self._state_mapper and self._state_mapper.inverse()
-        except ValueError as error:
-            raise UserError(f"the state mapper of the model has no inverse: {error} Add an inverse.") from None
+    def _require_onloaded(self, call: str) -> None:
+        if self._offloading.is_offloaded:
+            raise UserError(f"got {call} while the training state is offloaded; expected onload() before it.")
 
-    def _refuse_reference(self, call: str) -> None:
-        if self._is_reference:
+    def _require_training(self, call: str) -> None:
+        """Raise `UserError` for a call that needs the model's own weights on the device."""
+        self._require_onloaded(call)
+        if self._reference.is_active:
             raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
 
     def accumulate(
@@ -290,6 +274,7 @@ class Engine:
         Returns:
             Start and end of every pipeline action, if `measured`.
         """
+        self._require_training("accumulate()")
         num_own = len(batches) if num_own is None else num_own
         return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=num_own, measured=measured)
 
@@ -306,7 +291,7 @@ class Engine:
             UserError: If there was no forward and backward since the last step.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
-        self._refuse_reference("step()")
+        self._require_training("step()")
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -329,28 +314,16 @@ class Engine:
         Emits `StateOffloaded` after offloading, and `StateOnloaded` after onloading unless the body raises. Raises
         `UserError` if the state is already offloaded.
         """
-        self.offloader.offload()
-        try:
-            self._after_offload()
+        with self._offloading.offloaded(self.num_steps):
             yield
-        finally:
-            self.offloader.onload()
-        self.events.emit(StateOnloaded(self.num_steps))
 
     def offload(self) -> None:
         """Offload parameters, buffers, gradients and optimizer state to host memory, until `onload`. No collectives."""
-        self.offloader.offload()
-        self._after_offload()
-
-    def _after_offload(self) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.memory.empty_cache()
-        self.events.emit(StateOffloaded(self.num_steps))
+        self._offloading.offload(self.num_steps)
 
     def onload(self) -> None:
         """Restore the offloaded state on the device: the same tensors with the same bits. No collectives."""
-        self.offloader.onload()
-        self.events.emit(StateOnloaded(self.num_steps))
+        self._offloading.onload(self.num_steps)
 
     @contextmanager
     def evaluation_weights(self) -> Generator[None]:
@@ -358,6 +331,7 @@ class Engine:
 
         Collective: copies shared parameters to all stages.
         """
+        self._require_training("evaluation_weights()")
         with evaluation_weights(self.model, self.optimizer):
             self.pipeline.shared.copy_values()
             yield
@@ -374,7 +348,7 @@ class Engine:
             UserError: If the engine has no checkpoints, or gradients were not used by a `step` yet.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
-        self._refuse_reference("save()")
+        self._require_training("save()")
         checkpoints = self._require_checkpoints()
         if self._step.is_pending:
             raise UserError("got save() with accumulated gradients, which checkpoints omit; expected step() before it.")
@@ -383,13 +357,15 @@ class Engine:
     def load(self) -> JsonValue:
         """Load the newest valid checkpoint, and return the state that was passed to `save`. Collective.
 
-        Without checkpoints, nothing changes and the result is `None`. Learning rates are not restored.
+        Without checkpoints, the weights stay, and the result is `None`. Accumulated gradients are discarded. Learning
+        rates are not restored.
 
         Raises:
             UserError: If the engine has no checkpoints.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
-        self._refuse_reference("load()")
+        self._require_training("load()")
+        self._step.discard()
         free_gathered_parameters(self._whole)
         found = self._require_checkpoints().load()
         if found is None:

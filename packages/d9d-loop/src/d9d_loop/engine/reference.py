@@ -1,14 +1,56 @@
-"""Frozen reference of a model: a second set of weights, in host memory between its uses."""
+"""Frozen reference of a model: the model without its adapters, or a second set of weights in host memory."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import final
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import local_tensor
+from d9d_dist import UserError, local_tensor
 from d9d_loop.optimizers.averaging import free_gathered_parameters
+
+Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
+"""Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" for the first weights."""
+
+
+@final
+class ReferenceModel:
+    """Reference of an engine, which its model becomes for some time.
+
+    Attributes:
+        is_active: True while the model is the reference.
+
+    Args:
+        model: This rank's part of the model.
+        reference: The reference; `None` if there is none. "initial" copies the values that `whole` has now.
+        whole: The model with the copies of shared parameters.
+    """
+
+    def __init__(self, model: nn.Module, reference: Reference | None, *, whole: nn.Module) -> None:
+        self._model = model
+        self._weights = ReferenceWeights(whole) if reference == "initial" else None
+        self._enter = None if reference == "initial" else reference
+        self.is_active = False
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Let the model be the reference in the body. No collectives. Raises `UserError` if there is no reference."""
+        if self._weights is not None:
+            context: AbstractContextManager[object] = self._weights.swapped_in()
+        elif self._enter is not None:
+            context = self._enter(self._model)
+        else:
+            raise UserError(
+                'this engine has no reference; expected one. Pass reference=d9d_peft.adapters_off, or "initial" for a '
+                "copy of the initial weights."
+            )
+        with context:
+            self.is_active = True
+            try:
+                yield
+            finally:
+                self.is_active = False
 
 
 @final

@@ -20,7 +20,7 @@ from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepSta
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.resilience import StepGuard, Watch
-from d9d_loop.task import BatchTask, LossFunction, to_inputs
+from d9d_loop.task import BatchTask, Loss, LossFunction, to_inputs
 from d9d_pipeline import Timeline
 
 
@@ -82,6 +82,7 @@ class TrainStep:
             ctx.align_groups()
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
         self._totals: Tensor | None = None
+        self._has_failed = False
 
     @property
     def is_pending(self) -> bool:
@@ -114,8 +115,10 @@ class TrainStep:
             Start and end of every pipeline action, if `measured`.
 
         Raises:
-            UserError: On this rank, if it has stand-ins, and batch norms would count them.
+            UserError: On this rank, if it has stand-ins, and batch norms would count them; if the result of `loss` is
+                not a `Loss` of 0-dim values; or if an earlier call failed.
         """
+        self._refuse_partial_gradients()
         if num_own < len(batches):
             self._refuse_batch_norm()
         if self._totals is None:
@@ -128,7 +131,7 @@ class TrainStep:
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
             if microbatch >= num_own:
                 return _zero_loss(outputs)
-            taken = loss(outputs, batches[microbatch])
+            taken = _checked(loss(outputs, batches[microbatch]))
             total.add_(taken.total.detach())
             weight.add_(taken.weight)
             if values is not None:
@@ -137,16 +140,23 @@ class TrainStep:
 
         inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
         executor = self.executors.get(len(batches))
-        if measured:
-            return executor.measured_step(inputs, take_loss)
-        executor.step(inputs, take_loss)
-        return None
+        self._has_failed = True  # until all microbatches are done
+        timeline = executor.measured_step(inputs, take_loss) if measured else executor.step(inputs, take_loss)
+        self._has_failed = False
+        return timeline
+
+    def _refuse_partial_gradients(self) -> None:
+        if self._has_failed:
+            raise UserError(
+                "an earlier forward_backward() failed, so some of its microbatches have no gradients; expected "
+                "no further training. Build the engine again, and load() a checkpoint."
+            )
 
     def _refuse_batch_norm(self) -> None:
         if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
             raise UserError(
                 "this rank has fewer microbatches than others, and the model has batch norms in training mode, whose "
-                "statistics would count stand-ins; expected equally many. Pass equal numbers, or call eval() on the "
+                "statistics would count stand-ins; expected equal numbers. Pass equal numbers, or call eval() on the "
                 "batch norms."
             )
 
@@ -155,6 +165,7 @@ class TrainStep:
 
         Collectives: the gradient reduction and norm; one all-reduce of loss and weight; the guard's all-reduce.
         """
+        self._refuse_partial_gradients()
         if self._totals is None:
             raise UserError("got step() without gradients; expected forward_backward() before each step.")
         totals, self._totals = self._totals, None
@@ -176,7 +187,7 @@ class TrainStep:
                 taken = self._guard.step(number, loss=loss, grad_norm=grad_norm)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
-        self._model.zero_grad()  # also for parameters without an optimizer, whose gradients would accumulate
+        self._drop_gradients()
         return StepResult(loss, weight, grad_norm, taken, self._optimizer.param_groups[0]["lr"])
 
     def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:
@@ -187,24 +198,54 @@ class TrainStep:
         """
 
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
-            taken = loss(outputs, batches[microbatch])
+            taken = _checked(loss(outputs, batches[microbatch]))
             watch("the loss", taken.total)
             return taken.total
 
         with _buffers_kept(self._model):
             inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
             self.executors.get(len(batches)).step(inputs, take_loss)
+        self._discard()
+
+    def discard(self) -> None:
+        """Discard the gradients since the last update. Collective: finishes the gradient reduction."""
+        if self.is_pending:
+            self._totals = None
+            self._discard()
+
+    def _discard(self) -> None:
         self.executors.gradient_sync.finish()
         self._shared.add_gradients()  # clears the gradients of copies, which model.parameters() omits
-        self._model.zero_grad()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:  # also those without an optimizer, whose gradients would accumulate
+            parameter.grad = None
 
 
 def _inverse(weight: Tensor) -> Tensor:
-    """Return 1 / weight, but 0 for weight 0, because 0 / 0 would be NaN. A NaN weight gives NaN."""
+    """Return 1 / weight, but 0 for weight 0, because 0 / 0 would be NaN. A NaN weight gives NaN.
+
+    A negative weight raises `UserError` on a CPU; on accelerators it gives NaN, so that the step is bad.
+    """
     if weight.device.type == "cpu":  # Python numbers are cheaper than tensors, and as exact
         number = weight.item()
+        if number < 0:
+            raise UserError(f"the loss weight of the step is {number}; expected 0 or more. Check Loss.weight.")
         return torch.tensor(1.0 / number if number > 0 else 0.0 * number, dtype=weight.dtype)
-    return torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
+    return torch.where(weight > 0, 1.0 / weight, torch.where(weight < 0, torch.nan, 0.0 * weight))
+
+
+def _checked(loss: object) -> Loss:
+    """Return the result of a loss function; raise `UserError` if it is no sum with its weight."""
+    if not isinstance(loss, Loss):
+        raise UserError(f"the loss function returned a {type(loss).__name__}; expected Loss(total, weight=...).")
+    for name, value in (("total", loss.total), ("weight", loss.weight)):
+        if isinstance(value, Tensor) and value.dim():
+            raise UserError(
+                f"Loss.{name} has shape {tuple(value.shape)}; expected a 0-dim tensor: the sum over the microbatch."
+            )
+    return loss
 
 
 def _zero_loss(outputs: Any) -> Tensor:

@@ -85,7 +85,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     pipeline.shared.copy_values()
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
-    engine = _build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events)
+    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
     events.watch(watchdog.phase)
     stop = config.resilience.stop
@@ -116,15 +116,16 @@ def _build_pipeline(plan: JobPlan, ctx: DistributedContext) -> Pipeline:
     return pipeline
 
 
-def _build_engine(
+def build_engine(
     plan: JobPlan,
     pipeline: Pipeline,
     optimizer: Optimizer,
     *,
     ctx: DistributedContext,
     guard: StepGuard,
-    events: Events,
+    events: Events | None = None,
 ) -> Engine:
+    """Build the engine of a job, which leaves decisions on bad steps to its caller. Collective."""
     return Engine(
         pipeline,
         optimizer,

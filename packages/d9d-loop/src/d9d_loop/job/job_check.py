@@ -195,7 +195,7 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, dat
 
 _FREE = (
     *("steps", "run", "mesh", "pipeline", "checkpoint", "evaluation", "logging", "host", "profile", "resilience"),
-    *("trackers", "export", "rehearsal"),
+    *("trackers", "export", "rehearsal", "plan"),
 )
 """Keys of a configuration that a resumed run may change without an effect on its losses."""
 
@@ -253,7 +253,8 @@ def differences(before: JsonValue, now: JsonValue, name: str, *, known_only: boo
 
 def check_metric_names(task: Task) -> None:
     """Raise `UserError` if a metric of the task has the name of a value that the Trainer reports."""
-    own = {"loss", "grad_norm", "learning_rate", f"{task.weight_unit}_per_second", "step", "time", "config"}
+    own = {"loss", "grad_norm", "learning_rate", "peak_memory_gib", f"{task.weight_unit}_per_second"}
+    own |= {"step", "time", "config"}
     if taken := sorted(own & task.metrics().keys()):
         raise UserError(
             f"the task's metrics include {', '.join(taken)}, which the Trainer reports itself; rename them."

@@ -52,6 +52,7 @@ class Pipeline:
         self.stages = dict(stages)
         self._schedule = schedule or OneForwardOneBackward()
         self._messages = messages
+        self._programs: dict[int, Program] = {}
         self.reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
@@ -69,8 +70,13 @@ class Pipeline:
         return self._num_ranks * self._schedule.stages_per_rank
 
     def program(self, num_microbatches: int) -> Program:
-        """Return the program of a training step; raise `UserError` if the schedule does not support the number."""
-        return self._program(self._schedule, num_microbatches)
+        """Return the program of a training step; raise `UserError` if the schedule does not support the number.
+
+        Programs are kept: data with a token budget give numbers that come again.
+        """
+        if num_microbatches not in self._programs:
+            self._programs[num_microbatches] = self._program(self._schedule, num_microbatches)
+        return self._programs[num_microbatches]
 
     def training(self, num_microbatches: int) -> Executor:
         """Return an executor of training steps."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from tqdm import tqdm
 
-_HIDDEN = ("learning_rate", "grad_norm")
+_HIDDEN = ("learning_rate", "grad_norm", "peak_memory_gib")
 """Values that the live line leaves to the trackers and the report."""
 
 _LINE_SECONDS = 10.0

@@ -18,7 +18,7 @@ from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.job.environment import write_environment
 from d9d_loop.job.job_state import Record
-from d9d_loop.job.progress import Progress
+from d9d_loop.job.progress import Progress, peak_memory
 from d9d_loop.report.run_report import write_report
 from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers, redact_secrets
 
@@ -105,6 +105,7 @@ class Reports:
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             self._throughput_name: self._clock.lap(),
+            "peak_memory_gib": _peak_memory_of(self._ctx.device),
         }
         self._collector.collect(step, values)
 
@@ -189,6 +190,11 @@ class _Clock:
         now = time.perf_counter()
         self._lap_seconds += now - self._since
         self._since = now
+
+
+def _peak_memory_of(device: torch.device) -> torch.Tensor:
+    """Return the peak memory of this process so far in GiB, as a device tensor."""
+    return torch.full((), peak_memory() / 2**30, dtype=torch.float64, device=device)
 
 
 def _write_config(resolved: Mapping[str, JsonValue], folder: Path) -> None:

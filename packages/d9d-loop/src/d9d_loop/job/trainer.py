@@ -17,6 +17,7 @@ from d9d_loop.job.job import build_job, evaluate_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_parts import Job
 from d9d_loop.job.plan import JobPlan, plan_job
+from d9d_loop.job.plan_warning import warn_if_too_large
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
@@ -144,6 +145,7 @@ class Trainer:
         """
         with explained("the job cannot be built"):
             plan = self._plan(self._config)
+        warn_if_too_large(plan, self._plan_with)
         if plan.config.rehearsal:
             rehearse(plan)
         timeouts = plan.config.resilience.timeouts.timeouts

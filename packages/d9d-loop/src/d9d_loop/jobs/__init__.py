@@ -1,11 +1,17 @@
-"""Common jobs on text that a configuration file describes alone: fine-tuning, pretraining and classification."""
+"""Jobs on text that a configuration file describes alone: fine-tuning, pretraining, classification and embeddings."""
 
 from typing import TYPE_CHECKING
 
 from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from d9d_loop.jobs.job_config import AdapterConfig, LanguageModelConfig, TextDataConfig, TextJobConfig
+    from d9d_loop.jobs.job_config import (
+        AdapterConfig,
+        EmbeddingConfig,
+        LanguageModelConfig,
+        TextDataConfig,
+        TextJobConfig,
+    )
     from d9d_loop.jobs.starter_files import STARTERS, write_starter
     from d9d_loop.jobs.text_job import text_trainer
 else:
@@ -14,6 +20,7 @@ else:
 __all__ = [
     "STARTERS",
     "AdapterConfig",
+    "EmbeddingConfig",
     "LanguageModelConfig",
     "TextDataConfig",
     "TextJobConfig",

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from d9d_loop.config.section import Section
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.conversation import TooLong
 
-JobKind: TypeAlias = Literal["sft", "pretrain", "classify"]
-"""Fine-tuning on conversations, next-token prediction on text, or classification of texts."""
+JobKind: TypeAlias = Literal["sft", "pretrain", "classify", "embed"]
+"""Fine-tuning on conversations, next-token prediction on text, classification of texts, or embeddings of texts."""
 
 
 class LanguageModelConfig(Section):
@@ -81,10 +81,38 @@ class AdapterConfig(Section):
     block_size: PositiveInt = Field(default=64, description="Number of inputs that share a scale in nf4 and int8.")
 
 
+class EmbeddingConfig(Section):
+    """Text embeddings, and the pairs of texts that train them."""
+
+    pooling: Literal["mean", "last", "first"] = Field(
+        default="mean", description="Token outputs that become the embedding: their mean, or the last or first token."
+    )
+    attention: Literal["model", "bidirectional"] = Field(
+        default="model", description="bidirectional: each token of a decoder attends to all others."
+    )
+    temperature: PositiveFloat = Field(default=0.05, description="Divisor of the cosine similarity.")
+    group: int = Field(
+        default=8, ge=2, description="Pairs of a group, which is one sample: the other documents are negatives."
+    )
+    num_negatives: NonNegativeInt = Field(default=0, description="Further negatives of each query, from the samples.")
+    query_field: str = Field(default="query", description="Field with the query.")
+    positive_field: str = Field(default="positive", description="Field with the document that the query must find.")
+    negatives_field: str = Field(default="negatives", description="Field with the list of negatives.")
+
+
 class TextJobConfig(TrainerConfig):
     """Configuration of a training job on text."""
 
-    job: JobKind = Field(description="What is trained: sft (chats), pretrain (text) or classify (labelled texts).")
+    job: JobKind = Field(
+        description="What is trained: sft (chats), pretrain (text), classify (labelled texts) or embed (pairs)."
+    )
     model: LanguageModelConfig
     dataset: TextDataConfig
     adapter: AdapterConfig | None = None
+    embedding: EmbeddingConfig | None = None
+
+    @model_validator(mode="after")
+    def _has_embedding_only_to_embed(self) -> Self:
+        if self.embedding is not None and self.job != "embed":
+            raise ValueError(f"embedding is set, but job = {self.job}; expected it with job = embed only. Remove it")
+        return self

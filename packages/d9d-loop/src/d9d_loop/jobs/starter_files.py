@@ -70,6 +70,25 @@ held_out = 0.1
 length = 256
 """
     + _COMMON.format(job="classify", rate="5e-5"),
+    "embed": """# Train text embeddings on pairs: d9d-train embed.toml
+# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop embed.toml
+job = "embed"
+steps = 300
+
+[model]
+folder = "Qwen3-0.6B"           # encoder or decoder
+
+[embedding]
+pooling = "last"                # or "mean", "first"
+attention = "model"             # "bidirectional": each token of a decoder attends to all others
+group = 8                       # pairs of a group, which is one sample: the other documents are negatives
+
+[dataset]
+files = ["pairs.jsonl"]         # lines with query and positive
+held_out = 0.1
+length = 256
+"""
+    + _COMMON.format(job="embed", rate="2e-5"),
 }
 """Content of the starter file of each job."""
 

@@ -45,7 +45,7 @@ class TextTokenizer(Protocol):
 
 @final
 class ByteTokenizer:
-    """Tokens are the bytes of UTF-8, and 256 ends a text."""
+    """Tokenizer whose tokens are the bytes of UTF-8 text. Token 256 ends a text."""
 
     vocab_size = _BYTES + 1
     name = "bytes"
@@ -145,7 +145,7 @@ def chat_rows(config: TextJobConfig) -> TextRows:
     if folder is None:
         raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
     tokenizer = read_chat_tokenizer(folder)
-    training, evaluation = _samples_of(config)
+    training, evaluation = samples_of(config)
     return TextRows(training, evaluation, convert=_ChatRow(tokenizer, config), shuffle=config.data.shuffle)
 
 
@@ -154,7 +154,7 @@ def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
 
     Numeric labels keep their order; others are sorted. All training labels are read once.
     """
-    training, evaluation = _samples_of(config)
+    training, evaluation = samples_of(config)
     field = config.dataset.label_field
     found = {_field(training[index], field, index) for index in range(len(training))}
     names = sorted(found, key=lambda label: (0, label, "") if isinstance(label, int) else (1, 0, str(label)))
@@ -196,7 +196,7 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
         return TokenFile(data.files[0]), TokenFile(data.evaluation_files[0]) if data.evaluation_files else None
     tokenizer = text_tokenizer(config)
     files = []
-    for samples in _samples_of(config):
+    for samples in samples_of(config):
         if samples is None:
             files.append(None)
             continue
@@ -215,7 +215,8 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
     return training, evaluation
 
 
-def _samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:
+def samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:
+    """Return the training samples and the held-out samples of a job."""
     data = config.dataset
     samples = open_samples(data.files, key="dataset.files", text_field=data.text_field)
     if not data.evaluation_files:

@@ -14,7 +14,7 @@ _TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
 
 @final
 class PlainTexts:
-    """Whole text files as samples with the field `text`, or another one."""
+    """Samples that are whole text files, each in the field `text` or another one."""
 
     def __init__(self, paths: Sequence[Path], *, field: str) -> None:
         self._paths, self._field = list(paths), field

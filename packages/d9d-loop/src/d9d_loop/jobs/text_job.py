@@ -12,8 +12,10 @@ from d9d_loop.data import DataProvider
 from d9d_loop.events import Finished
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
-from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.embed_task import Embed
+from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
 from d9d_loop.jobs.text_data import TextWindows, chat_rows, labelled_rows, text_tokenizer
+from d9d_loop.jobs.text_groups import TextGroups
 from d9d_loop.jobs.text_tasks import Classify, NextToken
 from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.model.model_provider import ModelProvider
@@ -21,6 +23,8 @@ from d9d_loop.task import Task
 
 _NEW_HEADS = ("score.*", "classifier.*", "*.classifier.*")
 _OTHER_HEADS = ("lm_head.*", "cls.*")
+_POOLERS = ("pooler.*",)
+_ALL_HEADS = (*_NEW_HEADS, *_OTHER_HEADS)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -41,10 +45,14 @@ def text_trainer(config: TextJobConfig) -> Trainer:
         data, model = chat_rows(config), _model(config, "AutoModelForCausalLM")
     elif config.job == "pretrain":
         data, model = TextWindows(config), _model(config, "AutoModelForCausalLM")
+    elif config.job == "embed":
+        embedding = config.embedding or EmbeddingConfig()
+        data, model = TextGroups(config, embedding), _model(config, "AutoModel", new=_POOLERS, unused=_ALL_HEADS)
+        task = Embed(num_pairs=embedding.group, pooling=embedding.pooling, temperature=embedding.temperature)
     else:
         data, classes = labelled_rows(config)
         task = Classify()
-        model = _model(config, "AutoModelForSequenceClassification", classes)
+        model = _model(config, "AutoModelForSequenceClassification", classes, new=_NEW_HEADS, unused=_OTHER_HEADS)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
     settings = config if adapted is None else config.model_copy(update={"export": False})
     trainer = Trainer(settings, model=adapted or model, data=data, task=task)
@@ -57,8 +65,8 @@ def text_trainer(config: TextJobConfig) -> Trainer:
     return trainer
 
 
-def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = None) -> ModelProvider:
-    """Return the provider of the job's model; `classes` are those of a classification."""
+def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = None, **heads: Any) -> ModelProvider:
+    """Return the provider of the job's model; `heads` are the arguments `new` and `unused` of `hugging_face_model`."""
     import transformers  # noqa: PLC0415 - an extra
 
     auto, chosen = getattr(transformers, auto_class), config.model
@@ -71,9 +79,10 @@ def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = N
         numbered = dict(enumerate(classes))
         labels = {"id2label": numbered, "label2id": {name: number for number, name in numbered.items()}}
         entries = {"num_labels": len(classes), **labels, "pad_token_id": 0, **entries}
+    if config.embedding is not None and config.embedding.attention == "bidirectional":
+        entries = {"is_causal": False, **entries}
     if chosen.folder is not None:
-        fresh: dict[str, Any] = {} if classes is None else {"new": _NEW_HEADS, "unused": _OTHER_HEADS}
-        return hugging_face_model(chosen.folder, auto, **fresh, **options, **entries)
+        return hugging_face_model(chosen.folder, auto, **heads, **options, **entries)
     if chosen.family not in transformers.CONFIG_MAPPING:
         raise UserError(
             f"model.family = {chosen.family!r} is unknown; expected a model_type of transformers, such as qwen3."

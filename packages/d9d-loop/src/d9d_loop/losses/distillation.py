@@ -39,13 +39,21 @@ class DistillationLoss:
                 "with_rest and normalized are both set, but normalized candidates leave no rest; set with_rest = False."
             )
 
-    def __call__(self, log_probs_BLK: Tensor, *, teacher_log_probs_BLK: Tensor, mask_BL: Tensor) -> Loss:
+    def __call__(
+        self,
+        log_probs_BLK: Tensor,
+        *,
+        teacher_log_probs_BLK: Tensor,
+        mask_BL: Tensor,
+        auxiliary_losses_BL: Tensor | None = None,
+    ) -> Loss:
         """Compute the sum over the positions of the mask; its weight is their number. No collectives.
 
         Args:
             log_probs_BLK: The student's log-probabilities of the candidates [B, L, K].
             teacher_log_probs_BLK: The teacher's log-probabilities of the same tokens, -inf for fewer than K candidates.
             mask_BL: Trained positions [B, L], bool.
+            auxiliary_losses_BL: Router losses of each position [B, L], added to its loss.
         """
         teacher_BLK = teacher_log_probs_BLK.to(log_probs_BLK.dtype)
         if self.normalized:
@@ -53,6 +61,8 @@ class DistillationLoss:
         losses_BL = _term(teacher_BLK, log_probs_BLK).sum(dim=-1)
         if self.with_rest:
             losses_BL = losses_BL + _term(_log_rest(teacher_BLK), _log_rest(log_probs_BLK))
+        if auxiliary_losses_BL is not None:
+            losses_BL = losses_BL + auxiliary_losses_BL
         return Loss(torch.where(mask_BL, losses_BL, 0.0).sum(), weight=mask_BL.sum())
 
 

@@ -200,6 +200,8 @@ def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> 
         )
     config_class = getattr(model_class, "config_class", None) or AutoConfig
     config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    if "is_causal" in unknown:  # no configuration declares it, but the masks of transformers read it
+        config.is_causal = unknown.pop("is_causal")
     if unknown:
         raise UserError(
             f"{type(config).__name__} has no {', '.join(unknown)}; expected keys of {folder / 'config.json'}, or "

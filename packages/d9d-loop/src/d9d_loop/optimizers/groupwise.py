@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,15 @@ from d9d_dist import local_tensor
 
 
 class GroupwiseOptimizer(Optimizer, ABC):
-    """Optimizer whose step calls `update` for each parameter group."""
+    """Optimizer whose step calls `update` for each parameter group.
+
+    Attributes:
+        takes_gate: True if `update` obeys `gate`.
+        gate: 0-dim tensor on the device: 1 skips the steps, without host-device synchronization; `None` for no gate.
+    """
+
+    takes_gate: ClassVar[bool] = False
+    gate: Tensor | None = None
 
     @final
     @torch.no_grad()
@@ -63,3 +71,31 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     torch._foreach_mul_(list(tensors), torch.full((), factor, dtype=wide, device=tensors[0].device))
+
+
+def update_unless(
+    gate: Tensor | None, update: Callable[..., None], changed: Sequence[list[Tensor]], read: Sequence[list[Tensor]]
+) -> None:
+    """Apply an elementwise in-place update to parallel lists of tensors, unless the gate is 1.
+
+    With a gate, the update changes copies of one tensor of each list at a time.
+
+    Args:
+        gate: 0-dim tensor on the device of the lists, or `None` for no gate.
+        update: Called with the lists of `changed`, then those of `read`.
+        changed: Lists of tensors that the update changes.
+        read: Lists of tensors that the update only reads.
+    """
+    if gate is None:
+        update(*changed, *read)
+        return
+    for each in zip(*changed, *read, strict=True):
+        new = [tensor.clone() for tensor in each[: len(changed)]]
+        update(*([tensor] for tensor in (*new, *each[len(changed) :])))
+        for tensor, value in zip(each, new, strict=False):
+            replace_(tensor, value, gate=gate)
+
+
+def replace_(tensor: Tensor, value: Tensor, *, gate: Tensor | None) -> None:
+    """Copy a value into a tensor, unless the gate is 1; the value may then be non-finite."""
+    tensor.copy_(value if gate is None else torch.where(gate > 0, tensor, value))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts, scale_
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts, scale_, update_unless
 
 
 @final
@@ -23,6 +23,8 @@ class Lion(GroupwiseOptimizer):
         betas: beta1, the weight of m in the update, and beta2, the decay of m.
         weight_decay: Decoupled weight decay, typically 3 to 10 times larger than for AdamW.
     """
+
+    takes_gate = True
 
     def __init__(
         self, params: ParamsT, *, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
@@ -40,11 +42,15 @@ class Lion(GroupwiseOptimizer):
         gradients = local_parts([parameter.grad for parameter in parameters])
         averages = local_parts([self.state[parameter]["exp_avg"] for parameter in parameters])
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        scale_(weights, 1.0 - lr * group["weight_decay"])
-        updates = [average.clone() for average in averages]
-        scale_(updates, beta1)
-        torch._foreach_add_(updates, gradients, alpha=1.0 - beta1)
-        torch._foreach_sign_(updates)
-        torch._foreach_add_(weights, updates, alpha=-lr)
-        scale_(averages, beta2)
-        torch._foreach_add_(averages, gradients, alpha=1.0 - beta2)
+
+        def update(weights: list[Tensor], averages: list[Tensor], gradients: list[Tensor]) -> None:
+            scale_(weights, 1.0 - lr * group["weight_decay"])
+            updates = [average.clone() for average in averages]
+            scale_(updates, beta1)
+            torch._foreach_add_(updates, gradients, alpha=1.0 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_add_(weights, updates, alpha=-lr)
+            scale_(averages, beta2)
+            torch._foreach_add_(averages, gradients, alpha=1.0 - beta2)
+
+        update_unless(self.gate, update, (weights, averages), (gradients,))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from d9d_dist import UserError, local_tensor
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, replace_
 from d9d_loop.optimizers.matrix_owners import map_matrices
 
 Scale: TypeAlias = Literal["match_rms_adamw", "original"]
@@ -53,6 +53,8 @@ class Muon(GroupwiseOptimizer):
         UserError: If a parameter has fewer than two dims.
     """
 
+    takes_gate = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -78,14 +80,19 @@ class Muon(GroupwiseOptimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             assert parameter.grad is not None
             gradient, momentum = local_tensor(parameter.grad), local_tensor(self.state[parameter]["momentum_buffer"])
+            if self.gate is not None:  # an average of the momentum with itself is the momentum
+                gradient = torch.where(self.gate > 0, momentum, gradient)
             momentum.lerp_(gradient, 1.0 - mu)
             update = gradient.lerp(momentum, mu) if group["nesterov"] else momentum
             updates.append(update.to(_compute_dtype(update)))
         compute = partial(orthogonalize, num_iterations=group["num_iterations"])
         for index, direction in map_matrices(compute, updates, parameters):
             weight, shape = local_tensor(parameters[index]), parameters[index].shape[-2:]
-            weight.mul_(1.0 - lr * group["weight_decay"])
-            weight.add_(direction, alpha=-lr * _SCALES[group["scale"]](*shape))
+            updated = weight if self.gate is None else weight.clone()
+            updated.mul_(1.0 - lr * group["weight_decay"])
+            updated.add_(direction, alpha=-lr * _SCALES[group["scale"]](*shape))
+            if updated is not weight:
+                replace_(weight, updated, gate=self.gate)
 
 
 @torch.no_grad()

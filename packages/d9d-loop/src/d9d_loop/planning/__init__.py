@@ -13,11 +13,11 @@ from d9d_loop.planning.dry_run import (
 )
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Device, Fitted, Hardware, Links, Network, hardware_names
-from d9d_loop.planning.job_plan import ClusterPlan, RankMemory, describe, plan_cluster
+from d9d_loop.planning.job_plan import ClusterPlan, PlanWith, RankMemory, describe, plan_cluster
 from d9d_loop.planning.layout_search import Candidate, SearchResult, evaluate, legal_layouts, search_layouts
 from d9d_loop.planning.memory_size import Memory, memory_of
 from d9d_loop.planning.plan_layout import PlanLayout
-from d9d_loop.planning.plan_report import report, verdict
+from d9d_loop.planning.plan_report import fit_message, report, verdict
 from d9d_loop.planning.step_model import StepTime, step_time
 from d9d_loop.planning.step_record import Operation, StepRecord, recorded
 
@@ -37,6 +37,7 @@ __all__ = [
     "Network",
     "Operation",
     "PlanLayout",
+    "PlanWith",
     "RankMemory",
     "SearchResult",
     "StepRecord",
@@ -45,6 +46,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "fake_ranks",
+    "fit_message",
     "goodput",
     "gradient_bytes",
     "hardware_names",

@@ -1,22 +1,29 @@
 """Measurement of this machine's device, written as a hardware description."""
 
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing import spawn
 
 from d9d_dist import UserError
 
 _SECONDS = 1.0
+_GATHERED_BYTES = 2**25
 
 
 def calibrate(path: Path) -> Path:
-    """Measure matrix products, attention, memory and launches of this machine; write a hardware file and return it.
+    """Measure matrix products, attention, memory, launches and links of this machine; write a hardware file, return it.
 
-    Takes less than two minutes. The links between devices are not measured: the file has those of a shared memory of
-    10 GB/s for a CPU, and those of DGX H100 for an accelerator: edit them.
+    Takes less than two minutes. Links are measured by all-gathers of all accelerators, or of two processes on a CPU.
+    Those of a machine with one accelerator, and the network between nodes, are not measured: the file has the values of
+    DGX H100, to be edited.
 
     Raises:
         UserError: If the file exists.
@@ -36,13 +43,14 @@ def calibrate(path: Path) -> Path:
     name = "CPU" if is_cpu else torch.get_device_module(device).get_device_name(device)
     if not is_cpu:
         memory = torch.get_device_module(device).mem_get_info(device)[1]
+    num_devices = 2 if is_cpu else torch.accelerator.device_count()
     values = {
-        "links": (1e10, 2e-5) if is_cpu else (4.5e11, 2e-6),
+        "links": links_of(device.type, num_devices) if num_devices > 1 else (4.5e11, 2e-6),
         "network": (1e9, 5e-5) if is_cpu else (5e10, 5e-6),
     }
     num = 1 if is_cpu else torch.get_device_module(device).get_device_properties(device).multi_processor_count
     lines = [
-        f"# Measured by d9d-plan --calibrate with torch {torch.__version__}; links and network are not measured.",
+        f"# Measured by d9d-plan --calibrate with torch {torch.__version__}; the network is not measured.",
         f'name = "{name}"',
         f"devices_per_node = {max(1, torch.accelerator.device_count()) if not is_cpu else os.cpu_count()}",
         "",
@@ -55,7 +63,7 @@ def calibrate(path: Path) -> Path:
         *(
             line
             for tier, (rate, latency) in values.items()
-            for line in ("", f"[{tier}]", f"bandwidth = {rate:g}", f"latency = {latency:g}")
+            for line in ("", f"[{tier}]", f"bandwidth = {rate:.4g}", f"latency = {latency:.3g}")
         ),
         "",
         "[fitted]",
@@ -63,12 +71,41 @@ def calibrate(path: Path) -> Path:
         f"attention_efficiency = {min(1.0, attention / peak):.3f}",
         "memory_efficiency = 1.0",
         f"host_seconds = {host:.3g}",
-        "link_efficiency = 0.8",
+        f"link_efficiency = {1.0 if num_devices > 1 else 0.8}",
         "network_efficiency = 0.8",
         "",
     ]
     path.write_text("\n".join(lines))
     return path
+
+
+def links_of(device_type: str, num_devices: int) -> tuple[float, float]:
+    """Measure the links between the devices of this machine: bandwidth in bytes/s and latency in s.
+
+    Each device has a process, and all gather tensors of two sizes. The equation is that of `collective_time.py`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_gather_repeatedly, (num_devices, device_type, folder), nprocs=num_devices)
+        small, large = json.loads(Path(folder, "seconds").read_text())
+    share = (num_devices - 1) / num_devices * _GATHERED_BYTES
+    return share / max(large - small, 1e-9), small / (num_devices - 1)
+
+
+def _gather_repeatedly(rank: int, num_devices: int, device_type: str, folder: str) -> None:
+    """Write the seconds of an all-gather of little and of much data. Collective over the processes of `links_of`."""
+    device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(rank)
+    store = dist.FileStore(f"{folder}/store", num_devices)
+    dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank, world_size=num_devices)
+    seconds = []
+    for num_bytes in (1024, _GATHERED_BYTES):
+        gathered = torch.ones(num_bytes // 4, device=device)
+        own = gathered.chunk(num_devices)[rank].clone()
+        seconds.append(_seconds(partial(dist.all_gather_into_tensor, gathered, own), repeats=10))
+    if rank == 0:
+        Path(folder, "seconds").write_text(json.dumps(seconds))
+    dist.destroy_process_group()
 
 
 def _matmul_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -98,16 +135,17 @@ def _launch_seconds(device: torch.device) -> float:
     return _seconds(many) / 1000
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Return the time of a call: the smallest of the batches that fit into a second."""
+def _seconds(run: Callable[[], object], *, repeats: int | None = None) -> float:
+    """Return the time of a call: the smallest of some batches, `repeats` or as many as fit into a second."""
     run()
     synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
-    best, start = float("inf"), time.perf_counter()
-    while time.perf_counter() - start < _SECONDS:
+    best, start, count = float("inf"), time.perf_counter(), 0
+    while count < repeats if repeats is not None else time.perf_counter() - start < _SECONDS:
         synchronize()
         before = time.perf_counter()
         for _ in range(3):
             run()
         synchronize()
         best = min(best, (time.perf_counter() - before) / 3)
+        count += 1
     return best

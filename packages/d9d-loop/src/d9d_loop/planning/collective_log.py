@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -80,13 +81,23 @@ def collective_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result
         return None
     arguments = [argument.name for argument in func._schema.arguments]
     given = dict(zip(arguments, args, strict=False)) | kwargs
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks = _ranks(group)
     if name in ("send", "recv_"):
         ranks = (ranks[given.get("dst", given.get("src"))],)
     sides = [_num_bytes(value) for value in given.values()]
     if func.namespace != "c10d":
         sides.append(_num_bytes(result))
     return Collective(_NAMES.get(name, name.rstrip("_")), ranks, max(sides, default=0))
+
+
+# A group of a large job has thousands of ranks, and a step thousands of collectives.
+_RANKS_OF: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    if group not in _RANKS_OF:
+        _RANKS_OF[group] = tuple(dist.get_process_group_ranks(group))
+    return _RANKS_OF[group]
 
 
 def _group(leaf: Any) -> dist.ProcessGroup | None:

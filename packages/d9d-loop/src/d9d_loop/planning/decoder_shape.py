@@ -1,6 +1,6 @@
 """Sizes of a decoder, from which the planner counts parameters, FLOPs and bytes in closed form.
 
-The planner needs no model of d9d: any decoder with these sizes will do. FLOPs are defined in `d9d_metrics.flops`.
+The planner needs only these sizes, no model. FLOPs are defined in `d9d_metrics.flops`.
 """
 
 from dataclasses import dataclass

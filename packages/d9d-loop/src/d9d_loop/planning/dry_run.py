@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine.engine import Engine
+from d9d_loop.job.job import build_engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.model_build import parallelize_stages
-from d9d_loop.planning.step_record import StepRecord, recorded
+from d9d_loop.planning.step_record import Marks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
 from d9d_loop.task import to_inputs
 from d9d_pipeline import Messages, stage_output
@@ -108,42 +108,63 @@ def _dry_run_one(
     fake: FakeTensorMode,
     precision: PrecisionName | None,
 ) -> DryRun:
-    with _place(plan_for, rank, world_size, precision) as (plan, ctx):
-        stages = _stages(plan, ctx, fake)
-        pipeline = Pipeline(
-            stages, ctx=ctx, schedule=plan.model.schedule, shared_names=plan.model.shared_names, messages=messages
-        )
-        with fake:
-            optimizer = plan.optimizer(pipeline.model)
-        engine = Engine(
-            pipeline,
-            optimizer,
-            ctx=ctx,
-            task=plan.task,
-            max_norm=plan.config.gradients.max_norm,
-            num_microbatches=plan.num_microbatches,
-            guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
-            polls_guard=False,
-        )
-        batches = [_fake_batch(plan, ctx, fake) for _ in range(plan.num_microbatches)]
-        with fake:
-            with recorded():  # answers reads of the host
-                engine.accumulate(batches, plan.task.loss)
-                engine.step()
-            with recorded() as forward_backward:
-                engine.accumulate(batches, plan.task.loss)
-            gradients = gradient_bytes(pipeline.model)
-            with recorded() as update:
-                engine.step()
-        return DryRun(
-            rank=rank,
-            stages=tuple(stages),
-            parameter_bytes=parameter_bytes(pipeline.model),
-            gradient_bytes=gradients,
-            optimizer_bytes=optimizer_bytes(optimizer),
-            forward_backward=forward_backward,
-            update=update,
-        )
+    with placed(plan_for, rank, world_size, precision) as (plan, ctx):
+        return run_rank(plan, ctx, messages=messages, fake=fake)
+
+
+def run_rank(
+    plan: JobPlan,
+    ctx: DistributedContext,
+    *,
+    messages: Messages | None,
+    fake: FakeTensorMode,
+    marks: Marks | None = None,
+) -> DryRun:
+    """Run two steps of a planned job as the rank of `ctx`, and record the second.
+
+    The first step has as few microbatches as the schedule supports. `marks` divide the memory of the recorded one.
+    """
+    stages = stages_on_fake(plan, ctx, fake)
+    pipeline = Pipeline(
+        stages, ctx=ctx, schedule=plan.model.schedule, shared_names=plan.model.shared_names, messages=messages
+    )
+    pipeline.set_grad_dtype(plan.config.gradients.dtype)
+    pipeline.reduces_each_microbatch = plan.config.gradients.reduce_each_microbatch
+    with fake:
+        optimizer = plan.optimizer(pipeline.model)
+    guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
+    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
+    batches = [fake_batch(plan, ctx, fake)] * plan.num_microbatches
+    with fake:
+        with answered():
+            engine.accumulate(batches[: _fewest_microbatches(pipeline, plan.num_microbatches)], plan.task.loss)
+            engine.step()
+        with recorded(marks) as forward_backward:
+            engine.accumulate(batches, plan.task.loss)
+        gradients = gradient_bytes(pipeline.model)
+        with recorded() as update:
+            engine.step()
+    return DryRun(
+        rank=ctx.rank,
+        stages=tuple(stages),
+        parameter_bytes=parameter_bytes(pipeline.model),
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer_bytes(optimizer),
+        forward_backward=forward_backward,
+        update=update,
+    )
+
+
+def _fewest_microbatches(pipeline: Pipeline, most: int) -> int:
+    """Return the smallest number of microbatches that the pipeline's schedule supports, at most `most`."""
+    splits = pipeline.program(most).splits
+    for count in range(1, most):
+        try:
+            if pipeline.program(count).splits == splits:
+                return count
+        except UserError:
+            continue
+    return most
 
 
 def representatives(plan: JobPlan, world_size: int) -> tuple[int, ...]:
@@ -191,9 +212,10 @@ def fake_ranks(rank: int, world_size: int) -> Generator[None]:
 
 
 @contextmanager
-def _place(
+def placed(
     plan_for: PlanFor, rank: int, world_size: int, precision: PrecisionName | None
 ) -> Generator[tuple[JobPlan, DistributedContext]]:
+    """Yield the plan and the context of a rank of a job without the others."""
     launch = Launch(rank=rank, world_size=world_size, device="cpu")
     plan = plan_for(launch)
     with (
@@ -203,7 +225,8 @@ def _place(
         yield plan, ctx
 
 
-def _stages(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> dict[int, nn.Module]:
+def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> dict[int, nn.Module]:
+    """Return a rank's parallelized stages with fake parameters."""
     stages = parallelize_stages(plan.model, ctx)
     with fake:
         for stage in stages.values():
@@ -211,7 +234,8 @@ def _stages(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> dic
     return stages
 
 
-def _fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> Any:
+def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> Any:
+    """Return the first microbatch of the job with fake tensors."""
     samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(plan.microbatch_size)]
     batch = BatchPlacement(plan.task, ctx)(plan.data.collate(samples))
     return pytree.tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), batch)
@@ -227,9 +251,9 @@ def _messages(
     outputs, payload = {}, None
     for index, pipeline_rank in enumerate(program.stage_ranks[:-1]):
         rank = pipeline_rank * (world_size // len(program.ranks))
-        with _place(plan_for, rank, world_size, precision) as (plan, ctx):
-            inputs = to_inputs(plan.task.inputs(_fake_batch(plan, ctx, fake)))
-            stage = _stages(plan, ctx, fake)[index]
+        with placed(plan_for, rank, world_size, precision) as (plan, ctx):
+            inputs = to_inputs(plan.task.inputs(fake_batch(plan, ctx, fake)))
+            stage = stages_on_fake(plan, ctx, fake)[index]
             with fake, recorded():
                 output = stage(*(inputs.first if index == 0 else (payload,)), **inputs.shared)
             outputs[index] = stage_output(output)

@@ -50,10 +50,7 @@ class Network(Links):
 
 
 class Fitted(_Part):
-    """Constants fitted to measurements: six for a cluster.
-
-    The first four are of a device, the last two of its links.
-    """
+    """Six constants fitted to measurements of a cluster: four of a device, then two of its links."""
 
     matmul_efficiency: float = Field(
         gt=0, le=1, description="Fraction of the peak that a large matrix product reaches."

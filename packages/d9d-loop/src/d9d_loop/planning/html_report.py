@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from d9d_dist import UserError
 from d9d_loop.planning.job_plan import ClusterPlan, describe
 from d9d_loop.planning.plan_report import report, verdict
-from d9d_loop.planning.step_model import PARTS
+from d9d_loop.planning.step_model import PARTS, stage_seconds
+from d9d_pipeline import Backward, Compute, Forward, Overlap, plot_simulation, simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +38,8 @@ def write_html(plan: ClusterPlan, path: Path) -> None:
     """
     try:
         pictures = [("Memory by rank", _memory(plan)), ("Time of a step", _time(plan)), ("Roofline", _roofline(plan))]
+        if plan.layout.pp > 1:
+            pictures.append(("Pipeline", _pipeline(plan)))
         if plan.search is not None and plan.search.fitting:
             pictures.append(("Layouts: time and memory", _pareto(plan)))
     except ModuleNotFoundError:
@@ -111,6 +114,24 @@ def _time(plan: ClusterPlan) -> str:
     axes.errorbar([left], [0], xerr=[[left - low], [high - left]], color="black", capsize=4, label="90 % interval")
     axes.set_xlabel("seconds")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return _encoded(figure)
+
+
+def _pipeline(plan: ClusterPlan) -> str:
+    program, layout = plan.program, plan.layout
+    seconds = [stage_seconds(plan.shape, layout, plan.hardware, index) for index in range(layout.pp)]
+
+    def duration(action: Compute) -> float:
+        if isinstance(action, Overlap):
+            return duration(action.forward) + duration(action.backward)
+        forward, backward = seconds[program.stage_ranks[action.stage]]
+        if isinstance(action, Forward):
+            return forward
+        return backward if isinstance(action, Backward) else backward / 2
+
+    figure = _figure(1.3 + 0.3 * layout.pp)
+    timeline = simulate(program, duration=duration)
+    plot_simulation(timeline, figure.subplots(), title=f"{program.num_microbatches} microbatches, in seconds")
     return _encoded(figure)
 
 

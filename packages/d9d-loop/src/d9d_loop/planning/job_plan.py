@@ -1,20 +1,22 @@
 """Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and better layouts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from d9d_dist import Launch, MeshConfig, UserError
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.dry_run import DryRun, dry_run, representatives
+from d9d_loop.planning.dry_run import representatives
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, search_layouts
 from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.planning.short_run import RankCost, rank_costs
 from d9d_loop.planning.step_model import StepTime, step_time
+from d9d_pipeline import Program, build, simulate
 
 PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan]
 """Function that plans the job for a place in it, with another mesh, microbatch size and global batch size if given."""
@@ -61,7 +63,9 @@ class ClusterPlan:
         collectives: Bytes of a step on the first rank, by name of the collective and size of its group.
         goodput: Expected share of useful time with failures.
         sensitivity: Step time in seconds if one thing were 10 % better, by its name.
+        program: Program of the pipeline schedule, with at most the microbatches that were recorded.
         search: Ranked layouts; `None` without a search.
+        nearest: If the job does not fit, the layout that fits with the fewest changes; `None` without one.
     """
 
     hardware: Hardware
@@ -73,7 +77,9 @@ class ClusterPlan:
     collectives: dict[str, int]
     goodput: Goodput
     sensitivity: dict[str, float]
+    program: Program
     search: SearchResult | None = None
+    nearest: Candidate | None = None
 
     @property
     def spare_bytes(self) -> float:
@@ -132,6 +138,7 @@ class ClusterPlan:
             "goodput": {name: getattr(self.goodput, name) for name in Goodput.__slots__},
             "sensitivity_seconds": self.sensitivity,
             "collective_bytes": self.collectives,
+            "nearest": None if self.nearest is None else _candidate_json(self.nearest),
             "search": None if self.search is None else _search_json(self.search),
         }
 
@@ -162,52 +169,65 @@ def plan_cluster(
     plan = plan_with(launch, None, None, None)
     if shape is None or length is None:
         shape, length = shape_of_job(plan)
-    num_stages = plan.model.program.num_stages
-    shown = _shortened(plan, num_stages)
-
-    def plan_for(place: Launch) -> JobPlan:
-        return plan_with(place, None, plan.microbatch_size, shown)
-
+    shown = shown_microbatches(plan)
     first, *others = representatives(plan, world_size)
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
-    dry_runs = dry_run(
-        plan_for,
-        ranks=ranks,
-        world_size=world_size,
-        precision="parameters" if plan.config.precision == "parameters" else "bfloat16",
-    )
-    layout = _layout(plan, shape, length, dry_runs[0])
-    memory = tuple(
-        _rank_memory(each, name)
-        for each, name in zip(dry_runs, ("first stage", "second stage", "last stage"), strict=False)
-    )
-    if len(dry_runs) == 2:
-        memory = (memory[0], replace(memory[1], name="last stage"))
+    precision = "parameters" if plan.config.precision == "parameters" else "bfloat16"
+    costs = rank_costs(plan, ranks=ranks, world_size=world_size, num_microbatches=shown, precision=precision)
+    layout = _layout(plan, shape, length, costs[0])
+    names = ("first stage", "last stage") if len(costs) == 2 else ("first stage", "second stage", "last stage")
     made = ClusterPlan(
         hardware=hardware,
         layout=layout,
         shape=shape,
-        memory=memory,
+        memory=tuple(_rank_memory(each, name) for each, name in zip(costs, names, strict=False)),
         time=step_time(shape, layout, hardware),
         steps=plan.steps,
         collectives={
-            f"{name} over {size}": total * plan.num_microbatches // max(1, shown_microbatches(plan, shown))
-            for (name, size), total in dry_runs[0].forward_backward.collective_bytes().items()
+            f"{name} over {size}": total * plan.num_microbatches // shown
+            for (name, size), total in costs[0].collectives.items()
         },
         goodput=goodput(world_size, failures_per_device_day=hardware.failures_per_device_day),
         sensitivity=sensitivity(shape, layout, hardware),
+        program=build(plan.model.schedule, num_ranks=layout.pp, num_microbatches=shown),
     )
     if not (search or not made.fits):
         return made
     found = search_layouts(
-        shape, hardware, world_size=world_size, global_size=plan.config.batch.global_size, length=length
+        shape, hardware, world_size=world_size, global_size=plan.config.batch.global_size, length=length, keep=None
     )
-    return replace(made, search=_accepted(found, plan_with, launch))
+    checks = _Checks(plan_with, launch, layout.stages_per_rank)
+    by_changes = sorted(found.fitting, key=lambda each: (num_changes(layout, each.layout), each.seconds))
+    return replace(
+        made,
+        search=replace(found, fitting=checks.accepted(found.fitting, 10)),
+        nearest=None if made.fits else next(iter(checks.accepted(by_changes, 1)), None),
+    )
 
 
-def shown_microbatches(plan: JobPlan, global_size: int) -> int:
-    """Return the number of microbatches on each rank for another global batch size."""
-    return global_size * plan.num_microbatches // plan.config.batch.global_size
+def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
+    """Return the number of settings of a job that differ between two layouts."""
+    names = ("tp", "pp", "cp", "dp", "ep", "microbatch_size", "stages_per_rank", "offload", "reduces_each_microbatch")
+    recompute = (layout.recompute, layout.recompute_every) != (other.recompute, other.recompute_every)
+    return recompute + sum(getattr(layout, name) != getattr(other, name) for name in names)
+
+
+def shown_microbatches(plan: JobPlan) -> int:
+    """Return the number of microbatches of a recorded step: the fewest that need as much memory as all.
+
+    They have as many activations in flight on each pipeline rank, and gradients of an earlier microbatch.
+    """
+    num_ranks, schedule = len(plan.model.program.ranks), plan.model.schedule
+    most, found = simulate(plan.model.program).peak_activations, 0
+    for count in range(1, plan.num_microbatches):
+        try:
+            program = build(schedule, num_ranks=num_ranks, num_microbatches=count)
+        except UserError:
+            continue
+        if found and program.splits == plan.model.program.splits:
+            return count
+        found = found or (count if simulate(program).peak_activations == most else 0)
+    return plan.num_microbatches
 
 
 def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> dict[str, float]:
@@ -243,38 +263,29 @@ def describe(layout: PlanLayout) -> str:
     if layout.stages_per_rank > 1:
         parts.append(f"{layout.stages_per_rank} stages a rank")
     parts.append(f"{layout.num_microbatches} microbatches of {layout.microbatch_size}")
-    parts.append(f"recompute {layout.recompute}")
+    every = "" if layout.recompute_every == 1 else f" in every {layout.recompute_every} layers"
+    parts.append(f"recompute {layout.recompute}{every}")
+    if layout.reduces_each_microbatch:
+        parts.append("reduce each microbatch")
     if layout.offload:
         parts.append("offload activations")
     return ", ".join(parts)
 
 
-def _shortened(plan: JobPlan, num_stages: int) -> int:
-    """Return the smallest global batch size that fills the pipeline: more microbatches need no more memory."""
-    needed = max(1, 2 * num_stages if num_stages > 1 else 2)
-    for count in range(1, plan.num_microbatches):
-        if count >= needed and plan.num_microbatches % count == 0:
-            return plan.config.batch.global_size * count // plan.num_microbatches
-    return plan.config.batch.global_size
-
-
-def _rank_memory(found: DryRun, name: str) -> RankMemory:
-    activations = max(
-        found.activation_bytes, found.update.peak_bytes - found.optimizer_bytes if found.update.peak_bytes else 0
-    )
-    subtotal = found.state_bytes + activations
+def _rank_memory(cost: RankCost, name: str) -> RankMemory:
+    state = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
     return RankMemory(
         name=name,
-        rank=found.rank,
-        parameters=found.parameter_bytes,
-        gradients=found.gradient_bytes,
-        optimizer=found.optimizer_bytes,
-        activations=activations,
-        reserve=CONTEXT_BYTES + FRAGMENTATION * subtotal,
+        rank=cost.rank,
+        parameters=cost.parameter_bytes,
+        gradients=cost.gradient_bytes,
+        optimizer=cost.optimizer_bytes,
+        activations=cost.activation_bytes,
+        reserve=CONTEXT_BYTES + FRAGMENTATION * (state + cost.activation_bytes),
     )
 
 
-def _layout(plan: JobPlan, shape: DecoderShape, length: int, found: DryRun) -> PlanLayout:
+def _layout(plan: JobPlan, shape: DecoderShape, length: int, cost: RankCost) -> PlanLayout:
     mesh = plan.model.mesh
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     layout = PlanLayout(
@@ -289,39 +300,47 @@ def _layout(plan: JobPlan, shape: DecoderShape, length: int, found: DryRun) -> P
         length=length,
         sharding="parameters" if shards > 1 else "replicated",
         shard_ranks=shards,
+        reduces_each_microbatch=plan.config.gradients.reduce_each_microbatch,
     )
-    return replace(layout, recompute=_recompute(found))
+    return replace(layout, recompute=_recompute(cost))
 
 
-def _recompute(found: DryRun) -> Recompute:
+def _recompute(cost: RankCost) -> Recompute:
     """Return what the job recomputes: a whole forward runs attention's forward kernel twice for each backward one."""
-    names = [each.name for each in found.forward_backward.operations if "scaled_dot_product" in each.name]
-    backward = sum("backward" in name for name in names)
-    return "full" if backward and len(names) - backward >= 2 * backward else "none"
+    forward, backward = cost.attention_calls
+    return "full" if backward and forward >= 2 * backward else "none"
 
 
-def _accepted(found: SearchResult, plan_with: PlanWith, launch: Launch, *, wanted: int = 10) -> SearchResult:
-    """Keep the fastest layouts that the job's own checks accept; each mesh is checked once."""
-    accepted: list[Candidate] = []
-    known: dict[tuple[Any, ...], bool] = {}
-    for each in found.fitting:
-        mesh, size = mesh_config(each.layout), each.layout.microbatch_size
-        key = (*mesh.model_dump().values(), size, each.layout.stages_per_rank)
-        if key not in known:
-            known[key] = each.layout.stages_per_rank == 1 and _is_accepted(plan_with, launch, mesh, size)
-        if known[key]:
-            accepted.append(each)
-        if len(accepted) == wanted or len(known) > 8 * wanted:
-            break
-    return replace(found, fitting=tuple(accepted))
+class _Checks:
+    """The job's own checks of layouts; each mesh and microbatch size is checked once."""
 
+    def __init__(self, plan_with: PlanWith, launch: Launch, stages_per_rank: int) -> None:
+        self._plan_with, self._launch, self._stages_per_rank = plan_with, launch, stages_per_rank
+        self._known: dict[tuple[Any, ...], bool] = {}
 
-def _is_accepted(plan_with: PlanWith, launch: Launch, mesh: MeshConfig, microbatch_size: int) -> bool:
-    try:
-        plan_with(launch, mesh, microbatch_size, None)
-    except UserError:
-        return False
-    return True
+    def accepted(self, candidates: Sequence[Candidate], wanted: int) -> tuple[Candidate, ...]:
+        """Return the first layouts that the job accepts."""
+        found: list[Candidate] = []
+        limit = len(self._known) + 8 * wanted
+        for each in candidates:
+            if self._is_accepted(each.layout):
+                found.append(each)
+            if len(found) == wanted or len(self._known) > limit:
+                break
+        return tuple(found)
+
+    def _is_accepted(self, layout: PlanLayout) -> bool:
+        mesh, size = mesh_config(layout), layout.microbatch_size
+        key = (*mesh.model_dump().values(), size)
+        if layout.stages_per_rank != self._stages_per_rank:
+            return False
+        if key not in self._known:
+            try:
+                self._plan_with(self._launch, mesh, size, None)
+                self._known[key] = True
+            except UserError:
+                self._known[key] = False
+        return self._known[key]
 
 
 def _search_json(found: SearchResult) -> dict[str, Any]:
@@ -334,6 +353,8 @@ def _candidate_json(each: Candidate) -> dict[str, Any]:
         "mesh": mesh_config(each.layout).model_dump(),
         "microbatch_size": each.layout.microbatch_size,
         "recompute": each.layout.recompute,
+        "recompute_every": each.layout.recompute_every,
+        "reduce_each_microbatch": each.layout.reduces_each_microbatch,
         "offload": each.layout.offload,
         "seconds": each.seconds,
         "memory_bytes": each.memory.total,

@@ -1,7 +1,7 @@
 """Time of one layer, the embedding and the head for one microbatch on one rank, forward and backward, in s.
 
     forward  = sum of kernels(tokens / cp, widths / tp) + tensor-parallel and expert collectives
-    backward = the products of input and weight gradients + pointwise x 2 + the same collectives
+    backward = the products of input and weight gradients + pointwise kernels + the same collectives
     recompute = full: forward again; selective: attention's core and activation function again
 
 Tensor parallelism: two all-reduces of b s h per pass (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or with
@@ -51,7 +51,7 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Times of a layer: forward, backward, and recomputation in backward."""
+    """Times of a layer: forward, backward, and what the backward pass computes again, as a mean over layers."""
 
     forward: PassTime
     backward: PassTime
@@ -73,14 +73,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
             inner = shape.shared_size / t
     if inner:
         products += [(tokens, inner, h, 1)] * (2 if shape.is_gated else 1) + [(tokens, h, inner, 1)]
-    routed: list[tuple[float, float, float, float]] = []
-    if sparse:
-        local = shape.num_experts / layout.ep
-        rows = tokens * shape.top_k / (t if layout.ep > 1 or t == 1 else 1) * 1.0
-        per_expert = max(1.0, rows * layout.ep / shape.num_experts) if layout.ep > 1 else rows / shape.num_experts
-        experts = shape.expert_size if layout.ep > 1 or t == 1 else shape.expert_size / t
-        routed = [(per_expert, experts, h, local)] * 2 + [(per_expert, h, experts, local)]
-
+    routed = _routed_products(shape, layout, tokens) if sparse else []
     forward_matmul = sum(_product(hardware, layout, m, n, k, batch=b) for m, n, k, b in (*products, *routed))
     backward_matmul = sum(
         _product(hardware, layout, m, k, n, batch=b) + _product(hardware, layout, k, n, m, batch=b)
@@ -97,10 +90,20 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     fusion = 0.6 if layout.fused_pointwise else 1.0
     norms_and_residuals = thin * (2 * 2 + 2 * (4 if layout.dropout else 3))
     activation = tokens * inner * 2 * (3 if shape.is_gated else 2)
-    moved = fusion * (norms_and_residuals + 2 * wide + activation + experts_wide)
-    num_kernels = 8 + (8 if sparse else 0)
-    pointwise = pointwise_seconds(hardware, moved + core_bytes, num_kernels=num_kernels + (0 if layout.flash else 2))
+    moved = fusion * (norms_and_residuals + 2 * wide + activation + experts_wide) + core_bytes
+    # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
+    # functions and softmax read a value more than in the forward pass.
+    moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * (activation + experts_wide)) + 1.5 * core_bytes
+    num_kernels = 8 + (8 if sparse else 0) + (0 if layout.flash else 2)
+    pointwise = pointwise_seconds(hardware, moved, num_kernels=num_kernels)
+    pointwise_backward = pointwise_seconds(hardware, moved_backward, num_kernels=2 * num_kernels)
     tensor = _tensor_collectives(layout, hardware, tokens * h * 2)
+    # Sequence parallelism gathers the inputs of weight gradients once more.
+    backward_tensor = tensor * (1.5 if layout.sequence_parallel and t > 1 else 1.0)
+    if layout.overlaps_weight_gradients:
+        # Column-parallel products, whose inputs have the hidden size, wait for a collective in the backward pass.
+        hidden = sum(_product(hardware, layout, k, n, m, batch=b) for m, n, k, b in products if k == h)
+        backward_tensor = max(0.0, backward_tensor - hidden)
     expert = _expert_collectives(shape, layout, hardware, tokens * h * 2 / split) if sparse else 0.0
     context = _context_collectives(layout, hardware, tokens * kv_heads * d * 2 * 2)
     extra = SPARSE_OPERATORS if sparse else 0
@@ -108,20 +111,40 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     backward = PassTime(
         backward_matmul,
         attention_backward,
-        2 * pointwise,
-        tensor * (1.5 if layout.sequence_parallel and t > 1 else 1.0),
+        pointwise_backward,
+        backward_tensor,
         expert,
         2 * context,
         BACKWARD_OPERATORS + 2 * extra,
     )
+    again = _recomputation(layout, hardware, forward, core_bytes, activation)
+    return LayerTime(forward, backward, again.times(1 / layout.recompute_every))
+
+
+def _routed_products(shape: DecoderShape, layout: PlanLayout, tokens: float) -> list[tuple[float, float, float, float]]:
+    """Return the products of a rank's experts, with balanced routing."""
+    t, h = layout.tp, shape.hidden_size
+    local = shape.num_experts / layout.ep
+    rows = tokens * shape.top_k / (t if layout.ep > 1 or t == 1 else 1)
+    per_expert = max(1.0, rows * layout.ep / shape.num_experts) if layout.ep > 1 else rows / shape.num_experts
+    experts = shape.expert_size if layout.ep > 1 or t == 1 else shape.expert_size / t
+    return [(per_expert, experts, h, local)] * 2 + [(per_expert, h, experts, local)]
+
+
+def _recomputation(
+    layout: PlanLayout, hardware: Hardware, forward: PassTime, core_bytes: float, activation: float
+) -> PassTime:
+    """Return what runs again: the whole forward; or attention's core, the activation function and some products."""
     if layout.recompute == "full":
-        again = forward
-    elif layout.recompute == "selective":
-        core = pointwise_seconds(hardware, core_bytes + (activation if layout.flash else 0))
-        again = PassTime(0.0, 0.0 if layout.flash else attention_forward, core, operators=6)
-    else:
-        again = PassTime()
-    return LayerTime(forward, backward, again)
+        return forward
+    if layout.recompute == "none":
+        return PassTime()
+    return PassTime(
+        matmul=(1 - layout.saved_products) * forward.matmul,
+        attention=0.0 if layout.flash else forward.attention,
+        pointwise=pointwise_seconds(hardware, core_bytes + (activation if layout.flash else 0)),
+        operators=6,
+    )
 
 
 def embedding_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> PassTime:

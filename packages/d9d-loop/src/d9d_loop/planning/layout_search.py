@@ -12,7 +12,15 @@ from d9d_loop.planning.memory_size import Memory, memory_of
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
 from d9d_loop.planning.step_model import StepTime, step_time
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
+    ("none", 1),
+    ("selective", 1),
+    ("selective", 2),
+    ("full", 1),
+    ("full", 2),
+    ("full", 4),
+)
+"""Choices of recomputation: what, and of every how many layers."""
 
 
 @final
@@ -68,7 +76,7 @@ def search_layouts(
     global_size: int,
     length: int,
     base: PlanLayout | None = None,
-    keep: int = 200,
+    keep: int | None = 200,
 ) -> SearchResult:
     """Return the layouts for a number of devices, ranked by predicted step time.
 
@@ -79,7 +87,7 @@ def search_layouts(
         global_size: Samples of a step.
         length: Tokens of a sample.
         base: Traits of the implementation; by default those of d9d: sharded fp32 master weights, sequence parallelism.
-        keep: Number of fitting layouts to return.
+        keep: Number of fitting layouts to return; `None` for all.
 
     Raises:
         UserError: If no layout is legal, because the number of samples cannot be divided over the devices.
@@ -160,7 +168,8 @@ def legal_layouts(
                 continue
             m = global_size // dp // size
             for v in _stage_counts(shape, pp, m):
-                for recompute, offload in product(RECOMPUTE, (False, True)):
+                reduces = (False, True) if m > 1 and pp == 1 else (False,)
+                for (recompute, every), offload, reduce in product(RECOMPUTE, (False, True), reduces):
                     yield replace(
                         base,
                         tp=tp,
@@ -173,7 +182,9 @@ def legal_layouts(
                         num_microbatches=m,
                         length=length,
                         recompute=recompute,
+                        recompute_every=every,
                         offload=offload,
+                        reduces_each_microbatch=reduce,
                     )
 
 

@@ -5,6 +5,9 @@
     loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient, on the last rank
     reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
 
+Gathered logits are whole (t = 1), beside the rank's part of them and of their gradient. With several microbatches,
+ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces in each.
+
 z: ranks that shard it (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes per token of
 a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout, generalized to
 grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline rank r:
@@ -62,6 +65,8 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
 
     parameters = sharded(layout.stored_weight_bytes, at=("parameters",))
     gradients = sharded(layout.kept_gradient_bytes, at=("parameters", "gradients"))
+    if layout.sharding == "parameters" and shards > 1 and layout.keeps_whole_gradients:
+        gradients = layout.gradient_bytes * (dense + experts)
     optimizer = sharded(layout.master_bytes, at=("parameters", "gradients", "optimizer"))
     num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
     count = num_dense + num_sparse
@@ -73,7 +78,7 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
         gathered = kept * layout.weight_bytes + layers / max(count, 1) * 4
     last = pipeline_rank == layout.pp - 1
     tokens = layout.tokens_per_microbatch
-    loss = tokens * shape.vocab_size / layout.tp * (2 + 4 + 4 + 4) if last else 0.0
+    loss = tokens * shape.vocab_size * _loss_bytes(layout) if last else 0.0
     activations = _activations(shape, layout, pipeline_rank)
     subtotal = parameters + gradients + optimizer + gathered + loss + activations
     return Memory(
@@ -87,8 +92,21 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
     )
 
 
+def _loss_bytes(layout: PlanLayout) -> float:
+    """Return the bytes per token and entry of the vocabulary."""
+    if layout.gathers_logits and layout.tp > 1:
+        return layout.loss_bytes + 2 * 2 / layout.tp
+    return layout.loss_bytes / layout.tp
+
+
 def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> float:
-    """Return the bytes of saved activations of one layer for each token of a rank, with 2-byte numbers."""
+    """Return the mean bytes that the backward pass of a layer needs for each token of a rank, in 2-byte numbers."""
+    if layout.recompute_every > 1:
+        whole, again = (replace(layout, recompute_every=1, recompute=kind) for kind in ("none", layout.recompute))
+        difference = activation_bytes_per_token(shape, again, sparse=sparse) - activation_bytes_per_token(
+            shape, whole, sparse=sparse
+        )
+        return activation_bytes_per_token(shape, whole, sparse=sparse) + difference / layout.recompute_every
     t, h = layout.tp, shape.hidden_size
     thin = t if layout.sequence_parallel else 1
     if layout.recompute == "full":
@@ -108,8 +126,9 @@ def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, spars
         attention += 2 * shape.top_k * h / t
     wide = 2 * inner * (3 if shape.is_gated else 2)
     if layout.flash and layout.recompute == "selective":
-        wide = 2 * inner * (2 if shape.is_gated else 1)
-        inputs *= 0.75  # norms are computed again
+        wide = 2 * inner * (2 if shape.is_gated else 1) * layout.saved_products
+        attention *= (1 + layout.saved_products) / 2  # about half of it is the output of attention's kernel
+        inputs *= 0.75 * (1 + layout.saved_products) / 2  # norms are computed again
     return inputs + attention + wide
 
 

@@ -1,6 +1,5 @@
 """Sizes of a job's decoder, read from its parameters and from the operators of one forward pass without values."""
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils import _pytree as pytree
 from d9d_dist import UserError, allocate
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.layer_repeats import layer_list, repeats_of, without_repeats
 from d9d_loop.planning.step_record import Operation, recorded
 from d9d_loop.task import to_inputs
 
@@ -29,7 +29,10 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     batch = pytree.tree_map_only(Tensor, fake.from_tensor, plan.data.collate(samples))
     inputs = to_inputs(plan.task.inputs(batch))
-    probe = copy.deepcopy(model).to("meta")
+    found = layer_list(model)
+    if found is None:
+        raise _unknown("a ModuleList or ModuleDict of layers")
+    probe = without_repeats(model, repeats_of(found[1]).count - 1)[0].to("meta")
     with fake:
         allocate(probe, device=torch.device("cpu"))
         with torch.no_grad(), recorded() as record:
@@ -37,16 +40,10 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     whole = [x for x in pytree.tree_leaves((inputs.first, inputs.shared)) if isinstance(x, Tensor) and x.dim() > 1]
     if not whole:
         raise _unknown("a tensor of token ids with a batch and a sequence dim in the task's inputs")
-    return _shape(model, record.operations), whole[0].shape[1]
+    return _shape(model, list(found[1].children()), record.operations), whole[0].shape[1]
 
 
-def _shape(model: nn.Module, operations: Sequence[Operation]) -> DecoderShape:
-    blocks = max(
-        (each for each in model.modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)), key=len, default=None
-    )
-    if blocks is None:
-        raise _unknown("a ModuleList or ModuleDict of layers")
-    layers = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[Operation]) -> DecoderShape:
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     tables = [each for each in model.parameters() if id(each) not in inside and each.dim() == 2]
     if not tables:
@@ -83,10 +80,21 @@ def _shape(model: nn.Module, operations: Sequence[Operation]) -> DecoderShape:
 
 
 def _kv_heads(layer: nn.Module, *, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> int:
-    """Return the number of key heads, from the smallest projection: attention may receive repeated key heads."""
-    outputs = [each.shape[0] for each in layer.parameters() if each.dim() == 2 and each.shape[1] == hidden_size]
-    candidates = [size // head_dim for size in outputs if size % head_dim == 0 and heads % (size // head_dim) == 0]
-    return min([kv_heads, *candidates])
+    """Return the number of key heads, from the smallest projection: attention may receive repeated key heads.
+
+    Projections are those beside one of all query heads; a router, too, maps the hidden size to a few outputs.
+    """
+    for module in layer.modules():
+        outputs = [
+            each.shape[0]
+            for child in module.children()
+            for each in child.parameters(recurse=False)
+            if each.dim() == 2 and each.shape[1] == hidden_size
+        ]
+        if heads * head_dim in outputs:
+            candidates = [size // head_dim for size in outputs if size % head_dim == 0]
+            return min([kv_heads, *(each for each in candidates if heads % each == 0)])
+    return kv_heads
 
 
 def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:

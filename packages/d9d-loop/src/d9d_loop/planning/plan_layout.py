@@ -23,6 +23,9 @@ class PlanLayout:
         length: Tokens of a sample.
         recompute: Activations that the backward pass computes again: none, those of attention's core and of pointwise
             operators (selective), or whole layers (full).
+        recompute_every: Recomputation of every n-th layer only.
+        saved_products: Share of the matrix products whose outputs selective recomputation saves; it computes the
+            others again.
         sharding: What is sharded over data-parallel ranks (ZeRO 0 to 3).
         shard_ranks: Ranks that shard it; `None` for all data- and context-parallel ranks.
         sequence_parallel: True if pointwise operators are split over the tensor-parallel ranks.
@@ -41,6 +44,13 @@ class PlanLayout:
         causal: True if attention kernels skip masked tiles.
         dropout: True if dropout masks are stored.
         offload: True if saved activations are moved to host memory.
+        reduces_each_microbatch: True if sharded gradients are reduced in each backward pass; False if whole gradients
+            are kept until the last one. As `gradients.reduce_each_microbatch` of a job.
+        accumulation_bytes: Bytes per parameter that each microbatch moves to add its gradients to the earlier ones,
+            beyond the products that compute them; 0 if these products add.
+        overlaps_weight_gradients: True if the backward pass's tensor-parallel collectives overlap weight gradients.
+        loss_bytes: Bytes per logit of the loss: logits, their copies, and gradients.
+        gathers_logits: True if tensor-parallel ranks hold the logits of the whole vocabulary.
     """
 
     tp: int = 1
@@ -53,6 +63,8 @@ class PlanLayout:
     num_microbatches: int = 1
     length: int = 4096
     recompute: Recompute = "none"
+    recompute_every: int = 1
+    saved_products: float = 1.0
     sharding: Sharding = "parameters"
     shard_ranks: int | None = None
     sequence_parallel: bool = True
@@ -71,6 +83,11 @@ class PlanLayout:
     causal: bool = True
     dropout: bool = False
     offload: bool = False
+    reduces_each_microbatch: bool = False
+    accumulation_bytes: float = 0
+    overlaps_weight_gradients: bool = False
+    loss_bytes: float = 14
+    gathers_logits: bool = False
 
     @property
     def world_size(self) -> int:
@@ -91,6 +108,11 @@ class PlanLayout:
     def global_tokens(self) -> int:
         """Tokens of a step on all ranks."""
         return self.dp * self.microbatch_size * self.num_microbatches * self.length
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """True if whole gradients are kept between microbatches although weights are sharded."""
+        return self.num_microbatches > 1 and not self.reduces_each_microbatch
 
     @property
     def sharding_ranks(self) -> int:

@@ -27,6 +27,29 @@ def verdict(plan: ClusterPlan) -> str:
     )
 
 
+def fit_message(plan: ClusterPlan) -> str:
+    """Return that the job does not fit, with the nearest layout that does; empty if it fits."""
+    if plan.fits:
+        return ""
+    largest = max(plan.memory, key=lambda each: each.total)
+    parts = ", ".join(f"{name} {getattr(largest, name) / GIB:.1f}" for name in _MEMORY)
+    device = plan.hardware.device.memory_bytes / GIB
+    return (
+        f"the job needs {largest.total / GIB:.1f} GiB on rank {largest.rank} ({largest.name}), but a device of "
+        f"{plan.hardware.name} has {device:.1f} GiB: {parts}.\n" + _nearest(plan)
+    )
+
+
+def _nearest(plan: ClusterPlan) -> str:
+    if plan.nearest is None:
+        return "No layout that fits was found. Use more devices, or ones with more memory."
+    best = plan.nearest
+    return (
+        f"The nearest layout that fits needs {best.memory.total / GIB:.1f} GiB and takes {best.seconds:.3g} s a step: "
+        f"{describe(best.layout)}."
+    )
+
+
 def report(plan: ClusterPlan) -> str:
     """Return the verdict and the tables: memory, time, sensitivity, collectives, and the search, if any."""
     memory = [
@@ -48,6 +71,8 @@ def report(plan: ClusterPlan) -> str:
     ]
     if sent:
         sections.append("Collectives of the first rank in a step\n" + _table(("collective", "GiB"), sent))
+    if not plan.fits:
+        sections.append(_nearest(plan))
     if plan.search is not None:
         rows = [
             (f"{each.seconds:.4g}", f"{each.memory.total / GIB:.1f}", each.time.limit, describe(each.layout))

@@ -6,6 +6,7 @@ from typing import final
 from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.kernel_time import pointwise_seconds
 from d9d_loop.planning.launch_bound import launch_bound_seconds
 from d9d_loop.planning.layer_time import LayerTime, PassTime, embedding_time, head_time, layer_time
 from d9d_loop.planning.optimizer_time import optimizer_seconds
@@ -95,6 +96,19 @@ def step_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> St
     )
 
 
+def stage_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, index: int) -> tuple[float, float]:
+    """Return the times of one microbatch's forward and backward on a stage of a pipeline rank, without transfers."""
+    layers = (layer_time(shape, layout, hardware, sparse=sparse) for sparse in (False, bool(shape.num_experts)))
+    forward = backward = 0.0
+    for layer, count in zip(layers, layers_of(shape, layout, index), strict=True):
+        forward += count * layer.forward.device
+        backward += count * (layer.backward.device + layer.recompute.device)
+    if index == layout.pp - 1:
+        head = head_time(shape, layout, hardware)
+        forward, backward = forward + head[0].device, backward + head[1].device
+    return forward / layout.stages_per_rank, backward / layout.stages_per_rank
+
+
 def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tuple[float, float]:
     """Return the numbers of dense and sparse layers of a pipeline rank. Layers are spread evenly over stages."""
     per_rank = shape.num_layers / layout.pp
@@ -132,6 +146,9 @@ def _rank(
     for layer, count in zip(layers, (num_dense, num_sparse), strict=True):
         again += layer.recompute.times(count)
         total += (layer.forward + layer.backward + layer.recompute).times(count)
+    accumulated = rank_parameters(shape, layout, index) * layout.accumulation_bytes
+    if accumulated:
+        total += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
     if index == 0:
         total += embedding_time(shape, layout, hardware)
     if index == layout.pp - 1:
@@ -154,8 +171,8 @@ def _data_parallel(
 ) -> tuple[float, float]:
     """Return the exposed and the hidden time of data-parallel collectives of a step.
 
-    ZeRO-3 gathers weights in each forward and backward of a microbatch, and scatters gradients; without it gradients
-    are reduced once per step.
+    ZeRO-3 gathers weights in each forward and backward of a microbatch, and scatters gradients in each microbatch or in
+    the last one; without it gradients are reduced once per step.
     """
     ranks = layout.dp * layout.cp
     if ranks == 1:
@@ -170,8 +187,7 @@ def _data_parallel(
         gather = collective_seconds(hardware, "all_gather", weights / per_layer, shard) * per_layer
         scatter = collective_seconds(hardware, "reduce_scatter", gradients / per_layer, shard) * per_layer
         is_kept = layout.pp > 1  # a stage keeps its weights during a step
-        rounds = 1 if is_kept else m
-        total = rounds * (gather if is_kept else 2 * gather) + (1 if is_kept else m) * scatter
+        total = (gather if is_kept else 2 * m * gather) + (1 if layout.keeps_whole_gradients else m) * scatter
         replicas = ranks // layout.sharding_ranks
         if replicas > 1:
             across = Span.of(replicas, layout.tp * layout.sharding_ranks, hardware.devices_per_node)

@@ -49,11 +49,13 @@ class StepRecord:
         operations: Operator calls that compute, in order. Views and allocations are excluded.
         collectives: Collectives, in order.
         peak_bytes: Largest sum of the bytes of storages that were allocated in the step and alive at the same time.
+        peaks: Largest sum between two successive marks, without the parts that `Marks` excludes. One without marks.
     """
 
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     peak_bytes: int = 0
+    peaks: list[int] = field(default_factory=list)
 
     @property
     def flops(self) -> int:
@@ -65,20 +67,25 @@ class StepRecord:
         """Bytes that all operators read and write, if every operator reads its inputs from memory."""
         return sum(operation.num_bytes for operation in self.operations)
 
-    def by_operator(self) -> dict[str, tuple[int, int, int]]:
-        """Return calls, FLOPs and bytes by operator name."""
-        totals: dict[str, tuple[int, int, int]] = {}
-        for each in self.operations:
-            calls, flops, num_bytes = totals.get(each.name, (0, 0, 0))
-            totals[each.name] = calls + 1, flops + each.flops, num_bytes + each.num_bytes
-        return totals
-
     def collective_bytes(self) -> Counter[tuple[str, int]]:
         """Return the bytes by name of the collective and group size."""
         totals: Counter[tuple[str, int]] = Counter()
         for each in self.collectives:
             totals[each.name, len(each.ranks)] += each.num_bytes
         return totals
+
+
+@final
+class Marks:
+    """Marks of a recorded step, which divide its memory into parts. `set` starts a part."""
+
+    def __init__(self) -> None:
+        self.recorder: StepRecorder | None = None
+
+    def set(self, *, is_kept: bool) -> None:
+        """Start a part of the step, if it is recorded; the peak of the part is kept or excluded."""
+        if self.recorder is not None:
+            self.recorder.start_part(is_kept=is_kept)
 
 
 @final
@@ -93,7 +100,14 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()
         self.record = StepRecord()
         self._live: dict[int, int] = {}
-        self._total = 0
+        self._total = self._part_peak = 0
+        self._is_kept = True
+
+    def start_part(self, *, is_kept: bool) -> None:
+        """End the current part of the step, and start another one."""
+        if self._is_kept:
+            self.record.peaks.append(self._part_peak)
+        self._part_peak, self._is_kept = self._total, is_kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,21 +117,20 @@ class StepRecorder(TorchDispatchMode):
             return _answer(args[0])
         result = func(*args, **kwargs)
         collective = collective_of(func, args, kwargs, result)
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if collective is not None:
             self.record.collectives.append(collective)
         elif not func.is_view and func.namespace not in ("c10d", "_c10d_functional", "prim"):
-            self._add(func, args, kwargs, result)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._track(leaf)
+            self._add(func, args, kwargs, result, outputs)
+        for leaf in outputs:
+            self._track(leaf)
         return result
 
-    def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    def _add(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
         name = func._schema.name.partition("::")[2]
         if name.startswith(("empty", "new_empty", "detach", "alias")):
             return
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {id(tensor): tensor for tensor in (*tensors, *outputs)}
         count = flop_registry.get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
@@ -137,6 +150,7 @@ class StepRecorder(TorchDispatchMode):
         size, key = storage.nbytes(), storage._cdata
         self._total += size - self._live.get(key, 0)
         self._live[key] = size
+        self._part_peak = max(self._part_peak, self._total)
         self.record.peak_bytes = max(self.record.peak_bytes, self._total)
 
     def _free(self, key: int) -> None:
@@ -144,20 +158,42 @@ class StepRecorder(TorchDispatchMode):
 
 
 @contextmanager
-def recorded() -> Generator[StepRecord]:
-    """Record the body; yield the record, which is complete after the body."""
+def recorded(marks: Marks | None = None) -> Generator[StepRecord]:
+    """Record the body; yield the record, which is complete after the body. `marks` divide its memory into parts."""
     recorder = StepRecorder()
+    marks = marks or Marks()
+    marks.recorder = recorder
     with recorder, _answered_lists(), _watched_resizes(recorder.resized):
         yield recorder.record
+    marks.recorder = None
+    recorder.start_part(is_kept=False)
+
+
+class _Answers(TorchDispatchMode):
+    """Dispatch mode that answers the host's reads of fake scalars."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _answer(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def answered() -> Generator[None]:
+    """Answer the host's reads of fake tensors in the body, as `recorded` does, and record nothing."""
+    with _Answers(), _answered_lists():
+        yield
 
 
 def _answer(tensor: Tensor) -> float | bool:
-    """Return what the host reads from a fake scalar: a number is finite and not 0."""
+    """Return the value that the host reads from a fake scalar: numbers are finite and not 0."""
     return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:
-    """Return what the host reads from a fake tensor with dims, such as flags of a bad step: nested lists of zeros."""
+    """Return nested lists of zeros for a fake tensor with dims that the host reads, such as flags of bad steps."""
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 

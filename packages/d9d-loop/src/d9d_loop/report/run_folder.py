@@ -57,7 +57,7 @@ def read_run(folder: Path) -> RunFolder:
         config=_json(folder / "config.json"),
         environment=_json(folder / "environment.json"),
         pictures={name: _data_url(folder / name) for name in _PICTURES if (folder / name).is_file()},
-        profile="\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("profile*/summary*.txt"))),
+        profile="\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("profile/*/summary.md"))),
     )
 
 

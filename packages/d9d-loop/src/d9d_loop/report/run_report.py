@@ -36,7 +36,7 @@ def render_report(runs: Sequence[RunFolder]) -> str:
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style>"
     return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n'
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n'
         + "\n".join(filter(None, body))
         + "\n</body></html>\n"
     )

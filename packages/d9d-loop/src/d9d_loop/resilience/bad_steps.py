@@ -1,9 +1,9 @@
 """Skipping of bad steps: those with a non-finite loss or gradient norm, or with a loss spike.
 
 All ranks decide together. On an accelerator, the optimizer step is skipped on the device, and the host reads the
-decision one step later, without host-device synchronization. This requires an optimizer whose kernels accept a skip
-flag, as torch's fused optimizers do (`found_inf`, the protocol of `torch.amp.GradScaler`). For other optimizers the
-host waits for the flag. On a CPU, the decision uses Python numbers, which are cheaper than tensors.
+decision one step later, without host-device synchronization. This requires an optimizer that accepts a flag on the
+device (`d9d_loop.optimizers.gate`). For other optimizers the host waits for the flag. On a CPU, the decision uses
+Python numbers, which are cheaper than tensors.
 """
 
 import math
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
+from d9d_loop.optimizers.gate import gated, takes_gate
 from d9d_loop.resilience.loss_window import LossWindow
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
@@ -97,16 +98,11 @@ class StepGuard:
         self._pending.append(_Measured(step, values, is_skipped))
         if is_skipped:
             return torch.zeros_like(gate, dtype=torch.bool)
-        if not _takes_flag(self._optimizer):
-            if not gate:  # host-device synchronization
+        if takes_gate(self._optimizer):
+            with gated(self._optimizer, gate):
                 self._optimizer.step()
-            return gate == 0
-        optimizer: Any = self._optimizer  # the flag is an attribute, as `GradScaler` sets it
-        optimizer.found_inf, optimizer.grad_scale = gate, None
-        try:
+        elif not gate:  # host-device synchronization
             self._optimizer.step()
-        finally:
-            del optimizer.found_inf, optimizer.grad_scale
         return gate == 0
 
     @property
@@ -226,9 +222,3 @@ def _copy_to_host_async(values: torch.Tensor) -> Callable[[], list[float]]:
 def _is_on_host(device: torch.device) -> bool:
     """Return True if results are available to the host without synchronization."""
     return device.type == "cpu"
-
-
-def _takes_flag(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer's kernels can skip the update by torch's device flag `found_inf`."""
-    has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return has_protocol and all(group.get("fused", True) for group in optimizer.param_groups)

@@ -59,10 +59,7 @@ class LossWindow:
         self._admit_until(step)
         if len(self._sorted) < self._config.spike_after:
             return False
-        middle = _median(self._sorted)
-        # The limit is at least this, and most losses are below it: the deviation is not needed for them.
-        least = middle + self._config.spike_deviations * _LEAST_DEVIATION * abs(middle)
-        return loss > least and loss > spike_limit(self._sorted, self._config)
+        return loss > _least_limit(self._sorted, self._config) and loss > spike_limit(self._sorted, self._config)
 
     def median(self) -> float:
         """Return the median of the recent losses, including the latest."""
@@ -108,6 +105,18 @@ def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
     deviation = max(_MAD_TO_DEVIATION * _median_distance(logarithms, middle), _LEAST_DEVIATION)
     # A larger exponent would overflow; such a limit is above every loss.
     return max(limit, math.exp(min(middle + config.spike_deviations * deviation, 700.0)))
+
+
+def _least_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
+    """Return a number that is at most `spike_limit`, in constant time; most losses are below it.
+
+    At least n // 2 of n losses are within MAD of the median. Indices q to q + n // 2 are one loss more, so MAD reaches
+    the nearer of these two.
+    """
+    middle, num = _median(sorted_losses), len(sorted_losses)
+    first = num // 4
+    reach = min(middle - sorted_losses[first], sorted_losses[first + num // 2] - middle)
+    return middle + config.spike_deviations * max(_MAD_TO_DEVIATION * reach, _LEAST_DEVIATION * abs(middle))
 
 
 @final

@@ -1,5 +1,6 @@
 """Task of distillation from a teacher's most probable tokens."""
 
+from collections.abc import Mapping
 from typing import final
 
 from torch import Tensor
@@ -16,11 +17,11 @@ KL_DIVERGENCE = DistillationLoss()
 
 @final
 class DistillationTask(Task):
-    """Distillation loss of packed rows, for a decoder that returns the losses of several labels of each token.
+    """Distillation loss of packed rows, for a decoder whose forward takes `scores`.
 
     A batch has packed rows, `teacher_ids` [B, L, K], int64, the teacher's most probable next tokens, and
     `teacher_log_probs` [B, L, K]. Positions whose label is -100 are not trained. The model gets `teacher_ids` as its
-    labels, and returns their negative log-likelihoods [B, L, K].
+    labels, and returns their log-probabilities [B, L, K]. Router losses of the model are added.
 
     Args:
         loss: Loss of a position.
@@ -33,11 +34,16 @@ class DistillationTask(Task):
 
     def inputs(self, batch: PackedBatch) -> Inputs:
         """Return the arguments of d9d's decoders, with the teacher's tokens as labels."""
-        return packed_inputs(batch, labels=batch["teacher_ids"])
+        return packed_inputs(batch, labels=batch["teacher_ids"], scores=True)
 
-    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+    def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
         """Return the sum of the losses of the trained positions."""
-        return self._loss(-outputs, teacher_log_probs_BLK=batch["teacher_log_probs"], mask_BL=trained(batch))
+        return self._loss(
+            outputs["log_probs"],
+            teacher_log_probs_BLK=batch["teacher_log_probs"],
+            mask_BL=trained(batch),
+            auxiliary_losses_BL=outputs.get("auxiliary_losses"),
+        )
 
     def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
         """Return this context-parallel rank's part of the rows."""

@@ -25,12 +25,12 @@ class AimTracker:
     Logging a step again replaces its values. Aim does not support histograms of more than 512 bins: they are skipped.
     """
 
-    def __init__(self, repository: str, *, experiment: str | None = None) -> None:
+    def __init__(self, repository: str, *, experiment: str | None = None, name: str | None = None) -> None:
         """Configure a new run; it is not opened yet.
 
         `repository` is a folder, created if needed, or the address of a server, `aim://host:port`.
         """
-        self._repository, self._experiment = repository, experiment
+        self._repository, self._experiment, self._name = repository, experiment, name
         self._hash: str | None = None
         self._run: aim.Run | None = None
 
@@ -82,6 +82,8 @@ class AimTracker:
                 capture_terminal_logs=False,
             )
             self._hash = self._run.hash
+            if self._name is not None:
+                self._run.name = self._name
         return self._run
 
 
@@ -107,13 +109,16 @@ class AimTrackerConfig(ExtraTrackerConfig):
 
     Attributes:
         repository: Folder of the repository, relative to the run folder, or the address of a server
-            (`aim://host:port`).
+            (`aim://host:port`). By default all runs of a folder are in one repository there.
+        name: Display name of the run; the name of the run folder if null.
     """
 
     kind: Literal["aim"] = "aim"
-    repository: str = "."
+    repository: str = ".."
     experiment: str | None = None
+    name: str | None = None
 
     def _opener(self, run_dir: Path) -> Callable[[], AimTracker]:
-        place = self.repository if "://" in self.repository else str(run_dir / self.repository)
-        return lambda: AimTracker(place, experiment=self.experiment)
+        place = self.repository if "://" in self.repository else str((run_dir / self.repository).resolve())
+        name = self.name or run_dir.resolve().name
+        return lambda: AimTracker(place, experiment=self.experiment, name=name)

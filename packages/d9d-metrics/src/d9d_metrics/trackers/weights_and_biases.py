@@ -127,4 +127,4 @@ class WandbTrackerConfig(ExtraTrackerConfig):
 
     def _opener(self, run_dir: Path) -> Callable[[], WandbTracker]:
         options = self.model_dump(exclude={"kind", "name"})
-        return lambda: WandbTracker(run_dir, name=self.name or run_dir.name, **options)
+        return lambda: WandbTracker(run_dir, name=self.name or run_dir.resolve().name, **options)

@@ -5,7 +5,7 @@ blocks.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Unpack, final
 
 import torch
@@ -57,7 +57,7 @@ class FlexBackend:
             k_BGSK,
             v_BGSK,
             score_mod=None if options.softcap is None else _capped(options.softcap),
-            block_mask=block_mask(
+            block_mask=_block_mask_of_batch(
                 q_BLHK.shape[1],
                 k_BSGK.shape[1],
                 is_causal=options.is_causal,
@@ -135,6 +135,24 @@ def block_mask(
         mask_mod=sees,
         seq_lengths=(length, key_length),
     )
+
+
+@lru_cache(maxsize=2)
+def _shared_mask(length: int, key_length: int, *, versions: tuple[int, ...], **arguments: Any) -> BlockMask:
+    """Return `block_mask` of the arguments, which the layers of a batch share.
+
+    Two masks are kept, since models alternate between layers with and without a window. Tensors are equal if they are
+    the same object with the same version, that is, not changed in place.
+    """
+    del versions
+    return block_mask(length, key_length, **arguments)
+
+
+def _block_mask_of_batch(length: int, key_length: int, **arguments: Any) -> BlockMask:
+    tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
+    if torch.compiler.is_compiling() or any(each.is_inference() for each in tensors):
+        return block_mask(length, key_length, **arguments)  # inference tensors have no version
+    return _shared_mask(length, key_length, versions=tuple(each._version for each in tensors), **arguments)
 
 
 def _block_maxima(mask_BLS: Tensor, *, padding: bool) -> Tensor:

@@ -102,7 +102,7 @@ class HeadedDecoder(nn.Module):
             [B] in nats (float32, or float64 for a float64 model). Auxiliary losses are included: those of the token, or
             their mean over the tokens of the row. Without labels, the logits [B, L, V] or [B, C], or the embeddings
             [B, E], in at least float32 if normalized. With `scores`, see `LanguageModelHead.forward`; auxiliary losses
-            [B, L], 0 for ignored labels, are then under `auxiliary_losses`. On other stages, the output of
+            [B, L], 0 where all labels are ignored, are then under `auxiliary_losses`. On other stages, the output of
             `DecoderModel.forward`.
 
         Raises:
@@ -151,7 +151,9 @@ class HeadedDecoder(nn.Module):
         outputs: dict[str, Tensor] = head(hidden_BLD, labels=labels, scores=scores)
         if auxiliary_BL is not None:
             assert isinstance(labels, Tensor), "the head has checked its labels"
-            outputs["auxiliary_losses"] = auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
+            is_ignored = labels == IGNORED_LABEL
+            is_ignored_BL = is_ignored if labels.dim() == auxiliary_BL.dim() else is_ignored.all(dim=-1)
+            outputs["auxiliary_losses"] = auxiliary_BL.masked_fill(is_ignored_BL, 0.0)
         return outputs
 
 
@@ -261,7 +263,7 @@ def _output(name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, 
     if labels.dim() > auxiliary_BL.dim():
         raise UserError(
             "got several labels for each position, and a model with router losses, which belong to no label; expected "
-            "none. Balance experts by a bias instead."
+            'none. Pass scores="log_probs", which returns them apart, or balance experts by a bias.'
         )
     if labels.dim() == 1:
         num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)

@@ -55,17 +55,7 @@ class DecoderModel(nn.Module):
             else None
         )
         self.layers = nn.ModuleDict(
-            {
-                str(index): DecoderLayer(
-                    params.hidden_size,
-                    attention=params.mixer(index),
-                    feed_forward=params.feed_forward(index),
-                    norm_eps=params.rms_norm_eps,
-                    zero_centered_norms=params.zero_centered_norms,
-                    sandwich_norms=params.sandwich_norms,
-                )
-                for index in stage.layers(params.num_layers)
-            }
+            {str(index): build_layer(params, index) for index in stage.layers(params.num_layers)}
         )
         self.norm = (
             RMSNorm(params.hidden_size, eps=params.rms_norm_eps, zero_centered=params.zero_centered_norms)
@@ -120,7 +110,7 @@ class DecoderModel(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(received.shape[1], device=received.device).unsqueeze(0)
         ropes = {name: self.params.rope(int(name)) for name in self.layers}
-        rotary = {rope: self._rotary_tables(position_ids, rope) for rope in dict.fromkeys(ropes.values())}
+        rotary = {rope: self.rotary_tables(position_ids, rope) for rope in dict.fromkeys(ropes.values())}
         x: Hidden = HiddenAndLosses(*hidden) if isinstance(hidden, tuple) else hidden
         if self.stage.is_first:
             assert self.embedding is not None
@@ -163,7 +153,8 @@ class DecoderModel(nn.Module):
             )
         return self.token_mask(expert_indices).unbind(2)
 
-    def _rotary_tables(self, position_ids: Tensor, rope: Rope) -> RotaryTables:
+    def rotary_tables(self, position_ids: Tensor, rope: Rope) -> RotaryTables:
+        """Return the rotary tables of positions [B, L] or [1, L]; see `rotary_tables`."""
         return rotary_tables(
             position_ids,
             head_dim=self.params.rotated_features,
@@ -214,3 +205,15 @@ class DecoderModel(nn.Module):
                 f"position_ids have shape {tuple(position_ids.shape)}; expected {(batch, length)} or {(1, length)}, "
                 f"one position per token."
             )
+
+
+def build_layer(params: DecoderParams, index: int) -> DecoderLayer:
+    """Build the decoder layer with this global index."""
+    return DecoderLayer(
+        params.hidden_size,
+        attention=params.mixer(index),
+        feed_forward=params.feed_forward(index),
+        norm_eps=params.rms_norm_eps,
+        zero_centered_norms=params.zero_centered_norms,
+        sandwich_norms=params.sandwich_norms,
+    )

@@ -18,16 +18,16 @@ from torch.nn import functional as F
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
 from d9d_modules.cross_entropy import IGNORED_LABEL
-from d9d_modules.decoder import DecoderLayer, HiddenAndLosses
+from d9d_modules.decoder import HiddenAndLosses
 from d9d_modules.embedding import TokenEmbedding
 from d9d_modules.linear import Linear
 from d9d_modules.lm_head import LanguageModelHead, Scores
 from d9d_modules.models.decoder_heads import HeadedDecoder, decoder_lm_head
 from d9d_modules.models.decoder_hugging_face import FeedForwardMapper, decoder_layer_from_hugging_face
-from d9d_modules.models.decoder_model import WHOLE_MODEL, Received
+from d9d_modules.models.decoder_model import WHOLE_MODEL, Received, build_layer
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.norm import RMSNorm
-from d9d_modules.rope import RotaryTables, rotary_tables
+from d9d_modules.rope import RotaryTables
 from d9d_state import StateMapper, parallel, rename, scope
 
 
@@ -44,14 +44,7 @@ class MtpLayer(nn.Module):
         norm = partial(RMSNorm, size, eps=params.rms_norm_eps, zero_centered=params.zero_centered_norms)
         self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
         self.projection = Linear(2 * size, size, init_std=params.initializer_range)
-        self.block = DecoderLayer(
-            size,
-            attention=params.mixer(index),
-            feed_forward=params.feed_forward(index),
-            norm_eps=params.rms_norm_eps,
-            zero_centered_norms=params.zero_centered_norms,
-            sandwich_norms=params.sandwich_norms,
-        )
+        self.block = build_layer(params, index)
         self.has_losses = params.auxiliary_losses is not None
 
     def forward(
@@ -192,7 +185,8 @@ class DecoderWithMtp(HeadedDecoder):
         losses: list[Tensor] = []
         for depth, layer in enumerate(self.mtp):
             embedded_BLD = self.mtp_embedding(ids_BLK[..., depth]) * self.backbone.params.embedding_scale
-            rotary = self._rotary(position_ids, self.backbone.params.num_layers + depth)
+            rope = self.backbone.params.rope(self.backbone.params.num_layers + depth)
+            rotary = self.backbone.rotary_tables(position_ids, rope)
             hidden_BLD, auxiliary_BL = layer(embedded_BLD, hidden_BLD, rotary, **masks)
             labels_BL = labels_BLK[..., depth]
             losses.append(self.lm_head(hidden_BLD, labels=labels_BL))
@@ -206,16 +200,6 @@ class DecoderWithMtp(HeadedDecoder):
             got = None if given is None else tuple(given.shape)
             raise UserError(f"got {name} of shape {got}; expected {expected}: use mtp_targets.")
         return given
-
-    def _rotary(self, position_ids: Tensor, index: int) -> RotaryTables:
-        params, rope = self.backbone.params, self.backbone.params.rope(index)
-        return rotary_tables(
-            position_ids,
-            head_dim=params.rotated_features,
-            theta=rope.theta,
-            scaling=rope.scaling,
-            length=params.rope_length,
-        )
 
 
 def mtp_targets(

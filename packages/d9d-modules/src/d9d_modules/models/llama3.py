@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
-from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, MULTI_HEAD_ENTRIES, HuggingFaceFamily, positions_entry
 from d9d_modules.models.hugging_face_layers import written_without_windows
-from d9d_state import StateMapper
 
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
 
@@ -24,11 +22,6 @@ class Llama3Params(GroupedQueryParams):
     rope_theta: float = 500_000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 8192
-
-
-def llama3_from_hugging_face(params: Llama3Params) -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `Llama3ForCausalLM`; its `inverse()` exports."""
-    return decoder_from_hugging_face(params)
 
 
 LLAMA3 = HuggingFaceFamily(

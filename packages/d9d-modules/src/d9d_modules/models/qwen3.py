@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
-from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_family import (
     FIXED_ENTRIES,
@@ -14,7 +13,6 @@ from d9d_modules.models.hugging_face_family import (
     positions_entry,
 )
 from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
-from d9d_state import StateMapper
 
 Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
 
@@ -36,11 +34,6 @@ class Qwen3Params(GroupedQueryParams):
     def attention_form(self) -> AttentionForm:
         """See `GroupedQueryParams`."""
         return AttentionForm(qk_norm=True, is_causal=self.is_causal)
-
-
-def qwen3_from_hugging_face(params: Qwen3Params) -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `Qwen3ForCausalLM`; its `inverse()` exports."""
-    return decoder_from_hugging_face(params)
 
 
 QWEN3 = HuggingFaceFamily(

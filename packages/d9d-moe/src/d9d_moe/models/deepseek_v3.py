@@ -30,8 +30,6 @@ from d9d_moe.models.deepseek_moe import (
     deepseek_moe_entries,
     require_shared_experts,
 )
-from d9d_moe.models.experts_hugging_face import ExpertsLayout
-from d9d_moe.models.sparse_params import sparse_from_hugging_face
 from d9d_state import JsonValue, StateMapper, parallel, rename
 
 DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
@@ -111,14 +109,6 @@ class DeepseekV3Params(DeepseekMoeParams):
         return parallel(
             *(rename(f"self_attn.{theirs}.weight", f"attention.{ours}.weight") for theirs, ours in names.items())
         )
-
-
-def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `DeepseekV3ForCausalLM`; its `inverse()` exports.
-
-    `d9d_modules.mtp_from_hugging_face` maps the layer for multi-token prediction, which follows the last decoder layer.
-    """
-    return sparse_from_hugging_face(params, layout=layout)
 
 
 def _check(config: HuggingFaceConfig) -> None:

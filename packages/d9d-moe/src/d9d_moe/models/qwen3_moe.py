@@ -19,9 +19,9 @@ from d9d_modules import (
 from d9d_modules.models.hugging_face_family import positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window, sliding_window_of
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
-from d9d_moe.models.sparse_params import SoftmaxRoutedParams, sparse_from_hugging_face
-from d9d_state import JsonValue, StateMapper
+from d9d_moe.models.experts_hugging_face import expert_entries, refuse_router_loss
+from d9d_moe.models.sparse_params import SoftmaxRoutedParams
+from d9d_state import JsonValue
 
 Qwen3MoeForCausalLM: TypeAlias = DecoderForCausalLM
 
@@ -38,11 +38,6 @@ class Qwen3MoeParams(SoftmaxRoutedParams, GroupedQueryParams):
     def attention_form(self) -> AttentionForm:
         """See `d9d_modules.GroupedQueryParams`."""
         return AttentionForm(qk_norm=True)
-
-
-def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Build the mapper from a Hugging Face checkpoint to `Qwen3MoeForCausalLM`; its `inverse()` exports."""
-    return sparse_from_hugging_face(params, layout=layout)
 
 
 def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:

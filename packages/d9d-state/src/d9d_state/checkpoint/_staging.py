@@ -1,6 +1,6 @@
 """Reusable host buffer for background saves: training continues while the copied tensors are written."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Thread
 from typing import final
@@ -32,10 +32,18 @@ class Staging:
             self._allocator.start()
 
     @torch.no_grad()
-    def copy(self, parts: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
-        """Copy a rank's tensor parts to the buffer; return views of the buffer, valid until the next call.
+    def copy(
+        self, parts: Mapping[str, Tensor], plan: SavePlan, rank: int
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Start to copy a rank's tensor parts to the buffer, without host-device synchronization.
 
-        Host-device synchronization. Raises `MemoryError` if the buffer could not be allocated.
+        The copies are on the current stream, so later work on it may change the parts.
+
+        Returns:
+            Views of the buffer, valid until the next call, and a function that waits until they are complete.
+
+        Raises:
+            MemoryError: If the buffer could not be allocated.
         """
         self.reserve(plan, rank)
         self._wait()
@@ -50,9 +58,12 @@ class Staging:
             position += _padded(size)
         for key, copied in copies.items():
             copied.copy_(parts[key], non_blocking=True)
-        if any(not part.is_cpu for part in parts.values()):
-            torch.accelerator.synchronize()
-        return copies
+        device = next((part.device for part in parts.values() if not part.is_cpu), None)
+        if device is None:
+            return copies, lambda: None
+        copied_all = torch.Event(device)
+        copied_all.record()
+        return copies, copied_all.synchronize
 
     def _allocate(self, size: int, device: int | None) -> None:
         if device is not None:

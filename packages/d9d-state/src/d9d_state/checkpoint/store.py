@@ -3,7 +3,7 @@
 import logging
 import math
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
@@ -198,22 +198,25 @@ class CheckpointStore:
     ) -> None:
         """Save a checkpoint in a background thread after copying this rank's tensor parts to host memory. Collective.
 
-        Arguments and errors are those of `save`. After this returns, the tensors may change. Only one save runs at a
-        time: this waits for the previous one. An error in the thread is raised once, by the next call of
+        Arguments and errors are those of `save`. After this returns, the tensors may change, on an accelerator by work
+        on the current stream: the host does not wait for the copies. Only one save runs at a time: this waits for the
+        previous one. An error in the thread is raised once, by the next call of
         `raise_if_failed`, `wait`, `close` or a save.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
         group = self._background.group(ctx)
         copies: dict[str, Tensor] = {}
+        wait_copied: Callable[[], None] = lambda: None  # noqa: E731 - replaced unless the copy fails
         problem = None
         try:
             parts = local_parts(tensors, job.plan, job.rank)
-            copies = self._staging.copy(parts, job.plan, job.rank)
+            copies, wait_copied = self._staging.copy(parts, job.plan, job.rank)
         except Exception as error:  # any error: the other ranks wait in agree()
             problem = f"{job.folder} could not be copied to host memory: {error}"
         agree(problem, error=StateError, alone=ctx is None)
 
         def work() -> None:
+            wait_copied()
             write_checkpoint(job, copies, group=group)
             self._delete_old(job)
 

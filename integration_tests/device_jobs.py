@@ -1,0 +1,241 @@
+"""Training steps of Qwen3 decoders on the fake accelerator, for one rank of any number, in this process.
+
+`trained` runs the whole Trainer on one rank. `stepped` runs the parts of a job that other ranks take part in: its
+model, loader and engine. Both return the log of one step. `rehearsed` runs them in another process.
+"""
+
+import atexit
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import pretrain
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from d9d_dist import Launch, MeshConfig, materialize
+from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
+from d9d_loop import Trainer, events
+from d9d_loop.data import batch_reader
+from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.engine.engine import Engine
+from d9d_loop.job.job import _build_loader
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.model.model_build import parallelize_stages
+from d9d_loop.planning.dry_run import _messages
+from d9d_loop.resilience import StepGuard
+from d9d_modules.attention_backends import flex
+
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
+TINY_EXPERTS = {"num_experts": 8, "top_k": 2, "intermediate_size": 32, "router_losses": {"balance": 0.001}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job, and the rank of it to play.
+
+    Attributes:
+        settings: Other settings of the job's configuration.
+        documents: True to mask attention between packed documents.
+        mutant: Called with the engine before the recorded step, to plant a fault.
+    """
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    world_size: int = 1
+    rank: int = 0
+    model: Mapping[str, Any] = field(default_factory=lambda: TINY)
+    experts: Mapping[str, Any] | None = None
+    length: int = 64
+    microbatch_size: int = 1
+    num_microbatches: int = 1
+    documents: bool = False
+    num_workers: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    mutant: Callable[[Engine], object] | None = None
+
+
+@cache
+def accelerator() -> FakeAccelerator:
+    """Install the fake accelerator.
+
+    FlexAttention, whose kernel only inductor can write, is recorded as SDPA. The thread that prefetches batches reads
+    them itself, without worker processes.
+    """
+    installed = FakeAccelerator.install()
+    batch_reader.WorkerPool = cast("Any", _NoWorkers)
+    flex._compiled = cast("Any", lambda: _flex_as_sdpa)
+    return installed
+
+
+def _flex_as_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> tuple[Tensor, None]:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=scale), None
+
+
+@dataclass
+class _NoWorkers:
+    """`WorkerPool` that reads each batch in the thread that wants it."""
+
+    reader: SampleReader
+    num_workers: int
+    seed: int
+    timeout: float | None
+
+    def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
+        return map(self.reader, jobs)
+
+    def close(self) -> None:
+        pass
+
+
+class _Rows(Dataset[dict[str, Tensor]]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens, places = torch.zeros(self.length, dtype=torch.int64), torch.arange(self.length)
+        return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": places, "documents": tokens.clone()}
+
+
+class _Task(pretrain.NextByte):
+    def __init__(self, *, documents: bool) -> None:
+        self.documents = documents
+
+    def inputs(self, batch: pretrain.Batch) -> Any:
+        inputs = super().inputs(batch)
+        if not self.documents:
+            inputs.shared.pop("document_ids_BL")
+        return inputs
+
+
+def _trainer(case: Case, folder: str) -> Trainer:
+    mesh = MeshConfig.model_validate(case.mesh).resolve(case.world_size)
+    replicas = mesh.data_parallel_replicate * mesh.data_parallel_shard
+    values = {
+        "steps": 5,
+        "run": {"folder": folder},
+        "model": case.model,
+        "experts": case.experts,
+        "mesh": case.mesh,
+        "batch": {
+            "global_size": replicas * case.microbatch_size * case.num_microbatches,
+            "microbatch_size": case.microbatch_size,
+        },
+        "logging": {"progress": False, "every": 100},
+        "checkpoint": {"every": 3},
+        "export": False,
+        "trackers": [],
+        "resilience": {"health": {"enabled": False}, "watchdog": {"enabled": False}},
+        "data": {"num_workers": case.num_workers},
+        "precision": "bfloat16",
+    }
+    config = pretrain.PretrainConfig.model_validate(values | dict(case.settings))
+    model = pretrain.Decoder(config.model, config.moe, config.parallelism)
+    _answer_reads(case)
+    return Trainer(config, model=model, data=_Rows(case.length), task=_Task(documents=case.documents))
+
+
+def _answer_reads(case: Case) -> None:
+    """Set what the host reads: the loss has a weight, and tokens are balanced over experts and ranks."""
+    tokens, top_k = case.microbatch_size * case.length, 0 if case.experts is None else case.experts["top_k"]
+    device = accelerator()
+    device.answer("_end_startup", lambda shape: 1)
+    device.answer("counts_on_host", lambda shape: [tokens * top_k // shape[0]] * shape[0])
+    device.answer("_sizes", lambda shape: [[tokens * top_k // shape[1]] * shape[1]] * 3)
+
+
+def trained(case: Case) -> DeviceLog:
+    """Run the Trainer on one rank; return the log of the fourth step, and of the checkpoint of the third before it."""
+    recording = ExitStack()
+    logs: list[DeviceLog] = []
+
+    def on_done(event: events.StepDone) -> None:
+        if event.step == 3:
+            logs.append(recording.enter_context(accelerator().record()))
+        elif event.step == 4:
+            recording.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(case, folder)
+        trainer.events.on(events.StepDone, on_done)
+        trainer.train()
+    return logs[0]
+
+
+def stepped(case: Case) -> DeviceLog:
+    """Run three steps of the engine of a rank; return the log of the third, from reading the batch to the update."""
+    device = accelerator()
+    gc.collect()
+    other_bytes = device.allocated_bytes
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        trainer = _trainer(case, folder)
+        messages = _messages(trainer.plan_for, case.world_size, FakeTensorMode(allow_non_fake_inputs=True), "bfloat16")
+        stack.enter_context(device.ranks(rank=case.rank, world_size=case.world_size))
+        plan = trainer.plan_for(Launch(rank=case.rank, world_size=case.world_size))
+        launch = Launch(rank=case.rank, world_size=case.world_size)
+        ctx = stack.enter_context(plan.model.mesh.build(launch=launch, precision="bfloat16"))
+        stages = parallelize_stages(plan.model, ctx)
+        for stage in stages.values():
+            materialize(stage, device=ctx.device, seed=0)
+        schedule, shared = plan.model.schedule, plan.model.shared_names
+        pipeline = Pipeline(stages, ctx=ctx, schedule=schedule, shared_names=shared, messages=messages)
+        optimizer = plan.optimizer(pipeline.model)
+        engine = Engine(
+            pipeline,
+            optimizer,
+            ctx=ctx,
+            task=plan.task,
+            max_norm=plan.config.gradients.max_norm,
+            num_microbatches=plan.num_microbatches,
+            guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
+        )
+        loader = stack.enter_context(_build_loader(plan, ctx))
+        for _ in range(2):
+            engine.accumulate(next(loader), plan.task.loss)
+            engine.step()
+        if case.mutant is not None:
+            case.mutant(engine)
+        with device.record() as log:
+            engine.accumulate(next(loader), plan.task.loss)
+            engine.step()
+    log.start_bytes -= other_bytes
+    log.peak_bytes -= other_bytes
+    return log
+
+
+def rehearsed(cases: Mapping[str, Case], *, whole_jobs: bool = False) -> dict[str, DeviceLog]:
+    """Return the logs of cases, run one after another in a process that has the fake accelerator."""
+    return _pool().run(_rehearse, cases, whole_jobs, world_size=1, timeout=600)[0]
+
+
+@cache
+def _pool() -> RankPool:
+    """Return a process of this file only: the fake accelerator stays for the rest of a process."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def _rehearse(cases: Mapping[str, Case], whole_jobs: bool) -> dict[str, DeviceLog]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return {name: trained(case) if whole_jobs else stepped(case) for name, case in cases.items()}

@@ -1,0 +1,183 @@
+"""Process group of one rank without the others: collectives run on a stream of the group, as those of NCCL do.
+
+Every rank is like this one: a collective on CPU tensors returns what equal ranks would send.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from d9d_dist.testing._fake_operators import NAME, Operators
+
+BACKEND = "fakegpu_ranks"
+"""Name of the backend for `torch.distributed.init_process_group`."""
+
+
+@final
+class FakeWork(dist._Work):
+    """Handle of a collective. `wait` lets the current stream wait, not the host."""
+
+    def __init__(self, extension: Any, event: int | None, result: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._extension, self._event, self._result = extension, event, list(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream wait for the collective."""
+        if self._event is not None:
+            self._extension.put_event_wait(self._event, -1)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> list[Tensor]:
+        """Return the outputs."""
+        return self._result
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # names and signatures of its methods depend on the version of torch
+
+
+@final
+class FakeGroup(_ProcessGroup):
+    """Process group whose other ranks do not exist."""
+
+    def __init__(self, rank: int, size: int, extension: Any, operators: Operators) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._extension, self._operators = rank, size, extension, operators
+        self._stream = extension.new_stream()
+        self._peer_streams: dict[int, int] = {}
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return BACKEND
+
+    @property
+    def pg_name(self) -> str:
+        """Name of the group."""
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group, which functional collectives look up."""
+        return self.pg_name
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def _record(self, name: str, inputs: Any, outputs: Any, *, stream: int | None = None) -> FakeWork:
+        tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+        results = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+        on_device = [x for x in (*tensors, *results) if x.device.type == NAME]
+        if not on_device:
+            return FakeWork(self._extension, None, results)
+        num_bytes = max(sum(x.nbytes for x in tensors), sum(x.nbytes for x in results))
+        stream = self._stream if stream is None else stream
+        self._extension.put_event_wait(self._extension.put_event_record(-1), stream)
+        self._operators.put_collective(name, num_bytes, tensors, stream=stream, num_ranks=self._size)
+        return FakeWork(self._extension, self._extension.put_event_record(stream), results)
+
+    def _peer_stream(self, peer: int) -> int:
+        """Return the stream for messages between this rank and another; NCCL has a communicator for each pair."""
+        if peer not in self._peer_streams:
+            self._peer_streams[peer] = self._extension.new_stream()
+        return self._peer_streams[peer]
+
+    def allreduce(self, tensors: Any, _options: Any = None) -> FakeWork:
+        """Record an all-reduce."""
+        return self._record("all_reduce", tensors, tensors)
+
+    def allreduce_coalesced(self, tensors: Any, _options: Any = None) -> FakeWork:
+        """Record an all-reduce of several tensors."""
+        return self._record("all_reduce", tensors, tensors)
+
+    def broadcast(self, tensors: Any, _options: Any = None) -> FakeWork:
+        """Record a broadcast."""
+        return self._record("broadcast", tensors, tensors)
+
+    def reduce(self, tensors: Any, _options: Any = None) -> FakeWork:
+        """Record a reduction to one rank."""
+        return self._record("reduce", tensors, tensors)
+
+    def barrier(self, _options: Any = None) -> FakeWork:
+        """Return at once."""
+        return FakeWork(self._extension, None, [])
+
+    def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        """Record an all-gather into a list."""
+        for each, own in zip(outputs, inputs, strict=True):
+            for output in each:
+                _fill(output, own)
+        return self._record("all_gather", inputs, outputs)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, _options: Any = None) -> FakeWork:
+        """Record an all-gather into one tensor."""
+        for part in output.flatten().chunk(self._size) if output.device.type == "cpu" else ():
+            _fill(part, own.flatten())
+        return self._record("all_gather", own, output)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        """Record an all-gather of several tensors."""
+        return self._record("all_gather", inputs, outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        """Record a reduce-scatter of a list."""
+        return self._record("reduce_scatter", inputs, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, _options: Any = None) -> FakeWork:
+        """Record a reduce-scatter of one tensor."""
+        return self._record("reduce_scatter", own, output)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        """Record a reduce-scatter of several tensors."""
+        return self._record("reduce_scatter", inputs, outputs)
+
+    def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> FakeWork:
+        """Record an all-to-all."""
+        return self._record("all_to_all", own, output)
+
+    def alltoall(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        """Record an all-to-all of lists."""
+        return self._record("all_to_all", inputs, outputs)
+
+    def gather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        """Record a gather."""
+        for each, own in zip(outputs, inputs, strict=False):
+            for output in each:
+                _fill(output, own)
+        return self._record("gather", inputs, outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        """Record a scatter."""
+        for output, each in zip(outputs, inputs, strict=False):
+            _fill(output, each[self._rank])
+        return self._record("scatter", inputs, outputs)
+
+    def send(self, tensors: Any, to: int, _tag: int = 0) -> FakeWork:
+        """Record a send."""
+        return self._record("send", tensors, (), stream=self._peer_stream(to))
+
+    def recv(self, tensors: Any, source: int, _tag: int = 0) -> FakeWork:
+        """Record a receive."""
+        return self._record("recv", (), tensors, stream=self._peer_stream(source))
+
+    # Names of torch before 2.15.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _fill(output: Tensor, value: Tensor) -> None:
+    if output.device.type == "cpu":
+        output.copy_(value)

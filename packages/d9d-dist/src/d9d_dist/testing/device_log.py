@@ -1,0 +1,83 @@
+"""Log of what the host asked of the fake accelerator, in order, with its streams and every wait of the host."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+EntryKind = Literal[
+    "kernel",
+    "allocation",
+    "free",
+    "event record",
+    "event wait",
+    "copy in",
+    "copy out",
+    "copy",
+    "host wait",
+    "collective",
+]
+"""EntryKind of an entry. `copy in` is from the host, `copy out` to the host, `copy` within the device."""
+
+KINDS: tuple[EntryKind, ...] = get_args(
+    EntryKind
+)  # in the order of the enum `Kind` in _fake_device.cpp; "collective" is Python's
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEntry:
+    """Operation that the host requested of the device, or a wait of the host.
+
+    Attributes:
+        kind: EntryKind of the operation.
+        stream: Stream on which the operation runs; 0 is the default stream.
+        name: torch's name of the operator or collective, or the reason of a host wait; else empty.
+        num_bytes: Bytes that the operation reads and writes, allocates, frees or transfers.
+        flops: Floating-point operations; 0 except for matrix products and attention.
+        number: Event of a record or wait; address of an allocation; number of ranks of a collective; else 0.
+        stack: Frames of the caller outside of torch, innermost first, such as "d9d_moe/all_to_all.py:86 _sizes". Only
+            of host waits and collectives.
+        shapes: Shapes of the tensor arguments of a kernel or collective.
+    """
+
+    kind: EntryKind
+    stream: int
+    name: str = ""
+    num_bytes: int = 0
+    flops: int = 0
+    number: int = 0
+    stack: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True)
+class DeviceLog:
+    """Entries of a recorded block of code, in the order in which the host issued them.
+
+    Attributes:
+        entries: All entries; complete after the block.
+        start_bytes: Allocated device memory at the start of the block.
+        peak_bytes: Largest allocated device memory in the block. Blocks are rounded up to 512 bytes; fragmentation and
+            the delayed release of `Tensor.record_stream` are not modelled.
+    """
+
+    entries: list[DeviceEntry] = field(default_factory=list)
+    start_bytes: int = 0
+    peak_bytes: int = 0
+
+    def of(self, *kinds: EntryKind, name: str = "") -> list[DeviceEntry]:
+        """Return the entries of some kinds whose names contain `name`."""
+        return [entry for entry in self.entries if entry.kind in kinds and name in entry.name]
+
+    @property
+    def host_waits(self) -> list[DeviceEntry]:
+        """Points at which the host would wait for the device."""
+        return self.of("host wait")
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all kernels."""
+        return sum(entry.flops for entry in self.entries)
+
+    def counts(self, *kinds: EntryKind) -> Counter[str]:
+        """Return the number of entries by name; `kernel` by default."""
+        return Counter(entry.name for entry in self.of(*(kinds or ("kernel",))))

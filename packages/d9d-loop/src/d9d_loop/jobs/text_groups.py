@@ -1,0 +1,101 @@
+"""Data of jobs on text embeddings: groups of texts that belong together in pairs.
+
+The other documents of a group are the negatives of a query. A group is one sample of the job, so its loss is the same
+for any number of ranks and any size of a microbatch.
+
+G: groups, R: texts of a group, L: padded length.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data import DataProvider, IndexedStream, SampleStream, pad_sequences
+from d9d_loop.data.samples import Samples
+from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
+from d9d_loop.jobs.text_data import TextTokenizer, samples_of, text_tokenizer
+
+
+@final
+class TextGroups(DataProvider):
+    """Groups of queries with their documents. A group of K pairs has K queries, K positives, then all negatives."""
+
+    draws = False  # only the order is random
+
+    def __init__(self, config: TextJobConfig, embedding: EmbeddingConfig) -> None:
+        tokenizer = text_tokenizer(config)
+        groups = [
+            None if samples is None else _Groups(samples, tokenizer, config, embedding)
+            for samples in samples_of(config)
+        ]
+        self._training, self._evaluation = groups
+        self._shuffle = config.data.shuffle
+
+    def training(self, *, seed: int) -> SampleStream:
+        """Return the groups in their order."""
+        assert self._training is not None
+        return IndexedStream(self._training, seed=seed, shuffle=self._shuffle)
+
+    def evaluation(self) -> Samples | None:
+        """Return the held-out groups."""
+        return self._evaluation
+
+    def collate(self, samples: list[list[Tensor]]) -> dict[str, Tensor]:
+        """Pad all texts to the longest one: `input_ids` and `attention_mask` [G, R, L]."""
+        texts = [text for group in samples for text in group]
+        ids = pad_sequences(texts, value=0)
+        mask = pad_sequences([torch.ones_like(text) for text in texts], value=0)
+        return {
+            name: rows.unflatten(0, (len(samples), -1)) for name, rows in (("input_ids", ids), ("attention_mask", mask))
+        }
+
+
+@final
+class _Groups:
+    """Groups of pairs. Group g of n has samples g, g + n, g + 2n and so on: neighbours in a file are often alike."""
+
+    def __init__(
+        self, samples: Samples, tokenizer: TextTokenizer, config: TextJobConfig, embedding: EmbeddingConfig
+    ) -> None:
+        self._samples, self._tokenizer, self._data, self._embedding = samples, tokenizer, config.dataset, embedding
+        self._count = len(samples) // embedding.group
+        if self._count == 0:
+            raise UserError(
+                f"embedding.group = {embedding.group}, but there are {len(samples)} samples for training or for "
+                "evaluation; expected at least one whole group of each. Lower it, or change dataset.held_out."
+            )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        members = [self._samples[index + each * self._count] for each in range(self._embedding.group)]
+        negatives = [self._negatives(each) for each in members]
+        columns = [self._text(each, self._embedding.query_field) for each in members]
+        columns += [self._text(each, self._embedding.positive_field) for each in members]
+        return [self._tokens(text) for text in [*columns, *(text for each in negatives for text in each)]]
+
+    def _negatives(self, sample: Any) -> list[str]:
+        found, count = sample.get(self._embedding.negatives_field) or [], self._embedding.num_negatives
+        if len(found) < count:
+            raise UserError(
+                f"a sample has {len(found)} texts in {self._embedding.negatives_field!r}; expected at least "
+                f"embedding.num_negatives = {count}. Add texts, or lower it."
+            )
+        return found[:count]
+
+    def _text(self, sample: Any, field: str) -> str:
+        if not isinstance(sample.get(field), str):
+            raise UserError(
+                f"a sample has no text {field!r}; it has {', '.join(sample)}. Set embedding.query_field and "
+                "embedding.positive_field."
+            )
+        return sample[field]
+
+    def _tokens(self, text: str) -> Tensor:
+        tokens, length = self._tokenizer(text), self._data.length
+        if len(tokens) > length and self._data.too_long == "refuse":
+            raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {length}.")
+        return torch.tensor(tokens[:length] or [0])

@@ -1,0 +1,138 @@
+"""Calls of an engine that would be silently wrong are refused, or right."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opened_engines import BATCHES, TASK, config_of, opened, take_step, values
+from torch import Tensor, nn
+
+from d9d_dist import UserError
+from d9d_loop import Engine, Loss, ModelProvider
+from d9d_state import StateMapper, identity, keep, parallel
+
+CALLS: dict[str, Callable[[Engine], object]] = {
+    "forward_backward": lambda engine: engine.forward_backward(BATCHES, TASK.loss),
+    "accumulate": lambda engine: engine.accumulate(BATCHES[:1], TASK.loss),
+    "step": lambda engine: engine.step(),
+    "save": lambda engine: engine.save(),
+    "load": lambda engine: engine.load(),
+    "reference": lambda engine: engine.reference().__enter__(),
+    "evaluation_weights": lambda engine: engine.evaluation_weights().__enter__(),
+}
+
+
+def _read(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    return {"outputs": outputs}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_inside_the_reference_only_scores_are_computed(call: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with Engine.open(config_of(tmp_path), model=lambda stage: model, task=TASK, reference="initial") as engine:
+        take_step(engine)
+        before = values(engine)
+        with engine.reference():
+            with pytest.raises(UserError, match=rf"got {call}\(\) inside reference\(\); expected only score\(\) there"):
+                CALLS[call](engine)
+            assert not any(map(torch.equal, values(engine), before)), "the model is still the reference"
+        assert all(map(torch.equal, values(engine), before))
+
+
+@pytest.mark.parametrize("call", [*CALLS, "score", "weights"])
+def test_nothing_uses_offloaded_weights(call: str, tmp_path: Path) -> None:
+    calls = {**CALLS, "score": lambda engine: engine.score(BATCHES, _read), "weights": lambda engine: engine.weights()}
+    with opened(tmp_path) as engine:
+        take_step(engine)
+        before = values(engine)
+        refused = pytest.raises(UserError, match=rf"got {call}\(\) while the training state is offloaded; expected onl")
+        with engine.offloaded(), refused:
+            calls[call](engine)
+        engine.offload()
+        with refused:
+            calls[call](engine)
+        engine.onload()
+        assert all(map(torch.equal, values(engine), before))
+        take_step(engine)
+
+
+def test_scores_have_no_dropout_and_draw_no_random_numbers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    with Engine.open(config_of(tmp_path), model=lambda stage: model, task=TASK) as engine:
+        state = torch.get_rng_state()
+        first, second = (engine.score(BATCHES, _read) for _ in range(2))
+        assert torch.equal(state, torch.get_rng_state())
+        assert engine.model.training
+        engine.model.eval()
+        for each, again, batch in zip(first, second, BATCHES, strict=True):
+            assert torch.equal(each["outputs"], again["outputs"])
+            assert torch.equal(each["outputs"], engine.model(batch["x"]).detach())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda outputs, batch: outputs.sum(), r"the loss function returned a Tensor; expected Loss\(total, weight"),
+        (lambda outputs, batch: Loss(outputs, 2), r"Loss.total has shape \(1, 2\); expected a 0-dim tensor"),
+        (lambda outputs, batch: Loss(outputs.sum(), torch.ones(2)), r"Loss.weight has shape \(2,\); expected a 0-dim"),
+    ],
+)
+def test_a_loss_must_be_a_sum_with_its_weight(loss: Any, message: str, tmp_path: Path) -> None:
+    with opened(tmp_path) as engine, pytest.raises(UserError, match=message):
+        engine.forward_backward(BATCHES, loss)
+
+
+def test_a_negative_weight_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        engine.forward_backward(BATCHES, lambda outputs, batch: Loss(outputs.sum(), -1.0))
+        with pytest.raises(UserError, match=r"the loss weight of the step is -2.0; expected 0 or more"):
+            engine.step()
+
+
+def test_gradients_of_some_microbatches_are_not_used(tmp_path: Path) -> None:
+    def fail_second(outputs: Tensor, batch: Any) -> Loss:
+        if batch is not BATCHES[0] and not torch.equal(batch["x"], BATCHES[0]["x"]):
+            raise RuntimeError("no reward")
+        return TASK.loss(outputs, batch)
+
+    with opened(tmp_path) as engine:
+        with pytest.raises(RuntimeError, match="no reward"):
+            engine.forward_backward(BATCHES, fail_second)
+        for call in ("forward_backward", "step"):
+            with pytest.raises(UserError, match=r"an earlier forward_backward\(\) failed, so some of its microbatches"):
+                CALLS[call](engine)
+
+
+def test_loading_discards_accumulated_gradients(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        take_step(engine)
+        engine.save()
+        take_step(engine)
+        expected = values(engine)
+        engine.forward_backward(BATCHES, TASK.loss)
+        engine.load()
+        with pytest.raises(UserError, match=r"got step\(\) without gradients"):
+            engine.step()
+        take_step(engine)
+        assert all(map(torch.equal, values(engine), expected))
+
+
+class _WithAdapter(ModelProvider):
+    late_init = False
+
+    def build(self, stage: Any) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        return parallel(identity("weight"), keep("bias"))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_weights_that_omit_trained_parameters_are_refused(shards: bool, tmp_path: Path) -> None:
+    with Engine.open(config_of(tmp_path), model=_WithAdapter(), task=TASK) as engine:
+        with pytest.raises(UserError, match="no place for 1 trained parameters, such as bias; expected all of them"):
+            engine.weights(shards=shards)
+        engine.model.get_parameter("bias").requires_grad_(False)
+        assert [each[0] for each in engine.weights(shards=shards)] == ["weight"]

@@ -1,0 +1,104 @@
+"""Warning of a job that does not fit into device memory, with the nearest layout that does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_dist import UserError
+from d9d_loop import Loss, Task, Trainer, TrainerConfig
+from d9d_loop.planning import Hardware
+
+VOCABULARY, WIDTH, LENGTH = 4096, 32, 128
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class NextToken(Task):
+    def inputs(self, batch: Any) -> Any:
+        return {"tokens": batch["tokens"]}
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        loss = F.cross_entropy(outputs.flatten(0, 1), batch["tokens"].flatten(), reduction="sum")
+        return Loss(loss, weight=batch["tokens"].numel())
+
+
+def _trainer(folder: Path, hardware: str, *, warn: bool = True) -> Trainer:
+    config = TrainerConfig.model_validate(
+        {
+            "steps": 1,
+            "run": {"folder": folder},
+            "batch": {"global_size": 8},
+            "plan": {"hardware": hardware, "warn": warn},
+            "rehearsal": False,
+            "export": False,
+            "trackers": (),
+        }
+    )
+    data = [{"tokens": torch.zeros(LENGTH, dtype=torch.int64)}] * 8
+    return Trainer(config, model=Decoder, data=data, task=NextToken())
+
+
+def _hardware(folder: Path, *, spare_bytes: float) -> str:
+    """Write a description of a device with some bytes beside the planner's 1.5 GiB for the device context."""
+    device = Hardware.load("h100-dgx").model_dump()
+    path = folder / "small.toml"
+    lines = ['name = "small"', "devices_per_node = 1"]
+    device["device"]["memory_bytes"] = 1.5 * 2**30 + spare_bytes
+    for part in ("device", "links", "network", "fitted"):
+        lines.append(f"[{part}]")
+        values = device[part].items()
+        lines += [f"{key} = {value}" for key, value in values if not isinstance(value, dict)]
+        lines += [f"peak_flops.{key} = {value}" for key, value in device[part].get("peak_flops", {}).items()]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_job_that_does_not_fit_is_told_the_nearest_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = _trainer(tmp_path / "runs", _hardware(tmp_path, spare_bytes=2e7))
+    plan = trainer.plan(world_size=1, hardware=str(tmp_path / "small.toml"))
+    assert not plan.fits
+    assert plan.nearest is not None
+    assert plan.nearest.layout.microbatch_size < 8
+    assert plan.nearest.memory.total <= plan.hardware.device.memory_bytes
+    trainer.train()
+    out = capsys.readouterr().out
+    assert "d9d: the job needs 1." in out
+    assert "The nearest layout that fits" in out
+
+
+def test_a_job_that_fits_is_not_warned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _trainer(tmp_path / "runs", "h100-dgx").train()
+    assert "the job needs" not in capsys.readouterr().out
+
+
+def test_unknown_hardware_is_refused_before_the_job_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="got the hardware 'h1000'; expected one of"):
+        _trainer(tmp_path / "runs", "h1000").train()

@@ -1,0 +1,81 @@
+"""A step that the gate skips changes neither parameters nor state, whatever the gradients are."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from d9d_loop.optimizers import JoinedOptimizer, Lion, Muon, ScheduleFreeAdamW, StochasticAdamW
+from d9d_loop.optimizers.gate import gated, takes_gate
+
+
+def _lion(model: nn.Module) -> Optimizer:
+    return Lion(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _muon_and_adamw(model: nn.Module) -> Optimizer:
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    others = [each for each in model.parameters() if each.ndim != 2]
+    return JoinedOptimizer([Muon(matrices, lr=0.01), torch.optim.AdamW(others, fused=True)])
+
+
+def _tensors(optimizer: Optimizer) -> list[Tensor]:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return [*parameters, *(value for each in parameters for value in optimizer.state[each].values())]
+
+
+def _train(
+    build: Callable[[nn.Module], Optimizer], gates: list[float | None], dtype: torch.dtype
+) -> list[list[Tensor]]:
+    """Run one step for each gate, with NaN gradients where the gate is 1; return copies of all tensors after each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4)).to(dtype)
+    optimizer = build(model)
+    assert takes_gate(optimizer)
+    after = []
+    for gate in gates:
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan) if gate == 1.0 else torch.randn_like(parameter)
+        if gate is None:
+            optimizer.step()
+        else:
+            with gated(optimizer, torch.tensor(gate)):
+                optimizer.step()
+        after.append([each.detach().clone() for each in _tensors(optimizer)])
+    return after
+
+
+def _equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [_lion, _muon_and_adamw])
+def test_a_gated_step_is_an_ungated_one_or_none(build: Callable[[nn.Module], Optimizer], dtype: torch.dtype) -> None:
+    without = _train(build, [None, None, None], dtype)
+    assert not any(_equal(before, after) for before, after in pairwise(without))
+    first, skipped, second, again, third = _train(build, [0.0, 1.0, 0.0, 1.0, 0.0], dtype)
+    for got, expected in zip(
+        (first, skipped, second, again, third), [without[i] for i in (0, 0, 1, 1, 2)], strict=True
+    ):
+        assert _equal(got, expected)
+
+
+@pytest.mark.parametrize("build", [_lion, _muon_and_adamw])
+def test_the_first_step_can_be_skipped(build: Callable[[nn.Module], Optimizer]) -> None:
+    _, after = _train(build, [1.0, 0.0], torch.float32)
+    (expected,) = _train(build, [None], torch.float32)
+    assert _equal(after, expected)
+
+
+def test_optimizers_that_count_steps_on_the_host_take_no_gate() -> None:
+    layer = nn.Linear(2, 2)
+    counting = StochasticAdamW(layer.named_parameters())
+    assert not takes_gate(ScheduleFreeAdamW(layer.parameters()))
+    assert not takes_gate(counting)
+    assert not takes_gate(JoinedOptimizer([counting, Lion(nn.Linear(2, 2).parameters())]))
+    assert not takes_gate(torch.optim.AdamW(layer.parameters(), foreach=True))

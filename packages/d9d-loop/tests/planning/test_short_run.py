@@ -1,0 +1,111 @@
+"""Costs of a step from two runs with few layers equal those of a dry run with all layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_dist import DistributedContext, Launch, StageInfo, parallelize_hsdp
+from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
+from d9d_loop.planning.dry_run import dry_run, representatives
+from d9d_loop.planning.layer_repeats import Repeats, repeats_of, without_repeats
+from d9d_loop.planning.short_run import RankCost, rank_costs
+from d9d_pipeline import Inputs
+
+WIDTH = 64
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, inner: int) -> None:
+        super().__init__()
+        self.index = index
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, stage: StageInfo, inner: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): Layer(i, inner[i]) for i in stage.layers(len(inner))})
+        self.head = nn.Linear(WIDTH, 1000) if stage.is_last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+class Provider(ModelProvider):
+    def __init__(self, inner: list[int]) -> None:
+        self.inner = inner
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return Stack(stage, self.inner)
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        assert isinstance(model, Stack)
+        dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        for layer in (*model.layers.values(), model):
+            parallelize_hsdp(layer, dense, shard_axis="dp_cp_shard", precision=ctx.precision)
+
+
+class Regression(Task):
+    def inputs(self, batch: Any) -> Any:
+        return Inputs(batch["x"])
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        return Loss(F.cross_entropy(outputs, batch["y"], reduction="sum"), weight=batch["y"].numel())
+
+
+def _trainer(inner: list[int], folder: Any, **mesh: int) -> Trainer:
+    config = TrainerConfig.model_validate(
+        {
+            "steps": 2,
+            "run": {"folder": folder},
+            "batch": {"global_size": 32, "microbatch_size": 2},
+            "mesh": mesh,
+            "rehearsal": False,
+            "trackers": (),
+        }
+    )
+    data = [{"x": torch.zeros(WIDTH), "y": torch.zeros((), dtype=torch.int64)}] * 32
+    return Trainer(config, model=Provider(inner), data=data, task=Regression())
+
+
+@pytest.mark.parametrize(
+    ("inner", "mesh"),
+    [
+        ([128] * 7, {"data_parallel_shard": 4}),
+        ([32, *[256, 96] * 4, 32], {"data_parallel_shard": 2, "data_parallel_replicate": 2}),
+        ([128] * 10, {"pipeline_parallel": 2, "data_parallel_shard": 2}),
+    ],
+    ids=["one kind", "a period of two", "pipeline"],
+)
+def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], tmp_path: Any) -> None:
+    trainer = _trainer(inner, tmp_path, **mesh)
+    plan = trainer.plan_for(Launch(world_size=4, device="cpu"))
+    ranks = representatives(plan, 4)
+    whole = dry_run(trainer.plan_for, ranks=ranks, world_size=4, precision="bfloat16")
+    found = rank_costs(plan, ranks=ranks, world_size=4, num_microbatches=plan.num_microbatches, precision="bfloat16")
+    for cost, run in zip(found, whole, strict=True):
+        expected = RankCost.of(run)
+        assert max(cost.peaks) == run.forward_backward.peak_bytes
+        for name in RankCost.__slots__:
+            if name != "peaks":
+                assert getattr(cost, name) == getattr(expected, name), name
+
+
+def test_the_longest_repeated_part_is_found_and_shortened() -> None:
+    layers = Stack(StageInfo(), [32, 32, *[256, 96] * 4, 64]).layers
+    assert repeats_of(layers) == Repeats(start=2, period=2, count=4)
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(layers.values()))
+    shorter, kept, middle = without_repeats(model, 1)
+    inner = [next(layer.parameters()).shape[0] for layer in kept]
+    assert inner == [32, 32, 256, 96, 256, 96, 256, 96, 64]
+    assert middle == kept[4:6]
+    assert len(list(shorter.get_submodule("1").children())) == 9
+    assert len(layers) == 11
