@@ -38,6 +38,7 @@ TEMPLATE = """{%- for message in messages -%}
 
 
 class SftConfig(FinetuneConfig):
+    question: str = Field("What is shutil.rmtree for?", description="Held-out question whose answer is printed.")
     num_asked: PositiveInt = Field(64, description="Number of held-out questions that are asked at the end.")
 
 
@@ -106,13 +107,13 @@ def answers(done: Finished, questions: Sequence[str]) -> list[str]:
     return [bytes(row).split(b"\0")[0].decode(errors="replace") for row in written[:, ids.shape[1] :].tolist()]
 
 
-def report(done: Finished, held_out: Sequence[Mapping[str, Any]]) -> dict[str, JsonValue]:
-    """Ask the held-out questions, print the first, and return the share of exact answers. Collective."""
+def report(done: Finished, held_out: Sequence[Mapping[str, Any]], question: str) -> dict[str, JsonValue]:
+    """Ask a question and all held-out ones; print the first answer, return the share of exact ones. Collective."""
     asked, expected = zip(*((message["content"] for message in each["messages"]) for each in held_out), strict=True)
-    given = answers(done, asked)
+    answer, *given = answers(done, [question, *asked])
     if done.ctx.is_main_process:
-        print(f"{asked[0]}\n{given[0]}\n")
-    return {"exact_answers": sum(map(eq, given, expected)) / len(given), "question": asked[0], "answer": given[0]}
+        print(f"{question}\n{answer}\n")
+    return {"exact_answers": sum(map(eq, given, expected)) / len(given), "question": question, "answer": answer}
 
 
 def lora_decoder(source: Path | None, lora: Lora) -> tuple[LoraDecoder, Path]:
@@ -129,7 +130,10 @@ def main() -> None:
     train, held_out = conversations(config.text)
     data = ChatData(train, held_out=held_out, tokenizer=byte_chat(), row_length=config.text.length)
     trainer = Trainer(config, model=provider, data=data, task=NextTokenTask())
-    trainer.events.on(Finished, lambda done: export(done, provider, source, report(done, held_out[: config.num_asked])))
+    trainer.events.on(
+        Finished,
+        lambda done: export(done, provider, source, report(done, held_out[: config.num_asked], config.question)),
+    )
     trainer.train()
 
 

@@ -30,7 +30,7 @@ def _run(name: str, folder: Path, more: dict[str, Any], *, world_size: int = 1) 
 def _sft(pretrained: Path, steps: int) -> dict[str, Any]:
     text = {key: value for key, value in TINY_MODEL.items() if not key.startswith("model.")}
     job = {"initial_weights": pretrained, "steps": steps, "logging.every": 1, "num_asked": 3}
-    return {**text, "text.length": 192, "text.pattern": "s[ht]*.py", "evaluation.every": steps // 2, **job}
+    return {**text, "text.length": 192, "text.pattern": "sh*.py", "evaluation.every": steps // 2, **job}
 
 
 def test_sft_exports_adapters_and_a_merged_model_that_answers(tmp_path: Path, pretrained: Path) -> None:
@@ -39,7 +39,7 @@ def test_sft_exports_adapters_and_a_merged_model_that_answers(tmp_path: Path, pr
     assert sum(losses[-2:]) < sum(losses[:2])
     assert {"model.safetensors", "config.json"} <= {path.name for path in Path(summary["export_dir"]).iterdir()}
     assert (Path(summary["adapters_dir"]) / "adapter_config.json").is_file()
-    assert summary["question"] == "What is shelve.open for?"
+    assert summary["question"] == "What is shutil.rmtree for?"
     assert summary["answer"]
     assert summary["exact_answers"] == 0.0  # after six steps of a tiny model
 
