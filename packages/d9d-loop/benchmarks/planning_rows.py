@@ -82,9 +82,6 @@ MEGATRON_2022: dict[str, Any] = {
 Each microbatch adds its fp16 gradients to the earlier ones: two are read and one is written.
 """
 
-DEEPSPEED: dict[str, Any] = MEGATRON_2022 | {"splits_transfers": False}
-"""Its pipeline sends whole activations from each tensor-parallel rank."""
-
 
 def _degrees(row: Row) -> dict[str, Any]:
     tp, pp, cp = (_number(row, name) for name in ("tp", "pp", "cp"))
@@ -102,7 +99,7 @@ def _vtrain(row: Row) -> Measured:
     is_single = "single" in row["source"]
     degrees = _degrees(row)
     vocab = 50257 if is_single and degrees["tp"] == 1 else 51200
-    layout = PlanLayout(**degrees, **_batch(row, degrees["dp"]), recompute="full", **DEEPSPEED)
+    layout = PlanLayout(**degrees, **_batch(row, degrees["dp"]), recompute="full", **MEGATRON_2022)
     name = "vTrain single-node" if is_single else "vTrain multi-node"
     return Measured(name, "a100-80-dgx", _gpt(row, vocab), (layout,), float(row["step_s"]), None, row)
 
@@ -140,7 +137,7 @@ def _sc21(row: Row) -> Measured | None:
     name = "MT-NLG" if "turing" in row["source"] else "SC21"
     traits = MEGATRON_2022
     if name == "MT-NLG":  # bf16, with gradients in fp32
-        traits = DEEPSPEED | {"gradient_bytes": 4, "accumulation_bytes": 10}
+        traits = MEGATRON_2022 | {"gradient_bytes": 4, "accumulation_bytes": 10}
     base = PlanLayout(**degrees, recompute="full", **traits)
     tuned = _tuned(base, _number(row, "gbs"), shape)
     return Measured(name, "a100-80-dgx", shape, tuned, seconds, None, row)
