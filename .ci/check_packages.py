@@ -103,7 +103,9 @@ def check_package(name: str, wheels: Path, prepared: Path, choice: Choice) -> st
     folder, bytecode = prepared.rename(wheels / "alone"), wheels / "bytecode"
     python = folder / "venv" / "bin" / "python"
     cached = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
-    run(python, "-I", "-X", f"pycache_prefix={bytecode}", "-c", f"import {name.replace('-', '_')}")
+    module = name.replace("-", "_")
+    use_all = f"import {module}; [getattr({module}, name) for name in {module}.__all__]"  # each imports its module
+    run(python, "-I", "-X", f"pycache_prefix={bytecode}", "-c", use_all)
     output = run(python, "integration_tests/snippets.py", f"packages/{name}/README.md", **cached)
     summary = output.strip().splitlines()[-1].rpartition(": ")[2]
     if not choice.readme_only:

@@ -100,7 +100,7 @@ def the_second_stage_forgets_the_scaling_of_positions() -> AbstractContextManage
     return _with_scaling(lambda stage: stage.is_first)
 
 
-@caught_by("qwen3,cp_shard=2,window=5")
+@caught_by("qwen3,cp_shard=2,window=5", is_nightly=True)
 def a_window_is_one_too_wide() -> AbstractContextManager[object]:
     real = AttentionOptions.within
 
@@ -150,7 +150,7 @@ def output_norms_have_the_gradient_of_one_rank() -> AbstractContextManager[objec
     return mock.patch.object(SequenceParallel, "has_partial_gradients", False)
 
 
-@caught_by("gemma3,pp=2")
+@caught_by("gemma3,pp=2", is_nightly=True)
 def the_base_of_positions_is_that_of_the_first_layer() -> AbstractContextManager[object]:
     real = Gemma3Params.rope
     return mock.patch.object(Gemma3Params, "rope", lambda self, index: real(self, 0))
@@ -287,7 +287,7 @@ def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContex
     return mock.patch.object(SharedParameters, "add_gradients")
 
 
-@caught_by("llama3,tp=2,head=tied")
+@caught_by("llama3,tp=2,head=tied", is_nightly=True)
 def of_a_tied_weight_only_the_head_has_a_gradient() -> AbstractContextManager[object]:
     real = d9d_dist.tensor_styles.embed_vocab_shard
 

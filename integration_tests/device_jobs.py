@@ -1,10 +1,12 @@
 """Training steps of Qwen3 decoders on the fake accelerator, for one rank of any number, in this process.
 
 `trained` runs the whole Trainer on one rank. `stepped` runs the parts of a job that other ranks take part in: its
-model, loader and engine. Both return the log of one step.
+model, loader and engine. Both return the log of one step. `rehearsed` runs them in another process.
 """
 
+import atexit
 import gc
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from d9d_dist import Launch, MeshConfig, materialize
-from d9d_dist.testing import DeviceLog, FakeAccelerator
+from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
@@ -218,3 +220,22 @@ def stepped(case: Case) -> DeviceLog:
     log.start_bytes -= other_bytes
     log.peak_bytes -= other_bytes
     return log
+
+
+def rehearsed(cases: Mapping[str, Case], *, whole_jobs: bool = False) -> dict[str, DeviceLog]:
+    """Return the logs of cases, run one after another in a process that has the fake accelerator."""
+    return _pool().run(_rehearse, cases, whole_jobs, world_size=1, timeout=600)[0]
+
+
+@cache
+def _pool() -> RankPool:
+    """Return a process of this file only: the fake accelerator stays for the rest of a process."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def _rehearse(cases: Mapping[str, Case], whole_jobs: bool) -> dict[str, DeviceLog]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return {name: trained(case) if whole_jobs else stepped(case) for name, case in cases.items()}

@@ -99,7 +99,7 @@ def _difference_of_shards(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sample("stages", "sharded", "tensor", "context")
+@pytest.mark.sample("stages", "sharded")
 def test_equals_one_process(layout: str) -> None:
     assert _first_difference(*LAYOUTS[layout]) is None
 

@@ -35,7 +35,7 @@ def _first_error(ended: list[Ended]) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.sample("4")
+@pytest.mark.sample("1")
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path, world_size: int) -> None:
     start = time.monotonic()
     assert _run(tmp_path, "calm", world_size)

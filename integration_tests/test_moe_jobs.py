@@ -33,7 +33,7 @@ def test_biases_balance_an_unbalanced_router(one_process: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", ["ep=4,dp_shard=4", "pp=2,ep=2,dp_shard=2,microbatch=2"])
-@pytest.mark.sample("pp=2,ep=2,dp_shard=2,microbatch=2")
+@pytest.mark.full
 def test_a_balanced_job_is_the_same_in_every_layout(layout: str, one_process: Path, tmp_path: Path) -> None:
     found = _train(layout, tmp_path / "ranks")
     for name in REPORTED:

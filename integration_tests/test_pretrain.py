@@ -31,7 +31,7 @@ def _close(ours: list[float], theirs: list[float], *, rel: float) -> bool:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.sample("moe-1")
+@pytest.mark.sample("dense-2")
 def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
     file = [MOE] if kind == "moe" else []
     _run(file + _tiny(tmp_path, "one", steps=8, evaluation__every=4))

@@ -265,12 +265,12 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
 )
 def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        text_trainer(_config(folder, tmp_path, "pretrain", **change))
+        text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change}))
 
 
-def test_only_jobs_that_embed_have_an_embedding() -> None:
+def test_only_jobs_that_embed_have_an_embedding(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"embedding is set, but job = sft; expected it with job = embed only"):
-        TextJobConfig.model_validate({"job": "sft", "embedding": {}})
+        _config(folder, tmp_path, "sft", embedding={})
 
 
 @pytest.mark.parametrize(

@@ -85,16 +85,18 @@ def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) 
 
 
 def test_runs_of_a_folder_share_a_repository_and_have_names(tmp_path: Path) -> None:
-    for name, settings in (("first", AimTrackerConfig()), ("second", AimTrackerConfig(name="own"))):
-        tracker = settings.build(tmp_path / name)
+    states = {}
+    for name, settings in (("first", AimTrackerConfig()), ("own", AimTrackerConfig(name="own"))):
+        tracker = settings.build(tmp_path / ("first" if settings.name is None else "second"))
         tracker.resume(0)
         tracker.log(1, {"loss": 1.0})  # a run of one value
         tracker.close()
+        states[name] = tracker.state_dict()
     assert {path.parent for path in tmp_path.rglob(".aim")} == {tmp_path}
-    wait_until_aim_knows_new_runs()
-    runs = [aim.Run(found, repo=str(tmp_path), read_only=True) for found in aim.Repo(str(tmp_path)).list_all_runs()]
-    assert sorted(str(run.name) for run in runs) == ["first", "own"]
-    assert [series(run.get_metric("loss", Context({}))) for run in runs] == [{1: 1.0}] * 2
+    for name, state in states.items():
+        run = reopened(tmp_path, state)
+        assert (run.name, series(run.get_metric("loss", Context({})))) == (name, {1: 1.0})
+        run.close()
 
 
 def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

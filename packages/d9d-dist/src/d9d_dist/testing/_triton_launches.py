@@ -13,8 +13,7 @@ def record_triton_launches(operators: Operators) -> None:
     """Replace the launch of all Triton kernels of this process by an entry of the log, if Triton is installed."""
     if find_spec("triton") is None:
         return
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - optional
-    from triton.backends.driver import DriverBase  # noqa: PLC0415
+    from triton.backends.driver import DriverBase  # noqa: PLC0415 - optional
     from triton.runtime import JITFunction, driver  # noqa: PLC0415
 
     class NoDriver(DriverBase):
@@ -31,8 +30,8 @@ def record_triton_launches(operators: Operators) -> None:
         def map_python_to_cpp_type(self, ty: str) -> str:
             return ty
 
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+        def get_current_target(self) -> Any:
+            return types.SimpleNamespace(arch=90, warp_size=32)
 
         def get_active_torch_device(self) -> Any:
             raise NotImplementedError

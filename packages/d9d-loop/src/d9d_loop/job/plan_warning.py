@@ -1,14 +1,18 @@
 """Warning of a job that does not fit into the memory of its devices, before it starts."""
 
+from typing import TYPE_CHECKING
+
 from d9d_dist import UserError
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import in_fork
-from d9d_loop.planning import Hardware, PlanWith, fit_message, plan_cluster
+
+if TYPE_CHECKING:
+    from d9d_loop.planning import PlanWith
 
 _SECONDS = 120.0
 
 
-def warn_if_too_large(plan: JobPlan, plan_with: PlanWith) -> None:
+def warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
     """Print on rank 0 that a job needs more memory than its devices have, if `plan.hardware` is set. No collectives.
 
     The planner runs in a forked process. Models that it does not support are not checked.
@@ -23,6 +27,8 @@ def warn_if_too_large(plan: JobPlan, plan_with: PlanWith) -> None:
     settings, launch = plan.config.plan, plan.model.launch
     if settings.hardware is None or not settings.warn:
         return
+    from d9d_loop.planning import Hardware, fit_message, plan_cluster  # noqa: PLC0415 - imports Triton through torch
+
     hardware = Hardware.load(settings.hardware)
     if launch.rank != 0:
         return

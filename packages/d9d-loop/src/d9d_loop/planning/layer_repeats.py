@@ -6,7 +6,7 @@ instead of the whole model.
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, final
 
 from torch import nn
@@ -119,7 +119,14 @@ def _describe(layer: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _comparable(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | None) or is_dataclass(value) else type(value)
+    """Return what must be equal in equal layers: plain values, those in dataclasses and tuples, and types of others."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_comparable, value))
+    if is_dataclass(value):
+        return type(value), tuple(_comparable(getattr(value, field.name)) for field in fields(value))
+    return type(value)
 
 
 def _are_equal(described: list[list[tuple[Any, ...]]], a: int, b: int) -> bool:

@@ -80,10 +80,21 @@ def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[O
 
 
 def _kv_heads(layer: nn.Module, *, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> int:
-    """Return the number of key heads, from the smallest projection: attention may receive repeated key heads."""
-    outputs = [each.shape[0] for each in layer.parameters() if each.dim() == 2 and each.shape[1] == hidden_size]
-    candidates = [size // head_dim for size in outputs if size % head_dim == 0 and heads % (size // head_dim) == 0]
-    return min([kv_heads, *candidates])
+    """Return the number of key heads, from the smallest projection: attention may receive repeated key heads.
+
+    Projections are those beside one of all query heads; a router, too, maps the hidden size to a few outputs.
+    """
+    for module in layer.modules():
+        outputs = [
+            each.shape[0]
+            for child in module.children()
+            for each in child.parameters(recurse=False)
+            if each.dim() == 2 and each.shape[1] == hidden_size
+        ]
+        if heads * head_dim in outputs:
+            candidates = [size // head_dim for size in outputs if size % head_dim == 0]
+            return min([kv_heads, *(each for each in candidates if heads % each == 0)])
+    return kv_heads
 
 
 def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 _WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 32
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 12, 32
 _MOST_POINTS = 600
 
 Curve = Sequence[tuple[int, float]]
