@@ -6,12 +6,13 @@ from d9d_loop.job.rehearsal import in_fork
 from d9d_loop.planning import Hardware, PlanWith, fit_message, plan_cluster
 
 _SECONDS = 120.0
+_FITS = "fits"
 
 
 def warn_if_too_large(plan: JobPlan, plan_with: PlanWith) -> None:
     """Print on rank 0 that a job needs more memory than its devices have, if `plan.hardware` is set. No collectives.
 
-    The planner runs in a forked process. Models that it does not support are not checked.
+    The planner runs in a forked process. If it does not support the model, the reason is printed.
 
     Args:
         plan: Plan of the job.
@@ -29,9 +30,11 @@ def warn_if_too_large(plan: JobPlan, plan_with: PlanWith) -> None:
 
     def message() -> str:
         try:
-            return fit_message(plan_cluster(plan_with, world_size=launch.world_size, hardware=hardware))
-        except UserError:
-            return ""
+            return fit_message(plan_cluster(plan_with, world_size=launch.world_size, hardware=hardware)) or _FITS
+        except UserError as error:
+            return f"the memory of the job was not checked: {error}"
 
-    if text := in_fork(message, seconds=_SECONDS):
+    # Empty if autograd ran in this process before: its threads do not survive a fork.
+    text = in_fork(message, seconds=_SECONDS) or "the planner did not finish; run d9d-plan to check the job's memory."
+    if text != _FITS:
         print(f"d9d: {text}", flush=True)
