@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
     """Print on rank 0 that a job needs more memory than its devices have, if `plan.hardware` is set. No collectives.
 
-    Models that the planner does not support are not checked.
+    If the planner does not support the model, the reason is printed.
 
     Args:
         plan: Plan of the job.
@@ -29,10 +29,9 @@ def warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
     hardware = Hardware.load(settings.hardware)
     if launch.rank != 0:
         return
-
     try:
         text = fit_message(plan_cluster(plan_with, world_size=launch.world_size, hardware=hardware))
-    except UserError:
-        return
+    except UserError as error:
+        text = f"the memory of the job was not checked: {error}"
     if text:
         print(f"d9d: {text}", flush=True)
