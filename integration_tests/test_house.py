@@ -218,7 +218,7 @@ heavy = {"sympy", "triton", "transformers", "torchao", "matplotlib", "torch.dist
 print(sorted(heavy & set(sys.modules)))
 from d9d_loop import Trainer
 from d9d_modules import Qwen3ForCausalLM
-heavy = {"transformers", "torchao", "matplotlib", "torch._dynamo", "torch.distributed.checkpoint"}
+heavy = {"triton", "transformers", "torchao", "matplotlib", "torch._dynamo", "torch.distributed.checkpoint"}
 print(sorted(heavy & set(sys.modules)))
 """
 
