@@ -17,7 +17,6 @@ from d9d_loop.job.job import build_job, evaluate_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_parts import Job
 from d9d_loop.job.plan import JobPlan, plan_job
-from d9d_loop.job.plan_warning import warn_if_too_large
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
@@ -145,6 +144,8 @@ class Trainer:
         """
         with explained("the job cannot be built"):
             plan = self._plan(self._config)
+        from d9d_loop.job.plan_warning import warn_if_too_large  # noqa: PLC0415 - imports Triton through torch
+
         warn_if_too_large(plan, self._plan_with)
         if plan.config.rehearsal:
             rehearse(plan)
