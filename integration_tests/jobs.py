@@ -94,8 +94,8 @@ def _shorter_text(module: ModuleType) -> AbstractContextManager[object]:
         return nullcontext()
     generate = vars(module)["generate"]
 
-    def fewer(*args: Any, **kwargs: Any) -> object:
-        return generate(*args, **{**kwargs, "max_new_tokens": _NEW_TOKENS})
+    def fewer(*args: Any, max_new_tokens: int, **kwargs: Any) -> object:
+        return generate(*args, max_new_tokens=min(max_new_tokens, _NEW_TOKENS), **kwargs)
 
     return mock.patch.object(module, "generate", fewer)
 

@@ -32,8 +32,7 @@ def names_cuda(text: str) -> bool:
 def test_no_source_names_cuda() -> None:
     assert names_cuda("x = torch.cuda.current_device()")
     assert names_cuda("x = torch.device('cuda:0')")
-    named = [path.name for path in SOURCES if names_cuda(path.read_text(encoding="utf-8"))]
-    assert named == ["_triton_launches.py"]  # the target of Triton's compiler
+    assert not [path for path in SOURCES if names_cuda(path.read_text(encoding="utf-8"))]
 
 
 _USES_PICKLE = """

@@ -19,6 +19,7 @@ from d9d_loop.__main__ import main
 from d9d_loop.config.preset import look_beside_preset
 
 _PROJECT = """
+import sys
 import torch
 from torch import nn
 from d9d_loop import FunctionProvider, InferenceTask, Loss, StepDone, Task, on_event
@@ -52,7 +53,7 @@ class Watcher:
         self.word = word
     @on_event(StepDone)
     def look(self, event):
-        print(self.word, event.step)
+        sys.stdout.write(f"{self.word} {event.step}\\n")  # in one piece: another thread prints the metrics
 """
 
 _PRESET = """

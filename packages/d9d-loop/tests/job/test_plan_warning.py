@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
-from d9d_loop.job import plan_warning
 from d9d_loop.planning import Hardware
 
 VOCABULARY, WIDTH, LENGTH = 4096, 32, 128
@@ -49,12 +48,6 @@ class NextToken(Task):
     def loss(self, outputs: Any, batch: Any) -> Loss:
         loss = F.cross_entropy(outputs.flatten(0, 1), batch["tokens"].flatten(), reduction="sum")
         return Loss(loss, weight=batch["tokens"].numel())
-
-
-@pytest.fixture(autouse=True)
-def _plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call the planner without a fork: earlier tests of this process have started autograd's threads."""
-    monkeypatch.setattr(plan_warning, "in_fork", lambda function, seconds: function())
 
 
 def _trainer(folder: Path, hardware: str, *, warn: bool = True) -> Trainer:
