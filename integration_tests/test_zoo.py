@@ -45,7 +45,6 @@ LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
 
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
-    "transformers:doge": "model.layers.*.self_attn.A (no style)",
     "transformers:nemo_speechlm": "mixer.experts (NemotronHExperts, moe_tp_experts)",
 }
 """Modules that are refused on several ranks, with the error.

@@ -36,7 +36,7 @@ def _model(kind: str, **changes: Any) -> Any:
 
 
 def test_heads_of_queries_keys_and_values_stay_whole() -> None:
-    plan = tensor_plan(_model("Qwen3ForCausalLM"), 2)
+    plan = tensor_plan(_model("Qwen3ForCausalLM"), 2).styles
     attention = {name.rpartition(".")[2]: style for name, style in plan.items() if "self_attn" in name}
     assert attention == {
         "q_proj": ColumnParallel(head_dim=6),
@@ -46,7 +46,7 @@ def test_heads_of_queries_keys_and_values_stay_whole() -> None:
         "k_norm": SequenceParallel(),
         "o_proj": RowParallel(),
     }
-    fused = tensor_plan(_model("GPTNeoXForCausalLM"), 2)["gpt_neox.layers.0.attention.query_key_value"]
+    fused = tensor_plan(_model("GPTNeoXForCausalLM"), 2).styles["gpt_neox.layers.0.attention.query_key_value"]
     assert fused == ColumnParallel(head_dim=6)  # 8 / 4 features of a query, a key and a value
     assert plan["model.layers.0.mlp.up_proj"] == ColumnParallel()
 
@@ -54,8 +54,8 @@ def test_heads_of_queries_keys_and_values_stay_whole() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_vocabulary_that_does_not_divide_stays_replicated(tied: bool) -> None:
     names = {"lm_head", "model.embed_tokens"}
-    assert names <= tensor_plan(_model("LlamaForCausalLM", tie_word_embeddings=tied), 2).keys()
-    plan = tensor_plan(_model("LlamaForCausalLM", tie_word_embeddings=tied, vocab_size=13), 2)
+    assert names <= tensor_plan(_model("LlamaForCausalLM", tie_word_embeddings=tied), 2).styles.keys()
+    plan = tensor_plan(_model("LlamaForCausalLM", tie_word_embeddings=tied, vocab_size=13), 2).styles
     assert not names & plan.keys()
     assert "model.layers.0.mlp.up_proj" in plan
 
@@ -63,19 +63,25 @@ def test_a_vocabulary_that_does_not_divide_stays_replicated(tied: bool) -> None:
 def test_a_head_that_is_tied_to_a_replicated_module_stays_replicated() -> None:
     model = _model("LlamaForCausalLM", tie_word_embeddings=True)
     model.tp_plan.pop("model.embed_tokens")
-    assert "lm_head" not in tensor_plan(model, 2)
+    assert "lm_head" not in tensor_plan(model, 2).styles
 
 
-def test_unknown_styles_are_refused_by_name() -> None:
+def test_blocks_with_unknown_styles_stay_whole() -> None:
     model = _model("LlamaForCausalLM")
     model.tp_plan["model.layers.*.mlp.up_proj"] = "diagonal"
     model.tp_plan["model.layers.*.mlp.down_proj.weight"] = "packed_rowwise"
-    with pytest.raises(
-        UserError,
-        match=r"the plan of LlamaForCausalLM has styles that are not supported: "
-        r"model.layers.\*.mlp.up_proj \(Linear, diagonal\), model.layers.\*.mlp.down_proj.weight \(packed_rowwise\), "
-        r"model.layers.\*.mlp.down_proj \(Linear, rowwise\); expected 1",
-    ):
+    styles, whole = tensor_plan(model, 2)
+    assert whole == {
+        "model.layers.*.mlp": [
+            "model.layers.*.mlp.up_proj (Linear, diagonal)",
+            "model.layers.*.mlp.down_proj.weight (packed_rowwise)",
+            "model.layers.*.mlp.down_proj (Linear, rowwise)",
+        ]
+    }
+    assert not [name for name in styles if "mlp" in name]
+    assert styles["model.layers.0.self_attn.o_proj"] == RowParallel()
+    model.tp_plan["model.layers.*.self_attn.v_proj"] = "diagonal"
+    with pytest.raises(UserError, match=r"splits nothing .* model.layers.\*.self_attn.v_proj \(Linear, diagonal"):
         tensor_plan(model, 2)
 
 
@@ -86,7 +92,7 @@ def _embedding(padding_idx: int) -> nn.ModuleDict:
 
 
 def _embed_on_ranks(ids: torch.Tensor, padding_idx: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    style = tensor_plan(_model("Gemma3ForCausalLM", pad_token_id=padding_idx), 2)["model.embed_tokens"]
+    style = tensor_plan(_model("Gemma3ForCausalLM", pad_token_id=padding_idx), 2).styles["model.embed_tokens"]
     with MeshConfig(tensor_parallel=2).build() as ctx:
         embedding = _embedding(padding_idx)
         parallelize_tensor(embedding, ctx.mesh_for("dense")["tp"], {"embed_tokens": style})
@@ -113,18 +119,19 @@ def test_a_split_embedding_refuses_ids_out_of_range() -> None:
         run_ranks(_embed_on_ranks, torch.tensor([[12]]), 0, world_size=2)
 
 
-def test_modules_between_split_layers_have_partial_gradients_or_are_refused() -> None:
-    plan = tensor_plan(_model("ApertusForCausalLM"), 2)  # its plan does not name the trained activation
+def test_modules_between_split_layers_have_partial_gradients_or_keep_their_block_whole() -> None:
+    plan = tensor_plan(_model("ApertusForCausalLM"), 2).styles  # its plan does not name the trained activation
     assert plan["model.layers.0.mlp.act_fn"] == SequenceParallel()
     model = _model("Qwen3ForCausalLM")
     model.tp_plan.pop("model.layers.*.self_attn.q_norm")
-    assert tensor_plan(model, 2)["model.layers.0.self_attn.q_norm"] == SequenceParallel()
+    assert tensor_plan(model, 2).styles["model.layers.0.self_attn.q_norm"] == SequenceParallel()
     model.model.layers[0].mlp.norm = nn.LayerNorm(12)
     model.model.layers[0].mlp.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(
-        UserError, match=r"model.layers.\*.mlp.scale \(no style\), model.layers.\*.mlp.norm \(LayerNorm, no style\)"
-    ):
-        tensor_plan(model, 2)
+    styles, whole = tensor_plan(model, 2)
+    assert whole == {
+        "model.layers.*.mlp": ["model.layers.*.mlp.scale (no style)", "model.layers.*.mlp.norm (LayerNorm, no style)"]
+    }
+    assert not [name for name in styles if "mlp" in name]
 
 
 def _experts() -> nn.Module:
@@ -147,7 +154,7 @@ def _train_first_experts(block: nn.Module) -> dict[str, torch.Tensor]:
 
 def _train_split_experts() -> dict[str, torch.Tensor]:
     sizes = {"num_experts": 4, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
-    style = tensor_plan(_model("Qwen3MoeForCausalLM", **sizes), 2)["model.layers.0.mlp.experts"]
+    style = tensor_plan(_model("Qwen3MoeForCausalLM", **sizes), 2).styles["model.layers.0.mlp.experts"]
     with MeshConfig(tensor_parallel=2).build() as ctx:
         block = _experts()
         parallelize_tensor(block.get_submodule("experts"), ctx.mesh_for("dense")["tp"], {"": style})
@@ -161,7 +168,7 @@ def test_experts_without_tokens_on_a_rank_have_gradients_of_zero() -> None:
 
 
 def _styles(kind: str, name: str, **changes: Any) -> TensorStyle:
-    return tensor_plan(_model(kind, **changes), 2)[f"model.layers.0.{name}"]
+    return tensor_plan(_model(kind, **changes), 2).styles[f"model.layers.0.{name}"]
 
 
 def test_plans_of_parameters_without_a_layer() -> None:
@@ -177,4 +184,4 @@ def test_a_loop_that_computes_experts_of_other_ranks_is_refused() -> None:
     with pytest.raises(UserError, match=r"model.layers.\*.mixer.experts \(NemotronHExperts, moe_tp_experts\)"):
         tensor_plan(model, 2)
     model.config._experts_implementation = "grouped_mm"
-    assert tensor_plan(model, 2)["model.layers.0.mixer.experts"].placements()
+    assert tensor_plan(model, 2).styles["model.layers.0.mixer.experts"].placements()

@@ -4,10 +4,10 @@ The plan names styles of `transformers` for modules and parameters, with `*` for
 modules are plain tensors in all styles, as in `d9d_dist`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getsource
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import nn
@@ -30,14 +30,27 @@ from d9d_dist import (
 )
 
 
-def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
-    """Return the plan for `parallelize_tensor`, by full module names.
+class TensorPlan(NamedTuple):
+    """Styles of a model.
 
-    Embeddings and heads have unsharded outputs. They stay replicated if the degree does not divide them, or if they are
-    tied to a replicated module.
+    Attributes:
+        styles: The plan for `parallelize_tensor`, by full module names.
+        whole: Blocks that stay replicated, with the modules that are the reasons; `*` stands for layer numbers.
+    """
+
+    styles: dict[str, TensorStyle]
+    whole: Mapping[str, Sequence[str]]
+
+
+def tensor_plan(model: Any, degree: int) -> TensorPlan:
+    """Return the tensor-parallel plan of a model.
+
+    A block stays replicated if a module in it has a style that is not supported, or has none between split layers: the
+    results are equal, and the block saves no memory. Embeddings and heads have unsharded outputs. They also stay
+    replicated if the degree does not divide them, or if they are tied to a replicated module.
 
     Raises:
-        UserError: If the model has no plan, or a style of the plan is not supported.
+        UserError: If the model has no plan, or no block can be split.
     """
     rules: Mapping[str, str] = model.tp_plan or {}
     if not rules:
@@ -46,7 +59,7 @@ def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
             "Shard the model with mesh.data_parallel_shard instead, or write a ModelProvider."
         )
     plan: dict[str, TensorStyle] = {}
-    unknown: list[str] = []
+    unknown: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         rule = rules.get(_with_wildcards(name))
         inside = {key: found for key in module._parameters if (found := rules.get(_with_wildcards(f"{name}.{key}")))}
@@ -54,23 +67,51 @@ def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
             continue
         style = _style(model, name, rule, inside)
         if style is None:
-            unknown += [f"{_with_wildcards(f'{name}.{key}')} ({each})" for key, each in inside.items()]
-            unknown += [f"{_with_wildcards(name)} ({type(module).__name__}, {rule})"]
+            unknown[name] = [f"{_with_wildcards(f'{name}.{key}')} ({each})" for key, each in inside.items()]
+            unknown[name] += [f"{_with_wildcards(name)} ({type(module).__name__}, {rule})"]
         else:
             plan[name] = style
-    unknown = unknown or _name_inner_modules(model, plan)
+    blocks = [(_block_of(model, name, plan), reasons) for name, reasons in unknown.items()]
+    plan = _without_blocks(plan, (block for block, _ in blocks))
+    unnamed = _name_inner_modules(model, plan)
+    plan, whole = _without_blocks(plan, unnamed), _by_kind((*blocks, *unnamed.items()))
+    if not any(style.placements() and not _has_whole_output(style) for style in plan.values()):
+        reasons = ", ".join(each for block in whole.values() for each in block)
+        raise UserError(
+            f"mesh.tensor_parallel = {degree}, and the plan of {type(model).__name__} splits nothing inside the layers "
+            f"beside styles that are not supported: {reasons}; expected 1. Shard the model with "
+            "mesh.data_parallel_shard instead."
+        )
     for name, module in model.named_modules():
         if type(module).__name__ == "Gemma4Model" and module.config.get_text_config().hidden_size_per_layer_input:
             # It reads the row of the padding token outside of the embedding.
-            plan.pop(f"{name}.language_model.embed_tokens")
+            plan.pop(f"{name}.language_model.embed_tokens", None)
             plan[name] = _ReadsParameters(("language_model.embed_tokens",))
-    if unknown:
-        raise UserError(
-            f"mesh.tensor_parallel = {degree}, and the plan of {type(model).__name__} has styles that are not "
-            f"supported: {', '.join(dict.fromkeys(unknown))}; expected 1. Shard the model with "
-            "mesh.data_parallel_shard instead."
-        )
-    return _without_undivided(model, plan, degree)
+    return TensorPlan(_without_undivided(model, plan, degree), whole)
+
+
+def _block_of(model: nn.Module, name: str, plan: Mapping[str, TensorStyle]) -> str:
+    """Return the module around a module if it has split activations inside, else the name itself."""
+    around = name.rpartition(".")[0]
+    styles = [plan.get(f"{around}.{child}") for child, _ in model.get_submodule(around).named_children()]
+    has_split = any(
+        isinstance(style, RowParallel) or (isinstance(style, ColumnParallel) and not _has_whole_output(style))
+        for style in styles
+    )
+    return around if has_split else name
+
+
+def _without_blocks(plan: Mapping[str, TensorStyle], blocks: Iterable[str]) -> dict[str, TensorStyle]:
+    prefixes = tuple(f"{block}." for block in blocks)
+    return {name: style for name, style in plan.items() if not f"{name}.".startswith(prefixes)}
+
+
+def _by_kind(blocks: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Return the blocks with `*` for layer numbers, each with its reasons once."""
+    found: dict[str, dict[str, None]] = {}
+    for block, reasons in blocks:
+        found.setdefault(_with_wildcards(block), {}).update(dict.fromkeys(reasons))
+    return {block: list(reasons) for block, reasons in found.items()}
 
 
 def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -> TensorStyle | None:
@@ -122,13 +163,13 @@ def _head_size(model: Any, name: str, num_outputs: int) -> int:
     return num_outputs // num_heads if is_whole else sizes[0]
 
 
-def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
-    """Add styles that are missing in the model's plan; return names of modules and parameters still without a style.
+def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> dict[str, list[str]]:
+    """Add styles that are missing in the model's plan; return the modules and parameters without one, by their block.
 
     The gradients of these would be wrong: a module between split layers has partial gradients. Latent attention has
     replicated modules before split layers.
     """
-    unknown: list[str] = []
+    unknown: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         children = {child: f"{name}.{child}" for child, _ in module.named_children()}
         styles = [plan.get(full_name) for full_name in children.values()]
@@ -137,8 +178,9 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
             if name not in plan and any(isinstance(child, nn.Conv1d) for child in module.children()):
                 plan[name] = _ReadsParameters(tuple(children))
             continue
+        found = []
         if name not in plan:
-            unknown += [
+            found = [
                 f"{_with_wildcards(f'{name}.{key}')} (no style)" for key, _ in module.named_parameters(recurse=False)
             ]
         for child, full_name in children.items():
@@ -149,7 +191,9 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
             if child == "act_fn" or (child in ("q_norm", "k_norm") and shapes == {(module.head_dim,)}):
                 plan[full_name] = SequenceParallel()
             else:
-                unknown.append(f"{_with_wildcards(full_name)} ({type(inner).__name__}, no style)")
+                found.append(f"{_with_wildcards(full_name)} ({type(inner).__name__}, no style)")
+        if found:
+            unknown[name] = found
     return unknown
 
 

@@ -138,7 +138,11 @@ class _HuggingFaceModel(ModelProvider):
         self._refuse_axes(type(model).__name__, ctx)
         tensor = ctx.mesh_for("dense")["tp"]
         if tensor.size() > 1:
-            parallelize_tensor(model, tensor, tensor_plan(model, tensor.size()))
+            plan = tensor_plan(model, tensor.size())
+            if ctx.is_main_process:
+                for block, reasons in plan.whole.items():
+                    print(f"d9d: {block} is not split by mesh.tensor_parallel, because of {', '.join(reasons)}.")
+            parallelize_tensor(model, tensor, plan.styles)
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # Do not cast inputs: blocks get float32 rotary tables, and activations already in the compute dtype.
         precision = ctx.precision if self._precision == "job" else self._precision
