@@ -18,41 +18,25 @@ MAX_SPILLED = {"norm of 16384 with residual": 128, "norm of 16384 in float32 wit
 A row of 16,384 fills the registers of 1,024 threads. Two passes over the row would read more than this spill does.
 """
 MIN_OCCUPANCY = 0.375
-SAMPLE = (
-    "norm of 4096, float32 weight",
-    "norm of 16384 with residual",
-    "silu_mul of 12288 (Qwen3-8B)",
-    "permute of 2048",
-    "AdamW, float32 averages, sharded columns",
-    "stochastic copy",
-)
-"""Cases of the default run: each kernel once, and the norm whose row fills the registers."""
 
 
 @pytest.fixture(scope="module")
-def names(exhaustive: bool) -> tuple[str, ...]:
-    return tuple(compiled_kernels.CASES) if exhaustive else SAMPLE
-
-
-@pytest.fixture(scope="module")
-def compiled(
-    request: pytest.FixtureRequest, names: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the kernels of cases, compiled for a target by a process that has no other Triton driver."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-W", "ignore", str(Path(compiled_kernels.__file__)), request.param]
-    command += [*names, compiled_kernels.SPILLING]
+    command += [*compiled_kernels.CASES, compiled_kernels.SPILLING]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("compiled", compiled_kernels.TARGETS, indirect=True)
-@pytest.mark.sample("sm_90")
-def test_kernels_fit_into_registers_and_access_16_bytes(compiled: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+@pytest.mark.full
+def test_kernels_fit_into_registers_and_access_16_bytes(compiled: list[dict[str, Any]]) -> None:
     cases = [kernel for kernel in compiled if kernel["case"] != compiled_kernels.SPILLING]
-    assert {kernel["case"] for kernel in cases} == set(names)
+    assert {kernel["case"] for kernel in cases} == set(compiled_kernels.CASES)
     for kernel in cases:
         is_amd_of_2_bytes = kernel["occupancy"] is None and kernel["kernel"] in {"_adamw_kernel", "_copy_kernel"}
         widest = 8 if is_amd_of_2_bytes else 16  # 1,024 elements for 256 threads of 4 warps

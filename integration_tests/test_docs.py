@@ -13,7 +13,11 @@ GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not i
 PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("README.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
+NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.sample("docs/index.md", "docs/quickstart.md", *(name for name in NAMES if name.endswith("README.md")))
 def test_snippets_run(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)
     assert not dist.is_initialized(), "a snippet left its process group running"

@@ -184,6 +184,7 @@ def _late_peer(folder: str, group_kind: str) -> float:
 
 
 @pytest.mark.parametrize("group_kind", ["axis", "flattened"])
+@pytest.mark.sample("flattened")
 def test_a_collective_fails_after_the_last_timeout_set(group_kind: str, tmp_path: Path) -> None:
     waited = run_ranks(_late_peer, str(tmp_path), group_kind, world_size=4, timeout=60)
     for seconds in waited[::2]:

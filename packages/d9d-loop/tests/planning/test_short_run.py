@@ -85,6 +85,7 @@ def _trainer(inner: list[int], folder: Any, **mesh: int) -> Trainer:
     ],
     ids=["one kind", "a period of two", "pipeline"],
 )
+@pytest.mark.sample("a period of two")
 def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], tmp_path: Any) -> None:
     trainer = _trainer(inner, tmp_path, **mesh)
     plan = trainer.plan_for(Launch(world_size=4, device="cpu"))

@@ -93,11 +93,13 @@ def test_a_rank_that_is_stopped_is_named() -> None:
     assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", ended[0].errors)
 
 
+@pytest.mark.full
 def test_handlers_have_their_own_timeouts() -> None:
     ended = run_forked(takes_long, 2.0)
     assert [rank.code for rank in ended] == [0, 0], ended
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_in_an_inference_is_named() -> None:
     ended = run_forked(infers, 1, unwaited=1)
     assert ended[0].code == ExitCode.HANG, ended[0]
@@ -107,6 +109,7 @@ def test_a_rank_that_is_stopped_in_an_inference_is_named() -> None:
     assert re.search(where, ended[0].errors), ended[0].errors.partition("The stacks")[0]
 
 
+@pytest.mark.full
 def test_a_rank_that_has_nothing_to_infer_waits_for_all_batches_of_another() -> None:
     assert [rank.code for rank in run_forked(infers_slowly, 0)] == [0, 0]
 
