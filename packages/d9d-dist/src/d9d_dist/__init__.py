@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from d9d_dist.mesh import MeshConfig
     from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
     from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
+    from d9d_dist.planned_device import is_on_host, planned_accelerator
     from d9d_dist.precision import Precision, PrecisionName
     from d9d_dist.process_groups import destroy_process_groups
     from d9d_dist.seeds import seed_everything, stream_key
@@ -202,6 +203,7 @@ __all__ = [
     "grad_norm_parts",
     "indexed_blocks",
     "is_first_replica",
+    "is_on_host",
     "join_trees",
     "local_part",
     "local_positions",
@@ -220,6 +222,7 @@ __all__ = [
     "parallelize_replicate",
     "parallelize_tensor",
     "place_values",
+    "planned_accelerator",
     "random_bits_at",
     "read_launch",
     "reduce_from_axis",

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from d9d_dist.planned_device import is_on_host
 from d9d_dist.split_backward import WeightGradHandle, defer_weight_grad
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
@@ -265,7 +266,7 @@ class _SoftmaxSums:
 
 def tile_size(x: Tensor) -> TileSize:
     """Return the tile size for the device of a tensor."""
-    return HOST_TILE if x.device.type in ("cpu", "meta") else DEVICE_TILE
+    return HOST_TILE if is_on_host(x) else DEVICE_TILE
 
 
 def ids_within(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from d9d_dist import Launch, MeshConfig, UserError
+from d9d_dist import Launch, MeshConfig, UserError, planned_accelerator
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import representatives
@@ -173,7 +173,8 @@ def plan_cluster(
     first, *others = representatives(plan, world_size)
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
     precision = "parameters" if plan.config.precision == "parameters" else "bfloat16"
-    costs = rank_costs(plan, ranks=ranks, world_size=world_size, num_microbatches=shown, precision=precision)
+    with planned_accelerator():
+        costs = rank_costs(plan, ranks=ranks, world_size=world_size, num_microbatches=shown, precision=precision)
     layout = _layout(plan, shape, length, costs[0])
     names = ("first stage", "last stage") if len(costs) == 2 else ("first stage", "second stage", "last stage")
     made = ClusterPlan(
