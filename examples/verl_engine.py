@@ -182,17 +182,31 @@ class VerlEngine:
         is_first = self.ctx.coordinate("batch", "cp") == self.ctx.coordinate("batch", "tp") == 0
         return is_first and self.engine.pipeline.has_last_stage
 
-    def save_checkpoint(self, local_path: str, hdfs_path: None = None, global_step: int = 0, **_: Any) -> None:
-        """Save to the run folder, whose `keep_last` holds, and write the number of the step to `local_path`."""
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Save to the run folder, and write the number of the step to `local_path`."""
+        _refuse(hdfs_path=hdfs_path, max_ckpt_to_keep=max_ckpt_to_keep)
         self.engine.save({"global_step": global_step, "num_lr_steps": self.num_lr_steps})
         if self.ctx.is_main_process:
             Path(local_path).mkdir(parents=True, exist_ok=True)
             (Path(local_path) / "d9d.json").write_text(json.dumps(self.engine.num_steps))
 
-    def load_checkpoint(self, local_path: str, hdfs_path: None = None, del_local_after_load: bool = False) -> None:
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
         """Load the newest checkpoint of the run folder, which must be that of `local_path`."""
+        _refuse(hdfs_path=hdfs_path, del_local_after_load=del_local_after_load)
         state, expected = self.engine.load(), json.loads((Path(local_path) / "d9d.json").read_text())
         if not isinstance(state, dict) or self.engine.num_steps != expected:
             raise UserError(f"the newest checkpoint is that of step {self.engine.num_steps}; expected step {expected}.")
         self.num_lr_steps = int(str(state["num_lr_steps"]))
         self.engine.set_learning_rates(self.learning_rates(self.num_lr_steps))
+
+
+def _refuse(**options: Any) -> None:
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise UserError(
+            f"got {', '.join(given)}; expected none. The engine's `keep_last` removes checkpoints; copy them yourself."
+        )

@@ -156,6 +156,10 @@ def test_what_the_adapter_cannot_do_is_refused() -> None:
         engine.train_batch({**data, "calculate_entropy": True}, _loss)
     with pytest.raises(UserError, match=r"got to\('cpu'\) of a part of the state"):
         engine.to("cpu", optimizer=False)
+    with pytest.raises(UserError, match="got hdfs_path, max_ckpt_to_keep; expected none"):
+        engine.save_checkpoint("actor", "hdfs://actor", max_ckpt_to_keep=1)
+    with pytest.raises(UserError, match="got del_local_after_load; expected none"):
+        engine.load_checkpoint("actor", del_local_after_load=True)
     engine.is_pending = True
     with pytest.raises(UserError, match=r"got optimizer_zero_grad\(\) after a backward pass"):
         engine.train_batch(data, _loss)

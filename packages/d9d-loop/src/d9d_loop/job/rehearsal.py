@@ -56,12 +56,12 @@ def rehearse(plan: JobPlan) -> None:
     num_parts = mesh.pipeline_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
     if num_parts > 1 or plan.model.program.num_stages > 1 or CheckpointStore(checkpoint_folder(plan.config)).complete():
         return
-    message = in_fork(lambda: _Rehearsal(plan).message(), seconds=_SECONDS)
+    message = _in_fork(lambda: _Rehearsal(plan).message())
     if message:
         raise UserError(message)
 
 
-def in_fork(function: Callable[[], str], *, seconds: float) -> str:
+def _in_fork(function: Callable[[], str]) -> str:
     """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
     receiver, sender = os.pipe()
     with warnings.catch_warnings():
@@ -70,7 +70,7 @@ def in_fork(function: Callable[[], str], *, seconds: float) -> str:
     if child == 0:
         _run_and_exit(function, sender)
     os.close(sender)
-    answer, deadline = b"", time.monotonic() + seconds
+    answer, deadline = b"", time.monotonic() + _SECONDS
     with open(receiver, "rb", buffering=0) as stream:  # noqa: PTH123 - a file descriptor
         while select.select([stream], [], [], max(deadline - time.monotonic(), 0.0))[0] and (part := stream.read(4096)):
             answer += part
