@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         sdpa_attention,
     )
     from d9d_dist.counter_random import mix_bits, random_bits_at
-    from d9d_dist.data_parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate
+    from d9d_dist.data_parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate, refuse_lost_writes
     from d9d_dist.differentiable import (
         all_to_all_reshard,
         copy_to_axis,
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from d9d_dist.mesh import MeshConfig
     from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
     from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
+    from d9d_dist.parameter_writes import written_tensors
     from d9d_dist.planned_device import is_on_host, planned_accelerator
     from d9d_dist.precision import Precision, PrecisionName
     from d9d_dist.process_groups import destroy_process_groups
@@ -228,6 +229,7 @@ __all__ = [
     "reduce_from_axis",
     "reduce_scatter",
     "reduce_scatter_to_axis",
+    "refuse_lost_writes",
     "replicate_spec",
     "scale_gradients_",
     "scatter_to_axis",
@@ -245,4 +247,5 @@ __all__ = [
     "token_cross_entropy",
     "unshard_tree",
     "writes_to_rows",
+    "written_tensors",
 ]
