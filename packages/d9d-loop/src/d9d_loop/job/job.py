@@ -39,6 +39,7 @@ from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
 from d9d_loop.lr import draw_lr_schedule
+from d9d_loop.model.compiled_model import compile_stages, describe_graph_breaks
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import HangWatchdog, StepGuard, Stopped, StopSignals, check_buffers, check_replicas
 from d9d_loop.task import Loss, Task
@@ -113,6 +114,8 @@ def _build_pipeline(plan: JobPlan, ctx: DistributedContext) -> Pipeline:
     pipeline = build_pipeline(plan.model, ctx, progress=plan.config.logging.progress)
     pipeline.set_grad_dtype(gradients.dtype)
     pipeline.reduces_each_microbatch = gradients.reduce_each_microbatch
+    if plan.config.compile is not None:
+        compile_stages(pipeline.stages.values(), plan.config.compile)
     return pipeline
 
 
@@ -284,6 +287,8 @@ def _end_startup(job: Job, result: StepResult) -> None:
             f"number of summed items. Check {type(job.plan.task).__name__}.loss, and whether all labels are masked."
         )
     check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
+    if job.plan.config.compile is not None and job.ctx.is_main_process and (breaks := describe_graph_breaks()):
+        print("d9d: torch.compile runs these lines of the model eagerly:", *breaks, sep="\n")
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:
         job.state.prepare()
