@@ -4,11 +4,14 @@ Also used when one package is tested alone, from its wheel.
 """
 
 import gc
+import importlib
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -56,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.randomly_seed = 0
         config.option.randomly_reorganize = False
     settings.load_profile("fixed" if is_fixed else "random")
+    gc.disable()  # collection makes no garbage; then `_collect_garbage` does it between tests
     config.option.all |= config.option.lane is not None
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Progress(config))
@@ -65,16 +69,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Seed hypothesis too, if `--randomly-seed` is given."""
     if settings.get_current_profile_name() == "random":
         core.global_force_seed = session.config.option.randomly_seed
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect without garbage collection: the imported modules are millions of objects, and none is garbage."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,7 +107,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch for the fixtures of a test, as pytest-randomly seeds Python and NumPy."""
     _seed_torch(item)
-    _freeze_modules()
+    _collect_garbage()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -177,18 +171,29 @@ class _Progress:
 
 
 _num_modules = 0
+_setups = count(1)
 
 
-def _freeze_modules() -> None:
-    """Exclude the objects of imported modules from garbage collection.
+def _collect_garbage() -> None:
+    """Collect garbage before every 20th test, and exclude the objects of imported modules from collections.
 
     A trainer collects at its start, and the modules of the whole test suite are millions of objects.
     """
     global _num_modules  # noqa: PLW0603
-    if len(sys.modules) > 1.01 * _num_modules:
+    if has_new_modules := len(sys.modules) > 1.01 * _num_modules:
         _num_modules = len(sys.modules)
+    if has_new_modules or next(_setups) % 20 == 0:
         gc.collect()
+    if has_new_modules:
         gc.freeze()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what takes seconds before the server of `run_ranks` starts, if a test uses it: forked ranks inherit it."""
+    if any(b"transformers" in path.read_bytes() for path in {item.path for item in session.items}):
+        with suppress(ImportError):
+            importlib.import_module("transformers.modeling_utils")
+            importlib.import_module("peft")
 
 
 def _seed_torch(item: pytest.Item) -> None:
