@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from forked_jobs import NEVER, When, forked_job
 from jobs import TINY_MODEL, Ended, curve, options, records
 
@@ -68,5 +67,7 @@ def test_a_job_killed_in_a_save_resumes_on_other_ranks_and_its_export_loads(tmp_
 
 @torch.no_grad()
 def _logits(run_dir: Path, tokens: torch.Tensor) -> torch.Tensor:
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "export", dtype=torch.float32).eval()
     return model(tokens).logits

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from d9d_dist import UserError
@@ -37,6 +36,8 @@ QUICK = {"resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_si
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a small Qwen3 with tokenizer and chat template, and files with samples."""
+    import transformers
+
     path = tmp_path_factory.mktemp("released")
     tokenizer = Tokenizer(
         models.BPE(vocab={each: n for n, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
@@ -100,6 +101,8 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def _load(job: str, export: Path) -> Any:
+    import transformers
+
     kinds = {"classify": transformers.AutoModelForSequenceClassification, "embed": transformers.AutoModel}
     return kinds.get(job, transformers.AutoModelForCausalLM).from_pretrained(export, dtype=torch.float32).eval()
 
@@ -163,6 +166,8 @@ def test_a_base_is_quantised_while_it_is_loaded(folder: Path, tmp_path: Path) ->
 
 
 def test_the_loss_of_a_chat_is_that_of_transformers_on_the_answer(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
     _write(tmp_path / "one.jsonl", [{"prompt": "say two", "completion": "2 is two"}])
     config = _config(
         folder, tmp_path, "sft", steps=1, dataset={"files": [tmp_path / "one.jsonl"]}, batch={"global_size": 1}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from d9d_dist import UserError
 from d9d_loop.result import ByteTokenizer, LoadedResult, load_result
@@ -24,7 +23,9 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path, *, vocab_size: int) -> LlamaForCausalLM:
+def save_model(folder: Path, *, vocab_size: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -36,6 +37,8 @@ def save_model(folder: Path, *, vocab_size: int) -> LlamaForCausalLM:
 
 
 def save_tokenizer(folder: Path, *, template: str | None) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<end>"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # noqa: S106
