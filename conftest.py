@@ -221,6 +221,8 @@ def _lane(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     if file == "integration_tests/test_zoo.py":
         return "zoo-libraries" if "library_modules" in test else "zoo-torch"
+    if file.startswith("integration_tests/hosts/"):
+        return "hosts"
     return _LANES.get(file, "packages" if file.startswith("packages/") else "jobs")
 
 

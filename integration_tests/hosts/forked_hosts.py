@@ -35,7 +35,7 @@ class HostJob:
     _ended: Future[list[Any]]
 
     def wait_for(self, mark: str) -> None:
-        """Wait until a rank has called `make_mark` in the shared folder, or the job has ended."""
+        """Wait until a file of this name exists in the shared folder. Raises if the job ends before."""
         deadline = time.monotonic() + _MARK_SECONDS
         while not (self._shared / mark).exists():
             if self._ended.done():
@@ -43,9 +43,9 @@ class HostJob:
             assert time.monotonic() < deadline, f"no rank reached {mark!r} in {_MARK_SECONDS} s"
             time.sleep(0.01)
 
-    def allow(self, mark: str) -> None:
-        """Let the ranks continue that wait in `wait_for_mark`."""
-        make_mark(self._shared, mark)
+    def make(self, mark: str) -> None:
+        """Create a file in the shared folder, for which ranks wait."""
+        (self._shared / mark).touch()
 
     def ended(self) -> list[Rank]:
         """Wait for all ranks; return how they ended."""
@@ -61,17 +61,6 @@ def forked(
     call = (_launch, partial(job, **named), arguments, inits, ranks_per_host, hosts.shared)
     with ThreadPoolExecutor(1) as pool:
         yield HostJob(hosts.shared, pool.submit(warm_process().run, *call, world_size=1, timeout=_SECONDS))
-
-
-def make_mark(folder: Path, name: str) -> None:
-    """Create an empty file."""
-    (folder / name).touch()
-
-
-def wait_for_mark(folder: Path, name: str) -> None:
-    """Wait until a file exists."""
-    while not (folder / name).exists():
-        time.sleep(0.01)
 
 
 def _launch(

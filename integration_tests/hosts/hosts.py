@@ -38,6 +38,8 @@ def why_unsupported() -> str | None:
 class Hosts:
     """Context manager with a few hosts, named host0, host1, ..., which reach each other by name.
 
+    The documentation calls them node0.example.org, ...
+
     Attributes:
         shared: Folder that all hosts see.
         local: Folder of which each host sees its own, as a local disk.
@@ -77,7 +79,7 @@ class Hosts:
             self.shared, self.local = self._folder / "shared", self._folder / "local"
             for folder in (self.shared, self.local, *(self._folder / name for name in self.names)):
                 folder.mkdir()
-            addresses = [f"{_address(number)} {name}\n" for number, name in enumerate(self.names)]
+            addresses = [f"{_address(n)} {name} node{n}.example.org\n" for n, name in enumerate(self.names)]
             (self._folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(addresses), encoding="utf-8")
             for number in range(len(self.names)):
                 self._boot(number)
@@ -114,9 +116,7 @@ class Hosts:
         """Run a command on a host; return its output. Raises if the command fails."""
         return subprocess.run([*self._enter(host), *command], check=True, capture_output=True, text=True).stdout
 
-    def start(
-        self, host: int, *command: str, environment: dict[str, str] | None = None
-    ) -> "subprocess.Popen[str]":
+    def start(self, host: int, *command: str, environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
         """Start a command on a host, with its stdout and stderr as one pipe."""
         return self._open.enter_context(
             subprocess.Popen(
@@ -135,7 +135,9 @@ class Hosts:
         return [self.start(host, *launcher, *arguments) for host in hosts or range(len(self.names))]
 
     def _boot(self, host: int) -> None:
-        size = f"-t tmpfs -o size={self._disk_mib}m tmpfs" if self._disk_mib else f"--bind {self.disk(host)}"
+        size = (
+            f"-t tmpfs -o size={self._disk_mib}m tmpfs" if self._disk_mib is not None else f"--bind {self.disk(host)}"
+        )
         commands = [
             f"hostname {self.names[host]}",
             "mount -t tmpfs tmpfs /dev/shm",
@@ -174,7 +176,7 @@ class Hosts:
         for number in self._inits:
             rate = f"tc qdisc add dev eth0 root tbf rate {self._rate} burst 128kb latency 400ms"
             commands = [f"ip addr add {_address(number)}/24 dev eth0", "ip link set eth0 up"]
-            self.run(number, "sh", "-c", " && ".join([*commands, *([rate] if self._rate else [])]))
+            self.run(number, "sh", "-c", " && ".join([*commands, *([rate] if self._rate is not None else [])]))
 
     def _start_switch(self) -> None:
         inits = [str(init) for init in self._inits.values()]

@@ -23,7 +23,7 @@ _LONGEST = 1 << 16
 def main(delay: float, loss: float, processes: Sequence[int]) -> None:
     """Forward packets until stdin is closed."""
     ports = [_open_port(process) for process in processes]
-    randoms = random.Random(0)
+    randoms = random.Random(0)  # noqa: S311
     selector = selectors.DefaultSelector()
     for number, port in enumerate(ports):
         selector.register(port, selectors.EVENT_READ, number)

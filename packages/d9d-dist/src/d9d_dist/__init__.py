@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         sum_over_ranks,
     )
     from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
-    from d9d_dist.errors import UserError
+    from d9d_dist.errors import StartupTimeoutError, UserError
     from d9d_dist.expert_parallel import parallelize_experts
     from d9d_dist.follows_weight import FollowsWeight
     from d9d_dist.gathered_parameters import free_gathered, free_gathered_after_backward
@@ -142,6 +142,7 @@ __all__ = [
     "SequenceParallel",
     "SplitBackward",
     "StageInfo",
+    "StartupTimeoutError",
     "TensorRegion",
     "TensorStyle",
     "Timeouts",
