@@ -3,17 +3,20 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
+from d9d_loop.jobs.text_data import chat_rows
 from d9d_loop.jobs.text_groups import TextGroups
 from d9d_metrics import read_metrics
 
@@ -126,6 +129,96 @@ def test_a_job_is_the_same_on_four_ranks_and_is_loaded_by_transformers(job: str,
         ours, theirs = (_load(job, tmp_path / ranks / job / "export")(ids)[0] for ranks in ("one", "four"))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert (run / "export" / "tokenizer.json").read_bytes() == (folder / "model" / "tokenizer.json").read_bytes()
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "sft": {"adapter": {"rank": 4, "alpha": 8.0}},
+    "pretrain": {"model": {"family": "qwen3", **SIZES}},
+}
+
+
+def _packed(folder: Path, runs: Path, job: str, **more: Any) -> TextJobConfig:
+    data = {"files": [folder / FILES[job]], "held_out": 0.2, "length": 96, "packing": True}
+    return _config(folder, runs, job, dataset=data, **{**PACKED[job], **more})
+
+
+@pytest.mark.parametrize("job", PACKED)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pipeline_parallel": 2},
+        pytest.param({"context_parallel_shard": 2}, marks=pytest.mark.full),
+        pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.full),
+    ],
+    ids=["pp", "cp", "pp-tp"],
+)
+@pytest.mark.sample("pp-sft")
+def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("d9d_peft")  # has d9d-modules beside it, whose models are trained
+    world_size = prod(mesh.values())
+    if "tensor_parallel" in mesh and job == "sft":
+        mesh = {"pipeline_parallel": 2, "data_parallel_shard": 2}  # one key and value head
+    losses = _losses(_train(_packed(folder, tmp_path / "one", job, checkpoint={"every": 2})))
+    split = _packed(folder, tmp_path / "split", job, mesh=mesh, checkpoint={"every": 2})
+    run_ranks(_train, split, world_size=world_size)
+    assert _losses(tmp_path / "split" / job) == pytest.approx(losses, rel=1e-4)
+    assert losses[-1] < losses[0]
+    ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (_load(job, tmp_path / layout / job / "export")(ids)[0] for layout in ("one", "split"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    export = tmp_path / "split" / job / "export" / "model.safetensors"
+    before = export.read_bytes()
+    (tmp_path / "split" / job / "checkpoints" / "step-00000004").rename(tmp_path / "away")  # as if killed before it
+    run_ranks(_train, split, world_size=world_size)
+    assert export.read_bytes() == before
+
+
+def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("d9d_peft")
+    chats = [{"prompt": f"say {n}", "completion": "yes " * n} for n in range(1, 5)]
+    _write(tmp_path / "few.jsonl", chats)
+    data = {"files": [tmp_path / "few.jsonl"], "length": 160, "packing": True}
+    batch = {"global_size": 1}
+    config = _config(folder, tmp_path, "sft", steps=1, dataset=data, batch=batch, data={"shuffle": False})
+    row = next(iter(chat_rows(config).training(seed=0).cursor().take(1)))
+    stream = chat_rows(config).training(seed=0)
+    documents = stream.read(row)["documents"]
+    assert documents.max() >= 2
+    run = _train(config)
+    import transformers
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    model, total, count = _load("sft", folder / "model"), 0.0, 0
+    sample = stream.read(row)
+    texts = {f"<|user|>{each['prompt']}<|end|><|assistant|>": f"{each['completion']}<|end|>" for each in chats}
+    for number in range(int(documents.max())):
+        found = tokenizer.decode(sample["input_ids"][documents == number])
+        prompt = next(each for each in texts if found.startswith(each))
+        ids = tokenizer(prompt + texts[prompt], return_tensors="pt").input_ids
+        labels = ids.clone()
+        labels[:, : len(tokenizer(prompt).input_ids)] = -100
+        num_labels = int((labels != -100).sum())
+        total, count = total + model(ids, labels=labels).loss.item() * num_labels, count + num_labels
+    assert _losses(run)[0] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* expected dataset.packing = true"),
+        ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
+        (
+            {"model": {"folder": "x", "dtype": "bfloat16"}, "dataset": {"files": ["x"], "packing": True}},
+            r"model.dtype is for models of transformers, but dataset.packing = true uses",
+        ),
+    ],
+)
+def test_what_packing_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    values = {"job": "sft", "steps": 1, "model": {"folder": "x"}, "dataset": {"files": ["x"]}, **changes}
+    values |= {"batch": {"global_size": 1}, "run": {"name": "x"}}
+    with pytest.raises(ValidationError, match=message):
+        TextJobConfig.model_validate(values)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -16,6 +16,7 @@ from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.train_step import StepResult
+from d9d_loop.evaluation_mode import evaluation_mode
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
     CheckpointStarted,
@@ -307,9 +308,11 @@ def _evaluate(job: Job) -> None:
     job.events.emit(EvaluationStarted(record.step))
     with job.reports.not_training(), job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         record.evaluation = job.evaluate()
-    job.reports.evaluation()
-    # A copy, so that a handler cannot change the record.
-    job.events.emit(EvaluationDone(record.step, dict(record.evaluation)))
+        job.reports.evaluation()
+        # A copy, so that a handler cannot change the record.
+        values, forward = dict(record.evaluation), job.engine.pipeline.callable()
+        with evaluation_mode(job.engine.model):
+            job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track))
 
 
 def _check_replicas(job: Job) -> None:

@@ -3,7 +3,7 @@
 B: samples, L: padded length.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -12,9 +12,13 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data import (
+    ChatData,
     ChatTokenizer,
     DataProvider,
+    DocumentStream,
     IndexedStream,
+    PackedSamples,
+    PackedStream,
     SampleStream,
     TokenFile,
     TokenWindows,
@@ -42,6 +46,14 @@ class TextTokenizer(Protocol):
         """Return the tokens of a text."""
         ...
 
+    def prompt(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of the beginning of a text, with those that the tokenizer adds if `special`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        ...
+
 
 @final
 class ByteTokenizer:
@@ -53,6 +65,15 @@ class ByteTokenizer:
     def __call__(self, text: str) -> list[int]:
         """Return the bytes of a text and the end token."""
         return [*text.encode(), _BYTES]
+
+    def prompt(self, text: str, *, special: bool) -> list[int]:
+        """Return the bytes of a text."""
+        del special
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of bytes, without end tokens and without bytes that are not valid UTF-8."""
+        return bytes(each for each in ids if each < _BYTES).decode(errors="ignore")
 
 
 @final
@@ -72,6 +93,14 @@ class FileTokenizer:
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return self._tokenizer.encode(text).ids
+
+    def prompt(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of the beginning of a text."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
@@ -139,13 +168,22 @@ class _Converted:
         return self._convert(self._samples[index])
 
 
-def chat_rows(config: TextJobConfig) -> TextRows:
-    """Return the conversations of a job; only the assistant's turns are labels. See `read_conversation`."""
+def chat_rows(config: TextJobConfig) -> DataProvider:
+    """Return the conversations of a job, packed if it says so; only the assistant's turns are labels."""
     folder = config.model.tokenizer or config.model.folder
     if folder is None:
         raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
     tokenizer = read_chat_tokenizer(folder)
     training, evaluation = samples_of(config)
+    if config.dataset.packing:
+        return ChatData(
+            training,
+            tokenizer=tokenizer,
+            row_length=config.dataset.length,
+            held_out=evaluation,
+            too_long=config.dataset.too_long,
+            shuffle=config.data.shuffle,
+        )
     return TextRows(training, evaluation, convert=_ChatRow(tokenizer, config), shuffle=config.data.shuffle)
 
 
@@ -186,6 +224,26 @@ class TextWindows(DataProvider):
     def evaluation(self) -> Samples | None:
         """Return the held-out samples."""
         return self._evaluation
+
+
+@final
+class PackedTexts(DataProvider):
+    """Texts of a job packed into rows of equal length; longer ones are split without losing tokens."""
+
+    draws = False
+
+    def __init__(self, config: TextJobConfig) -> None:
+        self._training, self._evaluation = _token_files(config)
+        self._length, self._shuffle = config.dataset.length, config.data.shuffle
+
+    def training(self, *, seed: int) -> SampleStream:
+        """Return the packed rows, without end."""
+        documents = DocumentStream(self._training, max_length=self._length, seed=seed, shuffle=self._shuffle)
+        return PackedStream(documents, row_length=self._length, seed=seed)
+
+    def evaluation(self) -> Samples | None:
+        """Return the rows of the held-out texts."""
+        return None if self._evaluation is None else PackedSamples(self._evaluation, row_length=self._length)
 
 
 def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
