@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from d9d_dist import UserError
+from d9d_loop.data import DataError
 from d9d_loop.resilience import ExitCode, Stopped
 from d9d_loop.user_frames import describe_frame, user_frames
 from d9d_state import StateError
@@ -21,6 +22,7 @@ def cli_main() -> Generator[None]:
     These exceptions print a message to standard error; all others propagate with their traceback.
 
     - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
+    - `DataError` because of a `UserError`, such as an invalid line in a file: exit code 2.
     - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
     - pydantic's `ValidationError`, such as of `TrainerConfig(...)`: exit code 2, with a line for each invalid key.
     - `KeyboardInterrupt`: exit code 130. Its notes say what is saved.
@@ -30,6 +32,11 @@ def cli_main() -> Generator[None]:
     """
     try:
         yield
+    except DataError as error:
+        if not isinstance(error.__cause__, UserError):
+            raise
+        _say(str(error), everywhere=True)
+        raise SystemExit(2) from None
     except UserError as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}", everywhere=bool(notes))
