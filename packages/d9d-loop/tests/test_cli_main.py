@@ -76,10 +76,9 @@ def test_an_error_on_one_rank_is_printed_there(
 
 
 def test_invalid_data_found_by_a_running_job_are_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
+    error = DataError("sample 9 could not be read: chats.jsonl, byte 3: expected a JSON object.")
+    error.__cause__ = UserError("chats.jsonl, byte 3: expected a JSON object.")
     with pytest.raises(SystemExit) as exit_, cli_main():
-        try:
-            raise UserError("chats.jsonl, byte 3: expected a JSON object.")
-        except UserError as error:
-            raise DataError("sample 9 could not be read: chats.jsonl, byte 3: expected a JSON object.") from error
+        raise error
     assert exit_.value.code == 2
-    assert capsys.readouterr().err == "d9d: sample 9 could not be read: chats.jsonl, byte 3: expected a JSON object.\n"
+    assert capsys.readouterr().err == f"d9d: {error}\n"
