@@ -94,7 +94,7 @@ def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
 
 def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = None, **heads: Any) -> ModelProvider:
     """Return the provider of the job's model; `heads` are the arguments `new` and `unused` of `hugging_face_model`."""
-    import transformers  # noqa: PLC0415 - an extra
+    import transformers
 
     auto, chosen = getattr(transformers, auto_class), config.model
     options: dict[str, Any] = {
@@ -125,7 +125,7 @@ def _own_model(config: TextJobConfig) -> ModelProvider:
 
 def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
     """Return the configuration of a new model of a family of `transformers`, for the job's tokenizer."""
-    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415 - an extra
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     family = str(config.model.family)
     if family not in CONFIG_MAPPING:
