@@ -175,25 +175,26 @@ def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str,
 
 
 def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
     pytest.importorskip("d9d_peft")
     chats = [{"prompt": f"say {n}", "completion": "yes " * n} for n in range(1, 5)]
     _write(tmp_path / "few.jsonl", chats)
     data = {"files": [tmp_path / "few.jsonl"], "length": 160, "packing": True}
     batch = {"global_size": 1}
     config = _config(folder, tmp_path, "sft", steps=1, dataset=data, batch=batch, data={"shuffle": False})
-    row = next(iter(chat_rows(config).training(seed=0).cursor().take(1)))
     stream = chat_rows(config).training(seed=0)
-    documents = stream.read(row)["documents"]
-    assert documents.max() >= 2
+    row = stream.read(stream.cursor().take(1)[0])
+    numbers = row["documents"][row["labels"] != -100].unique()
+    assert len(numbers) > 1
     run = _train(config)
     import transformers
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
     model, total, count = _load("sft", folder / "model"), 0.0, 0
-    sample = stream.read(row)
     texts = {f"<|user|>{each['prompt']}<|end|><|assistant|>": f"{each['completion']}<|end|>" for each in chats}
-    for number in range(int(documents.max())):
-        found = tokenizer.decode(sample["input_ids"][documents == number])
+    for number in numbers:
+        found = tokenizer.decode(row["input_ids"][row["documents"] == number])
         prompt = next(each for each in texts if found.startswith(each))
         ids = tokenizer(prompt + texts[prompt], return_tensors="pt").input_ids
         labels = ids.clone()
@@ -203,9 +204,53 @@ def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: P
     assert _losses(run)[0] == pytest.approx(total / count, rel=1e-5)
 
 
+def _greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids[-num_tokens:]
+
+
+def _samples(run: Path) -> list[tuple[int, str]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["sample_0"]["text"]) for record in records if "sample_0" in record]
+
+
+def test_prompts_are_answered_at_each_evaluation_as_by_the_exported_model(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    config = _config(folder, tmp_path, "sft", prompts=["count to 3"], evaluation={"every": 2})
+    run = _train(config)
+    (first, _), (last, text) = _samples(run)
+    assert (first, last) == (2, 4)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(run / "export")
+    prompt = "<|user|>count to 3<|end|><|assistant|>"
+    ids = tokenizer(prompt).input_ids
+    answer = _greedy(_load("sft", run / "export"), ids, 48 - len(ids))  # dataset.length
+    assert text == prompt + tokenizer.decode(answer)
+    assert "Samples of text" in (run / "report.html").read_text()
+
+
+@pytest.mark.full
+def test_prompts_are_continued_over_a_pipeline(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("d9d_peft")
+    config = _packed(folder, tmp_path, "pretrain", prompts=["7 plus 7 is "], mesh={"pipeline_parallel": 2})
+    run_ranks(_train, config, world_size=2)
+    run = tmp_path / "pretrain"
+    ids = _greedy(_load("pretrain", run / "export"), list(b"7 plus 7 is "), 64)
+    assert _samples(run)[-1] == (4, "7 plus 7 is " + bytes(each for each in ids if each < 256).decode(errors="ignore"))
+
+
+def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"prompts: 'a{55}.* has \d+ tokens; expected .* dataset.length = 48"):
+        text_trainer(_config(folder, tmp_path, "sft", prompts=["a" * 60]))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"prompts": ["a"]}, r"prompts are set, but nothing is evaluated; expected dataset.held_out"),
+        ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft or pretrain"),
         ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* expected dataset.packing = true"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
         (
@@ -360,13 +405,51 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
         ({"dataset": {"files": ["absent.jsonl"]}}, r"dataset\.files: absent\.jsonl does not exist"),
         ({"dataset": {"files": []}}, r"dataset\.files has no files"),
         ({"model": {"family": "qwen33"}}, r"model\.family = 'qwen33' is unknown"),
-        ({"model": {"folder": "absent"}}, r"absent"),
+        ({"model": {"folder": "absent"}}, r"model\.folder = absent does not exist; .* hf download"),
+        (
+            {"model": {"family": "qwen3", "hidden_sise": 32}},
+            r"model\.hidden_sise is no entry .* did you mean hidden_size",
+        ),
+        (
+            {"model": {"family": "qwen3", "hidden_size": "big"}},
+            r"\[model\] is no configuration of qwen3: .*hidden_size",
+        ),
+        ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but there are \d+ training samples"),
         ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],
 )
 def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("null.jsonl", b'{"text": null}', r"sample 0 of dataset\.files has text = None; expected a text"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt is no text in UTF-8"),
+        ("data.parquet", b"csv, renamed", r"data\.parquet cannot be read: .* Expected a valid \.parquet file"),
+    ],
+)
+def test_files_without_texts_are_refused(name: str, content: bytes, message: str, folder: Path, tmp_path: Path) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        text_trainer(_config(folder, tmp_path / "runs", "pretrain", dataset={"files": [tmp_path / name]}))
+
+
+def test_a_class_is_a_text_or_an_integer(folder: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "lists.jsonl", [{"text": "a", "label": [1, 2]}])
+    with pytest.raises(UserError, match=r"sample 0 of dataset\.files has label = \[1, 2\]; expected a class"):
+        text_trainer(_config(folder, tmp_path, "classify", dataset={"files": [tmp_path / "lists.jsonl"]}))
+
+
+def test_numbers_of_the_command_line_are_entries_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('job = "pretrain"\nsteps = 1\nrun.name = "x"\nbatch.global_size = 1\n')
+    words = ["--model.family", "qwen3", "--model.hidden_size", "32", "--model.hidden_act", "gelu"]
+    config = TextJobConfig.from_cli(tmp_path / "job.toml", arguments=[*words, "--dataset.files", '["x"]'])
+    assert config.model.entries == {"hidden_size": 32, "hidden_act": "gelu"}
 
 
 def test_only_jobs_that_embed_have_an_embedding(folder: Path, tmp_path: Path) -> None:

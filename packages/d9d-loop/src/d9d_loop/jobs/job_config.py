@@ -1,5 +1,6 @@
 """Configuration of a job on text: what `d9d-train sft.toml` reads."""
 
+import json
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -45,8 +46,18 @@ class LanguageModelConfig(Section):
 
     @property
     def entries(self) -> dict[str, Any]:
-        """Entries of `config.json` that differ from those of the folder, or from the defaults of the family."""
-        return dict(self.model_extra or {})
+        """Entries of `config.json` that differ from those of the folder, or from the defaults of the family.
+
+        Their types are unknown, so numbers of the command line are texts here; they are parsed.
+        """
+        return {name: _parsed(value) for name, value in (self.model_extra or {}).items()}
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 class TextDataConfig(Section):

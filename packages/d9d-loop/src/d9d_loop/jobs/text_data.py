@@ -3,7 +3,7 @@
 B: samples, L: padded length.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -184,6 +184,7 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
             too_long=config.dataset.too_long,
             shuffle=config.data.shuffle,
         )
+    check_size(training, config)
     return TextRows(training, evaluation, convert=_ChatRow(tokenizer, config), shuffle=config.data.shuffle)
 
 
@@ -194,12 +195,13 @@ def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
     """
     training, evaluation = samples_of(config)
     field = config.dataset.label_field
-    found = {_field(training[index], field, index) for index in range(len(training))}
+    found = {_label(training[index], field, index) for index in range(len(training))}
     names = sorted(found, key=lambda label: (0, label, "") if isinstance(label, int) else (1, 0, str(label)))
     if len(names) < 2:
         raise UserError(
             f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
         )
+    check_size(training, config)
     numbers = {name: number for number, name in enumerate(names)}
     rows = _LabelledRow(text_tokenizer(config), numbers, config)
     return TextRows(training, evaluation, convert=rows, shuffle=config.data.shuffle), [str(name) for name in names]
@@ -216,6 +218,7 @@ class TextWindows(DataProvider):
         self._training = TokenWindows(training, length=length)
         self._evaluation = None if evaluation is None else TokenWindows(evaluation, length=length)
         self._shuffle = config.data.shuffle
+        check_size(self._training, config)
 
     def training(self, *, seed: int) -> SampleStream:
         """Return the training samples in their order."""
@@ -258,7 +261,7 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
         if samples is None:
             files.append(None)
             continue
-        texts = [_field(samples[index], data.text_field, index).encode() for index in range(len(samples))]
+        texts = [_text(samples[index], data.text_field, index).encode() for index in range(len(samples))]
         files.append(
             cached_token_file(
                 texts,
@@ -271,6 +274,15 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
     training, evaluation = files
     assert training is not None
     return training, evaluation
+
+
+def check_size(samples: Sized, config: TextJobConfig) -> None:
+    """Raise `UserError` if there are fewer samples than a batch has, so that a step would repeat samples."""
+    if len(samples) < config.batch.global_size:
+        raise UserError(
+            f"batch.global_size = {config.batch.global_size}, but there are {len(samples)} training samples; expected "
+            f"at most that many. Use --batch.global_size {len(samples)} or less, or more data."
+        )
 
 
 def samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:
@@ -289,6 +301,26 @@ def _field(sample: Mapping[str, Any], field: str, index: int) -> Any:
             "dataset.text_field or dataset.label_field."
         )
     return sample[field]
+
+
+def _text(sample: Mapping[str, Any], field: str, index: int) -> str:
+    text = _field(sample, field, index)
+    if not isinstance(text, str):
+        raise UserError(
+            f"sample {index} of dataset.files has {field} = {text!r:.60}; expected a text. Correct the sample, or set "
+            "dataset.text_field."
+        )
+    return text
+
+
+def _label(sample: Mapping[str, Any], field: str, index: int) -> str | int:
+    label = _field(sample, field, index)
+    if not isinstance(label, str | int):
+        raise UserError(
+            f"sample {index} of dataset.files has {field} = {label!r:.60}; expected a class, which is a text or an "
+            "integer. Correct the sample, or set dataset.label_field."
+        )
+    return label
 
 
 @final

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,33 @@ def text_trainer(config: TextJobConfig) -> Trainer:
             f"job = {config.job} needs the package transformers, which is not installed: pip install "
             "'d9d-loop[transformers]'."
         )
+    _check_folders(config)
+    data, task, model = _parts(config)
+    adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
+    settings = config if adapted is None else config.model_copy(update={"export": False})
+    trainer = Trainer(settings, model=adapted or model, data=data, task=task)
+    source = config.initial_weights or model.initial_weights
+    if adapted is not None and config.export:
+        trainer.events.on(Finished, lambda done: adapted.export(done, source))
+    if config.prompts:
+        trainer.events.subscribe(TextSamples(config))
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and config.export:
+        trainer.events.on(Finished, lambda done: _copy_tokenizer(done, tokenizer))
+    return trainer
+
+
+def _check_folders(config: TextJobConfig) -> None:
+    for key, path in (("folder", config.model.folder), ("tokenizer", config.model.tokenizer)):
+        if path is not None and not path.exists():
+            raise UserError(
+                f"model.{key} = {path} does not exist; expected a folder in the Hugging Face layout. Nothing is "
+                f"downloaded: hf download NAME --local-dir {path}"
+            )
+
+
+def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
+    """Return the data, the task and the model of a job."""
     data: DataProvider
     task: Task = NextToken()
     model: ModelProvider
@@ -61,18 +89,7 @@ def text_trainer(config: TextJobConfig) -> Trainer:
         data, classes = labelled_rows(config)
         task = Classify()
         model = _model(config, "AutoModelForSequenceClassification", classes, new=_NEW_HEADS, unused=_OTHER_HEADS)
-    adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
-    settings = config if adapted is None else config.model_copy(update={"export": False})
-    trainer = Trainer(settings, model=adapted or model, data=data, task=task)
-    source = config.initial_weights or model.initial_weights
-    if adapted is not None and config.export:
-        trainer.events.on(Finished, lambda done: adapted.export(done, source))
-    if config.prompts:
-        trainer.events.subscribe(TextSamples(config))
-    tokenizer = config.model.tokenizer
-    if tokenizer is not None and config.export:
-        trainer.events.on(Finished, lambda done: _copy_tokenizer(done, tokenizer))
-    return trainer
+    return data, task, model
 
 
 def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = None, **heads: Any) -> ModelProvider:
@@ -110,10 +127,21 @@ def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
     """Return the configuration of a new model of a family of `transformers`, for the job's tokenizer."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    family = config.model.family
+    family = str(config.model.family)
     if family not in CONFIG_MAPPING:
         raise UserError(f"model.family = {family!r} is unknown; expected a model_type of transformers, such as qwen3.")
-    return AutoConfig.for_model(str(family), **{**_vocabulary(config), **entries})
+    defaults = AutoConfig.for_model(family)
+    known = {*defaults.to_dict(), *defaults.attribute_map}
+    for name in (name for name in config.model.entries if not hasattr(defaults, name)):
+        near = get_close_matches(name, known, n=1)
+        raise UserError(
+            f"model.{name} is no entry of {family}'s config.json" + (f"; did you mean {near[0]}?" if near else ".")
+        )
+    try:
+        return AutoConfig.for_model(family, **{**_vocabulary(config), **entries})
+    except Exception as error:  # its validation has errors of its own
+        cause = str(error.__cause__ or error).strip()
+        raise UserError(f"[model] is no configuration of {family}: {cause}. Correct the entry.") from None
 
 
 def _vocabulary(config: TextJobConfig) -> dict[str, Any]:
