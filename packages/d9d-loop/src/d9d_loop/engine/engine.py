@@ -297,12 +297,13 @@ class Engine:
                 group["lr"] = learning_rate
         result = self._step.update(self.num_steps + 1)
         self.num_steps += 1
-        if self.guard is not None and self._polls_guard:
-            self._apply_decisions(self.guard)
+        self._apply_decisions()
         return result
 
-    def _apply_decisions(self, guard: StepGuard) -> None:
-        while (bad := guard.poll()) is not None:
+    def _apply_decisions(self, *, settle: bool = False) -> None:
+        if self.guard is None or not self._polls_guard:
+            return
+        while (bad := self.guard.poll(settle=settle)) is not None:
             self.events.emit(BadStepFound(bad.step, bad.kind, bad.decision, bad.why))
             if bad.decision == "stop":
                 raise BadStepError(bad.why)
@@ -346,12 +347,14 @@ class Engine:
 
         Raises:
             UserError: If the engine has no checkpoints, or gradients were not used by a `step` yet.
+            BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
         self._require_training("save()")
         checkpoints = self._require_checkpoints()
         if self._step.is_pending:
             raise UserError("got save() with accumulated gradients, which checkpoints omit; expected step() before it.")
+        self._apply_decisions(settle=True)
         checkpoints.save(self.num_steps, state, background=background)
 
     def load(self) -> JsonValue:
