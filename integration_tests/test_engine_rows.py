@@ -15,8 +15,8 @@ from engine_rows import Row, adapter_rows, by_hand, run_rows
 from torch import Tensor
 
 import d9d_loop.engine.model_weights
+import d9d_loop.engine.step_totals
 import d9d_loop.engine.token_values
-import d9d_loop.engine.train_step
 import d9d_modules.vocabulary_scores
 import d9d_peft
 from d9d_dist import Region
@@ -182,7 +182,7 @@ def _collective(module: Any, **replaced: Any) -> Generator[None]:
 
 
 def _each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
-    return _collective(d9d_loop.engine.train_step, all_reduce=lambda *args, **kwargs: None)
+    return _collective(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
 
 
 def _stand_ins_count() -> AbstractContextManager[object]:

@@ -6,6 +6,7 @@ use it directly.
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Self, final, overload
 
 from pydantic import JsonValue
@@ -15,10 +16,10 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, Region, StageInfo, UserError
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
-from d9d_loop.engine.engine_parts import engine_parts
 from d9d_loop.engine.microbatches import MicrobatchAgreement
 from d9d_loop.engine.model_weights import ModelWeights
 from d9d_loop.engine.offloading import StateOffloading
+from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.reference import Reference, ReferenceModel
 from d9d_loop.engine.scorer import ReadTokens, Scorer
 from d9d_loop.engine.token_values import TokenValues
@@ -31,13 +32,10 @@ from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.averaging import free_gathered_parameters
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
+from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
 from d9d_state import StateMapper
-
-
-class BadStepError(RuntimeError):
-    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
 
 
 @final
@@ -145,22 +143,11 @@ class Engine:
             UserError: If the configuration, model or environment is invalid. Most checks run before the process group
                 starts.
         """
-        with engine_parts(
-            config, model=model, task=task, optimizer=optimizer, pipeline_schedule=pipeline_schedule
-        ) as parts:
-            yield cls(
-                parts.pipeline,
-                parts.optimizer,
-                ctx=parts.ctx,
-                task=task,
-                max_norm=config.gradients.max_norm,
-                num_microbatches=2 * parts.pipeline.num_stages if parts.pipeline.num_stages > 1 else 1,
-                guard=parts.guard,
-                events=parts.events,
-                state_mapper=parts.state_mapper,
-                reference=reference,
-                checkpoints=parts.checkpoints,
-            )
+        build: Callable[..., Self] = partial(cls, reference=reference)
+        with opened_engine(
+            config, build, model=model, task=task, optimizer=optimizer, pipeline_schedule=pipeline_schedule
+        ) as engine:
+            yield engine
 
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.

@@ -42,6 +42,10 @@ class BadStep:
     why: str
 
 
+class BadStepError(RuntimeError):
+    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
+
+
 @final
 class StepGuard:
     """Guard that runs the optimizer steps, except bad ones."""
