@@ -5,7 +5,7 @@ use it directly.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, Self, final, overload
 
@@ -113,7 +113,6 @@ class Engine:
         self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
 
     @classmethod
-    @contextmanager
     def open(
         cls,
         config: EngineConfig,
@@ -123,7 +122,7 @@ class Engine:
         optimizer: OptimizerProvider | None = None,
         pipeline_schedule: Schedule | None = None,
         reference: Reference | None = None,
-    ) -> Generator[Self]:
+    ) -> AbstractContextManager[Self]:
         """Start the process group, build an engine with its initial weights, and close both after the body. Collective.
 
             with Engine.open(config, model=MyProvider(), task=MyTask()) as engine:
@@ -144,10 +143,9 @@ class Engine:
                 starts.
         """
         build: Callable[..., Self] = partial(cls, reference=reference)
-        with opened_engine(
+        return opened_engine(
             config, build, model=model, task=task, optimizer=optimizer, pipeline_schedule=pipeline_schedule
-        ) as engine:
-            yield engine
+        )
 
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.
