@@ -93,7 +93,7 @@ def _drive(folder: Path, mesh: dict[str, int], has_experts: bool) -> dict[str, A
         assert engine.is_param_offload_enabled
         data = _batch(engine.get_data_parallel_rank(), engine.get_data_parallel_size())
         with engine.eval_mode():
-            trace["by hand"] = None if mesh else _by_hand(deepcopy(engine.engine.model), data)
+            trace["by hand"] = None if mesh or has_experts else _by_hand(deepcopy(engine.engine.model), data)
             trace["infer"] = _plain(engine.infer_batch(data, _loss))
         for step in range(2):
             with engine.train_mode():

@@ -4,6 +4,7 @@ The Trainer is its first client. Post-training methods with an outer loop of the
 use it directly.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -273,11 +274,13 @@ class Engine:
                 groups of different learning rates, see `set_learning_rates`.
 
         Raises:
-            UserError: If there was no forward and backward since the last step.
+            UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
+                finite.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
         if learning_rate is not None:
+            _check_rate("learning_rate", learning_rate)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
         result = self._step.update(self.num_steps + 1)
@@ -369,6 +372,7 @@ class Engine:
 
     def set_learning_rates(self, factor: float) -> None:
         """Set the learning rate of each parameter group to `factor` times that of the optimizer as it was built."""
+        _check_rate("factor", factor)
         for group, built in zip(self.optimizer.param_groups, self._built_rates, strict=True):
             group["lr"] = built * factor
 
@@ -379,3 +383,8 @@ class Engine:
         gradient reduction.
         """
         self._step.replay(batches, loss, watch)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0.0 <= value < math.inf:
+        raise UserError(f"{name} = {value}; expected a finite number, 0 or more.")
