@@ -195,7 +195,7 @@ def _adamw_kernel(
     i = start + tl.arange(0, BLOCK)
     mask = i < size
     if GATED:
-        mask = mask & (tl.load(gate_ptr) == 0)
+        mask = tl.where(tl.load(gate_ptr) > 0, i < 0, mask)
     w, g = _load(w_ptr, i, mask, ROUND_W), tl.load(g_ptr + i, mask=mask, other=0.0).to(tl.float32)
     m, v = _load(m_ptr, i, mask, ROUND_AVERAGES), _load(v_ptr, i, mask, ROUND_AVERAGES)
     m += share1 * (g - m)
