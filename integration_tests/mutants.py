@@ -231,7 +231,7 @@ def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
     """The loss is correct, and gradients are too small."""
 
     def doubled(totals: Tensor, **kwargs: Any) -> None:
-        dist.all_reduce(totals, **kwargs)
+        dist.all_reduce(totals, group=kwargs["group"])
         totals.mul_(2)
 
     with _collective(d9d_loop.engine.step_totals, all_reduce=doubled):

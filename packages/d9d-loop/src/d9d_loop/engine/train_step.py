@@ -169,9 +169,10 @@ class TrainStep:
             raise UserError("got step() without gradients; expected forward_backward() before each step.")
         totals, self._totals = self._totals, None
         self._events.emit(BackwardDone(number, self._model))
+        totals.start_reduction(self._losses_group)
         self.executors.gradient_sync.finish()
         self._shared.add_gradients()
-        loss, weight, per_weight = totals.reduce(self._losses_group)
+        loss, weight, per_weight = totals.finish()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
         with converted_gradients(self._wide) if self._wide else nullcontext():
