@@ -44,8 +44,8 @@ from d9d_loop import (
     TrainResult,
     validate_config,
 )
-from d9d_loop.engine.engine import BadStepError
 from d9d_loop.resilience import Stopped
+from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_metrics import Metric, Sum, read_metrics
 from d9d_state import (
     CheckpointStore,

@@ -64,7 +64,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         StateError: On every rank, if there are checkpoints, but none is valid.
     """
     config, task = plan.config, plan.task
-    pipeline = _build_pipeline(plan, ctx)
+    pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
+    pipeline.set_gradients(config.gradients)
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(pipeline.model)
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
@@ -108,14 +109,6 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
     )
-
-
-def _build_pipeline(plan: JobPlan, ctx: DistributedContext) -> Pipeline:
-    gradients = plan.config.gradients
-    pipeline = build_pipeline(plan.model, ctx, progress=plan.config.logging.progress)
-    pipeline.set_grad_dtype(gradients.dtype)
-    pipeline.reduces_each_microbatch = gradients.reduce_each_microbatch
-    return pipeline
 
 
 def build_engine(
