@@ -70,6 +70,13 @@ def first_failure(store: dist.Store) -> tuple[int, str] | None:
     return _parse(store.get(FIRST_FAILURE).decode(errors="replace")) if store.check([FIRST_FAILURE]) else None
 
 
+def name_first_failure(error: BaseException, first: tuple[int, str], *, rank: int) -> None:
+    """Add the first failure to the notes of this rank's error, once, unless this rank failed first."""
+    note = f"Rank {first[0]} failed before this rank: {first[1]}"
+    if first[0] != rank and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 def describe(error: BaseException) -> str:
     """Return type and message of an error for the other ranks."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST]
@@ -120,8 +127,8 @@ def _report(store: dist.Store, error: BaseException, rank: int, world_size: int)
             "is down or cut off from the network."
         )
         return
-    if first[0] != rank and first[1] != text:
-        error.add_note(f"Rank {first[0]} failed before this rank: {first[1]}")
+    if first[1] != text:
+        name_first_failure(error, first, rank=rank)
 
 
 def _cause(store: dist.Store, rank: int, world_size: int) -> tuple[int, str] | None:

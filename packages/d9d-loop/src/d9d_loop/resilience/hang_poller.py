@@ -15,7 +15,7 @@ from typing import final
 
 from d9d_dist import DistributedContext
 from d9d_dist.consensus import name_ranks
-from d9d_dist.failures import describe_lost_store, is_victim
+from d9d_dist.failures import describe_lost_store, is_victim, name_first_failure
 from d9d_dist.peers import Peer
 from d9d_dist.side_channel import SideChannel
 from d9d_loop.resilience.hang_report import describe_hang
@@ -90,13 +90,15 @@ class HangPoller:
         _within(self._channel.leave, seconds=2 * _REPORT_INTERVALS * self.interval)
 
     def explain(self, error: BaseException) -> None:
-        """Find the lost rank if the error of this rank is a broken connection, and publish it for all ranks.
+        """Find the rank that failed first if the error of this rank is a broken connection; note it in the error.
 
         Other errors are published when the context is left: earlier, the other ranks would exit while this one still
         finishes a save with them.
         """
-        do = self._call_roll if is_victim(error) else self._answer
-        _within(do, seconds=2 * _ROLL_INTERVALS * self.interval)
+        if is_victim(error):
+            _within(lambda: self._find_cause(error), seconds=2 * _ROLL_INTERVALS * self.interval)
+        else:
+            _within(self._answer, seconds=_READ_INTERVALS * self.interval)
 
     def _poll(self) -> None:
         while not self.alarm.wait(self.interval) and not self._end.is_set():
@@ -148,6 +150,11 @@ class HangPoller:
         if not self._has_answered:
             self._channel.write(f"present/{self._rank}", "")
             self._has_answered = True
+
+    def _find_cause(self, error: BaseException) -> None:
+        self._call_roll()
+        if (failure := self._channel.first_failure()) is not None:
+            name_first_failure(error, failure, rank=self._rank)
 
     def _call_roll(self) -> None:
         """Find the ranks that do not answer, and publish them as the first failure, unless there is one."""

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,10 +59,14 @@ class HangWatchdog:
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
+        enabled: False to watch nothing.
+        on_exit: Called with the reason before the watchdog ends the process.
     """
 
-    def __init__(self, ctx: DistributedContext, *, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(
+        self, ctx: DistributedContext, *, enabled: bool = True, on_exit: Callable[[str], None] | None = None
+    ) -> None:
+        self._enabled, self._on_exit = enabled, on_exit
         self._rank, self._timeout = ctx.rank, ctx.timeouts.step.total_seconds()
         self._startup = ctx.timeouts.startup.total_seconds()
         self._progress = _Progress(0, "start-up", time.monotonic(), self._startup)
@@ -199,6 +203,8 @@ class HangWatchdog:
             print(f"The stacks of rank {self._rank}:", file=out, flush=True)
             faulthandler.dump_traceback(file=out, all_threads=True)
         out.flush()
+        if self._on_exit is not None:
+            self._on_exit(text)
         if self._poller is not None:
             self._poller.leave_store()
         os._exit(code)
