@@ -9,13 +9,12 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import final
 
 from d9d_dist import DistributedContext
 from d9d_dist.consensus import name_ranks
-from d9d_dist.failures import describe_lost_store, is_victim, name_first_failure
+from d9d_dist.failures import describe_lost_store, is_victim, name_first_failure, within
 from d9d_dist.peers import Peer
 from d9d_dist.side_channel import SideChannel
 from d9d_loop.resilience.hang_report import describe_hang
@@ -87,7 +86,7 @@ class HangPoller:
 
     def leave_store(self) -> None:
         """Mark that this process, which is about to exit, needs the store no more; see `SideChannel.leave`."""
-        _within(self._channel.leave, seconds=2 * _REPORT_INTERVALS * self.interval)
+        self._channel.leave()
 
     def explain(self, error: BaseException) -> None:
         """Find the rank that failed first if the error of this rank is a broken connection; note it in the error.
@@ -96,9 +95,9 @@ class HangPoller:
         finishes a save with them.
         """
         if is_victim(error):
-            _within(lambda: self._find_cause(error), seconds=2 * _ROLL_INTERVALS * self.interval)
+            within(2 * _ROLL_INTERVALS * self.interval, lambda: self._find_cause(error))
         else:
-            _within(self._answer, seconds=_READ_INTERVALS * self.interval)
+            within(_READ_INTERVALS * self.interval, self._answer)
 
     def _poll(self) -> None:
         while not self.alarm.wait(self.interval) and not self._end.is_set():
@@ -216,15 +215,3 @@ class HangPoller:
 
 def _describe_dead(peer: Peer) -> str:
     return f"its {peer.describe()} is gone."
-
-
-def _within(do: Callable[[], None], *, seconds: float) -> None:
-    """Run a function that uses the store, for a limited time: a host that is cut off never answers."""
-
-    def run() -> None:
-        with suppress(RuntimeError):
-            do()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
