@@ -52,7 +52,8 @@ class HangWatchdog:
     The main thread calls `beat` once per step, which only stores a few numbers. Without progress, the process exits
     with `ExitCode.HANG` at most 2 seconds after the timeout. If another rank fails, or its process on the same machine
     dies, the main thread may exit by itself. Otherwise, this process exits with `ExitCode.PEER_LOST` at most 2 seconds
-    later.
+    later. If a connection to another machine breaks, finding the lost rank takes at most 2 seconds more. A rank that
+    hosts the job's store exits up to 5 seconds after the others.
 
     Beyond 1024 ranks these 2 seconds grow with the number of ranks, which limits the load on the store. All ranks must
     enter phases together: the first rank to time out ends the job.
