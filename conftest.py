@@ -49,6 +49,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lane", help="run all cases of a lane of .ci/nightly, and no others")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Return one worker more than cores: tests wait for disks, timeouts and ranks about a quarter of their time."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the order and the seeds of tests, unless `--randomly-seed` is given."""

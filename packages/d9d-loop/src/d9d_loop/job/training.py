@@ -10,6 +10,7 @@ from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.job import build_job, evaluate_job, run_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_parts import Job
+from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.resilience import Stopped, check_health
@@ -48,7 +49,8 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
         events.emit(ConfigReady(0, plan.resolved, ctx))
-        store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
+        tiers = local_tiers(config)
+        store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention, tiers=tiers)
         # On any exit, the store finishes a pending save before the folder is unlocked.
         with store.locked(ctx), store:
             job = build_job(plan, store=store, ctx=ctx, events=events)
