@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import TINY_MODEL
 
+from d9d_loop.report.run_history import read_history
 from hosts.forked_hosts import forked
 from hosts.host_jobs import agent
 from hosts.hosts import Hosts
@@ -105,8 +106,13 @@ def test_a_host_that_loses_its_power_is_survived_by_the_other_two() -> None:
         job.make("go")
         ended = job.ended()
         finished = sorted(path.name for path in hosts.shared.glob("finished-*"))
+        history = read_history(hosts.shared / "run")
     assert [rank.code for rank in ended] == [0, 0, -9], ended
     assert finished == ["finished-0-of-2", "finished-1-of-2"]
+    assert history is not None
+    (interruption,) = history.interruptions
+    assert interruption.rank == 2
+    assert "host2 is down or cut off from the network" in interruption.cause
 
 
 def test_all_agents_end_after_the_host_of_the_rendezvous_loses_its_power() -> None:
