@@ -5,6 +5,7 @@ Called with `srun` or `scontrol` and its arguments. `STAND_IN_INITS` has the fir
 """
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def _srun(arguments: list[str]) -> int:
         }
         environment = {**os.environ, **{name: str(value) for name, value in slurm.items()}}
         enter = ["nsenter", "-t", inits[rank // tasks], "--all", f"--wd={Path.cwd()}"]
-        started.append(subprocess.Popen([*enter, *command, *os.environ["STAND_IN_MORE"].split()], env=environment))
+        started.append(subprocess.Popen([*enter, *command, *shlex.split(os.environ["STAND_IN_MORE"])], env=environment))
     return max(task.wait() for task in started)
 
 
@@ -34,4 +35,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "srun":
         sys.exit(_srun(sys.argv[2:]))
     if sys.argv[2:4] == ["show", "hostnames"]:
-        print("\n".join(f"host{number}" for number in range(len(os.environ["STAND_IN_INITS"].split()))))
+        names = "".join(f"host{number}\n" for number in range(len(os.environ["STAND_IN_INITS"].split())))
+        os.write(1, names.encode())  # at once, because `head` closes the pipe after a line

@@ -12,6 +12,7 @@ import pytest
 from jobs import TINY_MODEL
 
 from d9d_loop.report.run_history import read_history
+from d9d_loop.resilience import ExitCode
 from hosts.forked_hosts import forked
 from hosts.host_jobs import agent
 from hosts.hosts import Hosts
@@ -84,6 +85,15 @@ def test_the_batch_script_for_slurm_trains_over_two_nodes(tmp_path: Path) -> Non
             script, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as job:
             _assert_trained([job], hosts.shared / "pretrain-7")
+
+
+def test_a_user_error_of_all_ranks_is_the_exit_code_of_the_launcher() -> None:
+    with Hosts(1) as hosts:
+        launcher = (sys.executable, "-m", "d9d_loop.torchrun", "--nproc-per-node", "2")
+        job = hosts.start(0, *launcher, "examples/quickstart.py", "--steps", "-5")
+        output, _ = job.communicate()
+    assert job.returncode == ExitCode.USER_ERROR, output
+    assert "steps = -5" in output
 
 
 def _tiny(folder: Path) -> str:
