@@ -38,6 +38,7 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
+from d9d_loop.job.start_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import HangWatchdog, StepGuard, Stopped, StopSignals, check_buffers, check_replicas
@@ -205,8 +206,10 @@ def run_job(job: Job) -> TrainResult | Stopped:
     engine.num_steps = record.step
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
-    if job.ctx.is_main_process:
-        _draw_plans(plan)
+    with writes_together(config.run.dir, job.ctx):
+        if job.ctx.is_main_process:
+            write_config(plan.resolved, config.run.dir)
+            _draw_plans(plan)
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
@@ -266,7 +269,6 @@ def evaluate_job(job: Job) -> TrainResult:
 def _draw_plans(plan: JobPlan) -> None:
     """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables it."""
     config, folder = plan.config, plan.config.run.dir
-    folder.mkdir(parents=True, exist_ok=True)
     if config.pipeline.draw and plan.model.is_pipelined:
         draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
     if config.logging.draw_lr_schedule:

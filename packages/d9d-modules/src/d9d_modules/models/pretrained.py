@@ -25,6 +25,7 @@ from d9d_modules.models.hugging_face_family import HuggingFaceFamily
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL
+from d9d_modules.models.modernbert import MODERNBERT
 from d9d_modules.models.qwen2 import QWEN2
 from d9d_modules.models.qwen3 import QWEN3
 from d9d_modules.models.qwen3_5 import QWEN3_5
@@ -39,10 +40,11 @@ from d9d_state import (
     keep,
     parallel,
     rename,
+    rename_all,
     sequential,
 )
 
-FAMILIES: tuple[HuggingFaceFamily[Any], ...] = (GEMMA3, GLM4, LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_5)
+FAMILIES: tuple[HuggingFaceFamily[Any], ...] = (GEMMA3, GLM4, LLAMA3, MISTRAL, MODERNBERT, QWEN2, QWEN3, QWEN3_5)
 """Families of this package."""
 
 FAMILY_ENTRY_POINTS = "d9d.model_families"
@@ -69,7 +71,7 @@ def from_pretrained_config(
     *,
     head: PretrainedHead = "language_model",
     num_classes: int | None = None,
-    pooling: Pooling = "last",
+    pooling: Pooling | None = None,
     embedding_size: int | None = None,
     families: Sequence[HuggingFaceFamily[Any]] = (),
 ) -> "PretrainedDecoder":
@@ -79,7 +81,7 @@ def from_pretrained_config(
         folder: Folder with `config.json`, or the name of a model in the local cache of Hugging Face.
         head: Head of the model to build.
         num_classes: Number of classes of the classification head.
-        pooling: Pooling of the classification or embedding head.
+        pooling: Pooling of the classification or embedding head; None for that of the family.
         embedding_size: Size of the embeddings; see `EmbeddingHead`.
         families: Further families, which have precedence over `known_families` of the same `model_type`.
 
@@ -130,7 +132,7 @@ class PretrainedDecoder:
     params: DecoderParams
     head: PretrainedHead
     num_classes: int | None = None
-    pooling: Pooling = "last"
+    pooling: Pooling | None = None
     embedding_size: int | None = None
 
     def __str__(self) -> str:
@@ -171,7 +173,7 @@ class PretrainedDecoder:
 
     def state_mapper(self) -> StateMapper:
         """Return the mapper from an exported folder to the model; exports use its inverse."""
-        return self._mapper({"score.weight": None, "projection.weight": None})
+        return self._mapper(dict.fromkeys([*self.family.classifier(self.params), "projection.weight"]))
 
     def load_mapper(self) -> StateMapper:
         """Return the mapper from the folder to the model, with dequantization, and log which tensors are not used.
@@ -200,18 +202,19 @@ class PretrainedDecoder:
         whole = self.family.mapper(self.params)
         for prefix in (each for each in _NESTED_PREFIXES if f"{each}embed_tokens.weight" in stored):
             names = {name: name.replace("model.", prefix, 1) for name in whole.inputs}
-            whole = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), whole)
+            whole = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), whole)
         if self.head == "language_model":
             return whole
         backbone = whole.restrict(outputs=[name for name in whole.outputs if name.startswith("backbone.")])
-        if "embed_tokens.weight" in stored:  # a text-embedding checkpoint, whose tensor names have no prefix
-            names = {name: name.removeprefix("model.") for name in backbone.inputs}
-            backbone = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), backbone)
+        names = {name: name.removeprefix("model.") for name in backbone.inputs}
+        if stored.keys() & names.values():  # a text-embedding checkpoint, whose tensor names have no prefix
+            backbone = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), backbone)
         match self.head:
-            case "classification" if "score.weight" in stored:
-                return parallel(backbone, rename("score.weight", "head.score.weight"))
             case "classification":
-                return parallel(backbone, keep("head.score.weight"))
+                names = self.family.classifier(self.params)
+                found = {theirs: ours for theirs, ours in names.items() if theirs in stored}
+                new = [ours for theirs, ours in names.items() if theirs not in stored]
+                return parallel(backbone, rename_all(found), keep(*new))
             case "embedding" if self.embedding_size is None:
                 return backbone
             case _ if "projection.weight" in stored:

@@ -88,12 +88,12 @@ def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGrou
     """
     try:
         agree(problem, group, error=StateError, alone=job.ctx is None)
-    except StateError:
+    except StateError as failed:
         if is_main(job.ctx):
             try:
                 discard_partial(job.partial)
             except (OSError, StateError) as error:
-                raise StateError(f"{problem}; and {job.partial} could not be removed: {error}") from error
+                raise StateError(f"{failed}; and {job.partial} could not be removed: {error}") from error
         raise
 
 
