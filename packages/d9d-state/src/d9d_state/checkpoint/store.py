@@ -2,7 +2,6 @@
 
 import logging
 import math
-import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Self, final
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
-from d9d_state import _files
 from d9d_state._member import AnyPath, as_folder, as_local
 from d9d_state._ranks import is_main, mesh_shape, num_ranks
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
-from d9d_state.checkpoint._folder import RUN_ID_NAME, delete_old, discard_partials, move_aside, newest_first
+from d9d_state.checkpoint._folder import delete_old, discard_partials, move_aside, newest_first
 from d9d_state.checkpoint._load import load_tensors, mismatches
+from d9d_state.checkpoint._run_id import RunId
 from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._tier_search import TierStep
 from d9d_state.checkpoint._verify import num_threads
@@ -76,12 +75,10 @@ class CheckpointStore:
         found = as_folder(folder)
         self.root: AnyPath = found.absolute() if isinstance(found, Path) else found
         self._retention = retention or Retention(last=keep_last)
-        self._only_run = run_id
-        self._run_id = run_id
+        self._run_id = RunId(self.root, run_id)
         self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
         self._damaged: set[AnyPath] = set()
         self.tiers = tuple(tiers)
-        self._tier_run_id: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -109,7 +106,7 @@ class CheckpointStore:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
         try:
-            return list(newest_first(self.root, only_run=self._only_run, log_level=logging.WARNING))
+            return list(newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING))
         except OSError as error:
             raise StateError(f"{self.root} cannot be read: {describe(error)}") from error
 
@@ -155,7 +152,7 @@ class CheckpointStore:
         try:
             if is_main(ctx) and self.root.is_dir():
                 names = sorted(path.name for path in self.root.iterdir() if step_of(path.name) >= 0)
-        except OSError as error:
+        except (OSError, StateError) as error:
             problem = f"{self.root} cannot be read: {describe(error)}"
         if names:
             problem = (
@@ -266,7 +263,7 @@ class CheckpointStore:
             UserError: If the job has too few hosts for the replicas of a tier.
         """
         due = [tier for tier in self.tiers if step % tier.every == 0]
-        run_id = self._shared_run_id(ctx) if due else ""
+        run_id = self._run_id.written(ctx) if due else ""
         for tier in due:
             tier.save(step, tensors, run_id=run_id, state=state, rank_state=rank_state, ctx=ctx)
 
@@ -344,7 +341,7 @@ class CheckpointStore:
         if is_main(ctx):
             # The run id is used in messages only. If the folder is unreadable, `locked_folder` raises.
             with suppress(OSError, StateError):
-                run_id = self._current_run_id()
+                run_id = self._run_id.current()
         with locked_folder(self.root, ctx, run_id=run_id) as lock:
             try:
                 yield
@@ -381,7 +378,7 @@ class CheckpointStore:
             self._background.wait()
             texts = dump_json(state), dump_json(rank_state)
             folder = self.root / folder_name(step)
-            run_id = self._current_run_id() if is_main(ctx) else ""
+            run_id = self._run_id.current() if is_main(ctx) else ""
         except (StateError, ValueError, OSError) as error:
             if is_alone:
                 raise
@@ -418,50 +415,13 @@ class CheckpointStore:
 
     def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:
         """Iterate over the complete checkpoints with steps above `floor` and up to `ceiling`, newest first."""
-        found = newest_first(self.root, only_run=self._only_run, log_level=logging.WARNING)
+        found = newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING)
         return (info for info in found if floor < info.step <= ceiling)
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
         """Return the complete steps of the local tiers, newest first, of equal steps the fastest tier's. Collective."""
-        run_id, problem = None, None
-        if not self.tiers:
+        run_id = self._run_id.shared_known(ctx) if self.tiers else None
+        if run_id is None:
             return []
-        try:
-            run_id = self._known_run_id() if is_main(ctx) else None
-        except (OSError, StateError) as error:
-            problem = f"{self.root} cannot be read: {describe(error)}"
-        agree(problem, error=StateError, alone=ctx is None)
-        run_id = gather_json(run_id, alone=ctx is None)[0]
-        found = [(tier, step) for tier in self.tiers for step in (tier.steps(run_id, ctx) if run_id else ())]
+        found = [(tier, step) for tier in self.tiers for step in tier.steps(run_id, ctx)]
         return sorted(found, key=lambda pair: -pair[1].step)
-
-    def _current_run_id(self) -> str:
-        if self._run_id is None:
-            self._run_id = self._known_run_id() or uuid.uuid4().hex
-        return self._run_id
-
-    def _known_run_id(self) -> str | None:
-        """Return the id of the run whose checkpoints, or steps in local tiers, this store continues."""
-        path = self.root / RUN_ID_NAME
-        newest = next(newest_first(self.root, only_run=self._only_run), None)
-        if newest is not None or self._only_run is not None:
-            return self._only_run if newest is None else newest.run_id
-        return path.read_text() if path.is_file() else None
-
-    def _shared_run_id(self, ctx: DistributedContext | None) -> str:
-        """Return the main process's run id, which it writes beside the checkpoints. Collective on the first call.
-
-        Steps in local tiers are used only with this file: if a user deletes the folder to start again, they are not.
-        """
-        if self._tier_run_id is None:
-            run_id, problem = "", None
-            try:
-                if is_main(ctx):
-                    run_id = self._current_run_id()
-                    _files.make_folder(self.root)
-                    _files.replace_file(self.root / RUN_ID_NAME, run_id.encode())
-            except (OSError, StateError) as error:
-                problem = f"{self.root} could not be written: {describe(error)}"
-            agree(problem, error=StateError, alone=ctx is None)
-            self._tier_run_id = str(gather_json(run_id, alone=ctx is None)[0])
-        return self._tier_run_id
