@@ -67,6 +67,12 @@ class MemberReader:
             return self.source.read_into(buffer, position)
         return os.preadv(self.source, [buffer], position)
 
+    def read(self, size: int, position: int) -> bytes:
+        """Read up to `size` bytes from a position."""
+        if isinstance(self.source, ObjectPath):
+            return self.source.read_range(position, position + size)
+        return os.pread(self.source, size, position)
+
     def close(self) -> None:
         """Close the file."""
         if isinstance(self.source, int):

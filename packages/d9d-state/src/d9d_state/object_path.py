@@ -131,11 +131,15 @@ class ObjectPath:
 
     def read_into(self, buffer: memoryview, position: int) -> int:
         """Read a range into a buffer, with one request for these bytes only; return the number of bytes."""
-        if not buffer:
-            return 0
-        data = self._retry(partial(self.filesystem.cat_file, self.url, start=position, end=position + len(buffer)))
+        data = self.read_range(position, position + len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+    def read_range(self, start: int, end: int) -> bytes:
+        """Read a range, with one request for these bytes only. It ends with the object if that is shorter."""
+        if start == end:
+            return b""
+        return bytes(self._retry(partial(self.filesystem.cat_file, self.url, start=start, end=end)))
 
     def upload(self, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
         """Upload an object, in several requests if it is large; return size and digest of each part.

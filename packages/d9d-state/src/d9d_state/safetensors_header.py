@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from d9d_dist import UserError
-from d9d_state._member import AnyPath, MemberReader, open_reader
+from d9d_state._member import AnyPath, open_reader
 from d9d_state.errors import StateError
 from d9d_state.json_value import shortened
 from d9d_state.tensor_info import TensorInfo
@@ -105,18 +105,17 @@ def read_header(path: AnyPath) -> dict[str, StoredTensor]:
     malformed, and `StateError` if a process or system limit prevents opening.
     """
     with closing(open_reader(path.parent, path.name)) as reader:
-        size, prefix = reader.size, bytearray(8)
-        length = struct.unpack("<Q", prefix)[0] if reader.read_into(memoryview(prefix), 0) == 8 else 0
+        size, prefix = reader.size, reader.read(8, 0)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if length < 2 or length > min(size - 8, MAX_HEADER_BYTES):
             raise UserError(
                 f"{path} is not a safetensors file: got {size} bytes with a header of {length} bytes; "
                 f"expected a header of 2 to {MAX_HEADER_BYTES} bytes within the file."
             )
-        data = bytearray(length)
-        header = bytes(data[: _read_all(reader, memoryview(data), 8)])
+        header = reader.read(length, 8)
     try:
         num_tensors = _num_tensors(header)
-        with _local(path, bytes(prefix) + header, size) as file, safe_open(file, framework="pt") as opened:
+        with _local(path, prefix, header, size) as file, safe_open(file, framework="pt") as opened:
             names = opened.offset_keys()
             infos = {name: _info(name, opened.get_slice(name)) for name in names}
         if len(names) != num_tensors:
@@ -135,21 +134,15 @@ def read_header(path: AnyPath) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_all(reader: MemberReader, buffer: memoryview, position: int) -> int:
-    done = 0
-    while done < len(buffer) and (count := reader.read_into(buffer[done:], position + done)):
-        done += count
-    return done
-
-
 @contextmanager
-def _local(path: AnyPath, start: bytes, size: int) -> Generator[Path]:
+def _local(path: AnyPath, prefix: bytes, header: bytes, size: int) -> Generator[Path]:
     """Return a file for the library: the file itself, or a sparse one with the start of an object and its size."""
     if isinstance(path, Path):
         yield path
         return
     with NamedTemporaryFile(prefix="d9d-header-") as file:
-        file.write(start)
+        file.write(prefix)
+        file.write(header)
         file.truncate(size)
         file.flush()
         yield Path(file.name)

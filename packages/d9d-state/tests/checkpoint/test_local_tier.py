@@ -135,7 +135,7 @@ _SAMPLE = ("host 1", "memory of both hosts", "a part of each host", "both copies
 
 
 @pytest.mark.parametrize("per_host", [2, 1], ids=["two hosts of two ranks", "two hosts of one rank"])
-@pytest.mark.sample("two hosts of two ranks")
+@pytest.mark.sample("two hosts of one rank")
 def test_newest_step_that_survives_is_loaded_bit_for_bit(tmp_path: Path, per_host: int, exhaustive: bool) -> None:
     cases = {name: case for name, case in _CASES.items() if exhaustive or name in _SAMPLE}
     world_size = 2 * per_host

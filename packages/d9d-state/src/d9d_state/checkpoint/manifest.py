@@ -121,8 +121,7 @@ class Manifest:
             with closing(open_reader(folder, MANIFEST_NAME)) as reader:
                 if reader.size > MAX_MANIFEST_BYTES:
                     raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
-                data = bytearray(reader.size)
-                return cls._parse(bytes(data[: reader.read_into(memoryview(data), 0)]))
+                return cls._parse(reader.read(reader.size, 0))
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
         except (ValueError, KeyError, TypeError) as error:
