@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from threading import Thread
 from typing import Any
@@ -114,7 +115,7 @@ def test_large_upload_has_several_parts(bucket: tuple[str, _Faulty]) -> None:
     assert info is not None
     (path,) = (each for each in (info.root).iterdir() if each.suffix == ".safetensors")
     assert isinstance(path, ObjectPath)
-    assert path.filesystem.info(path.url)["ETag"].strip('"').endswith("-5")
+    assert re.search(r'-[2-9]"$', path.filesystem.info(path.url)["ETag"]), "an upload in one part"
     loaded = torch.empty_like(weight)
     store.load(info, {"weight": loaded})
     assert torch.equal(loaded, weight)
