@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         sum_over_ranks,
     )
     from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
-    from d9d_dist.errors import UserError
+    from d9d_dist.errors import StartupTimeoutError, UserError
     from d9d_dist.expert_parallel import parallelize_experts
     from d9d_dist.follows_weight import FollowsWeight
     from d9d_dist.gathered_parameters import free_gathered, free_gathered_after_backward
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
     from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
     from d9d_dist.parameter_writes import written_tensors
-    from d9d_dist.planned_device import is_on_host, planned_accelerator
+    from d9d_dist.planned_device import RecordBlock, each_block, is_on_host, planned_accelerator, recorded_blocks
     from d9d_dist.precision import Precision, PrecisionName
     from d9d_dist.process_groups import destroy_process_groups
     from d9d_dist.seeds import seed_everything, stream_key
@@ -99,17 +99,6 @@ if TYPE_CHECKING:
     from d9d_dist.timeouts import Timeouts
     from d9d_dist.token_ids import check_token_ids
     from d9d_dist.tree_gather import all_gather_trees
-    from d9d_dist.tree_sharding import (
-        ShardOn,
-        ShardSpec,
-        Whole,
-        join_trees,
-        replicate_spec,
-        shard_spec,
-        shard_tree,
-        unshard_tree,
-    )
-    from d9d_dist.trees import Scalar, ScalarTree, TensorTree, Tree
     from d9d_dist.vocab_parallel import (
         HasTokenLoss,
         HasVocabParallelForm,
@@ -146,30 +135,25 @@ __all__ = [
     "Offloaded",
     "Precision",
     "PrecisionName",
+    "RecordBlock",
     "Region",
     "Replicated",
     "RequiresFullSequence",
     "RingAttention",
     "RowParallel",
-    "Scalar",
-    "ScalarTree",
     "SequenceParallel",
-    "ShardOn",
-    "ShardSpec",
     "SplitBackward",
     "StageInfo",
+    "StartupTimeoutError",
     "TensorRegion",
     "TensorStyle",
-    "TensorTree",
     "Timeouts",
     "TokenLoss",
-    "Tree",
     "UserError",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "WeightGradHandle",
-    "Whole",
     "agree",
     "all_gather",
     "all_gather_trees",
@@ -189,6 +173,7 @@ __all__ = [
     "defer_weight_grad",
     "destroy_process_groups",
     "digest_values",
+    "each_block",
     "finish_gradient_sync",
     "free_gathered",
     "free_gathered_after_backward",
@@ -205,7 +190,6 @@ __all__ = [
     "indexed_blocks",
     "is_first_replica",
     "is_on_host",
-    "join_trees",
     "local_part",
     "local_positions",
     "local_region",
@@ -226,26 +210,23 @@ __all__ = [
     "planned_accelerator",
     "random_bits_at",
     "read_launch",
+    "recorded_blocks",
     "reduce_from_axis",
     "reduce_scatter",
     "reduce_scatter_to_axis",
     "refuse_lost_writes",
-    "replicate_spec",
     "scale_gradients_",
     "scatter_to_axis",
     "sdpa_attention",
     "seed_everything",
     "set_grad_dtype",
     "set_gradient_sync",
-    "shard_spec",
-    "shard_tree",
     "stream_key",
     "sum_over_ranks",
     "sync_gradients",
     "synchronize_batch_norm",
     "synchronize_embeddings",
     "token_cross_entropy",
-    "unshard_tree",
     "writes_to_rows",
     "written_tensors",
 ]
