@@ -38,6 +38,7 @@ class _Breaking(nn.Module):
 
 def _train(folder: Path, compile: str | None, num_ranks: int) -> tuple[dict[str, Tensor], int]:  # noqa: A002
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     config = TrainerConfig.model_validate(
         {
             "steps": 2,

@@ -24,8 +24,10 @@ def check_backend(name: str) -> None:
 def compile_stages(stages: Iterable[nn.Module], backend: str) -> None:
     """Compile the forward of parallelized stages, in place. The first call compiles.
 
-    Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly.
+    Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly, as
+    does NumPy, whose functions torch's tracing emulates with errors. This setting of torch is global.
     """
+    torch._dynamo.config.trace_numpy = False
     for stage in stages:
         stage.forward = torch.compile(stage.forward, backend=backend)
 
