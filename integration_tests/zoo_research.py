@@ -151,7 +151,8 @@ class Queue(nn.Module):
         code = F.normalize(self.encoder(input), dim=1)
         scores = (code @ queue.clone().t()).logsumexp(1)
         with torch.no_grad():
-            queue[(int(place) + torch.arange(len(input))) % len(queue)] = code
+            # Sorted, because the comparison has another order of the samples.
+            queue[(int(place) + torch.arange(len(input))) % len(queue)] = code[code[:, 0].argsort()]
             place.add_(len(input))
         return scores
 
