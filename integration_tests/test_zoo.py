@@ -46,6 +46,7 @@ LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
 
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
+    "transformers:diffllama": "splits nothing inside the layers",
     "transformers:nemo_speechlm": "mixer.experts (NemotronHExperts, moe_tp_experts)",
 }
 """Modules that are refused on several ranks, with the error.
