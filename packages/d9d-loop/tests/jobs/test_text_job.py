@@ -1,5 +1,6 @@
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -161,17 +162,19 @@ def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str,
     losses = _losses(_train(_packed(folder, tmp_path / "one", job, checkpoint={"every": 2})))
     split = _packed(folder, tmp_path / "split", job, mesh=mesh, checkpoint={"every": 2})
     run_ranks(_train, split, world_size=world_size)
-    assert _losses(tmp_path / "split" / job) == pytest.approx(losses, rel=1e-4)
+    rounding = len(losses) * 200**0.5 * torch.finfo(torch.float32).eps  # as above
+    assert _losses(tmp_path / "split" / job) == pytest.approx(losses, rel=rounding)
     assert losses[-1] < losses[0]
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = (_load(job, tmp_path / layout / job / "export")(ids)[0] for layout in ("one", "split"))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    export = tmp_path / "split" / job / "export" / "model.safetensors"
-    before = export.read_bytes()
+    export = tmp_path / "split" / job / "export"
+    before = [file.read_bytes() for file in sorted(export.glob("*.safetensors"))]
+    shutil.rmtree(export)
     (tmp_path / "split" / job / "checkpoints" / "step-00000004").rename(tmp_path / "away")  # as if killed before it
     run_ranks(_train, split, world_size=world_size)
-    assert export.read_bytes() == before
+    assert [file.read_bytes() for file in sorted(export.glob("*.safetensors"))] == before
 
 
 def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: Path, tmp_path: Path) -> None:

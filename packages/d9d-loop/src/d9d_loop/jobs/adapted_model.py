@@ -51,6 +51,10 @@ class AdaptedModel(ModelProvider):
         """
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
         changes = self._peft.inject(self._method, model, is_part=is_part)
+        for module in model.modules():
+            if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
+                module.to_empty(device=torch.device("cpu"))
+                module.reset_parameters()
         if self._is_quantized:
             quantized = self._peft.quantize_base(
                 model, chosen.target, block_format=chosen.base, block_size=chosen.block_size
