@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
