@@ -51,6 +51,7 @@ class AdaptedModel(ModelProvider):
         are loaded.
         """
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
+        base_mapper = self._base.state_mapper(model)  # the base may derive it from the names before the injection
         changes = self._peft.inject(self._method, model, is_part=is_part)
         for module in model.modules():
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
@@ -62,7 +63,7 @@ class AdaptedModel(ModelProvider):
             )
             changes = sequential(changes, quantized)
         if not is_part:  # the whole model is built first, and its names are used to read and write files
-            self._base_mapper, self._changes = self._base.state_mapper(model), changes
+            self._base_mapper, self._changes = base_mapper, changes
         return model
 
     @property
