@@ -193,6 +193,7 @@ def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: P
     numbers = row["documents"][row["labels"] != -100].unique()
     assert len(numbers) > 1
     run = _train(config)
+
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
     model, total, count = _load("sft", folder / "model"), 0.0, 0
     texts = {f"<|user|>{each['prompt']}<|end|><|assistant|>": f"{each['completion']}<|end|>" for each in chats}
