@@ -22,7 +22,7 @@ _RANKS_SHOWN = 8
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> list[Any]:
-    """Return the JSON values of all ranks, in rank order. Synchronizes the host.
+    """Return the JSON values of all ranks, in rank order; equal values are one object. Synchronizes the host.
 
     Collective over the group: an all-gather of the sizes and one of the texts, padded to the longest; the latter is
     skipped if all values are `None`. The tensors are on the CPU if the group has a CPU backend. Messages number ranks
@@ -42,7 +42,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bo
     problems = {rank: text.decode() for rank, (text, is_value) in enumerate(received) if not is_value}
     if problems:
         _raise_together(UserError(_describe_problems(problems, len(received))), group, num_ranks=len(received))
-    return [json.loads(text) if text else None for text, _ in received]
+    known = {text: json.loads(text) if text else None for text in {text for text, _ in received}}
+    return [known[text] for text, _ in received]
 
 
 def agree(
