@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from d9d_dist import UserError
@@ -47,8 +46,7 @@ TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Family:
-    config: type[transformers.PreTrainedConfig]
-    reference: Callable[[Any], nn.Module]
+    reference_name: str
     build: Callable[[Any], nn.Module]
     params: Callable[[Any], Any]
     mapper: Callable[[Any], StateMapper]
@@ -56,6 +54,13 @@ class Family:
     irrelevant: Any
     sizes: dict[str, Any]
     tolerance: float = TOLERANCE
+
+    @property
+    def reference(self) -> Any:
+        """Class of the model in `transformers`."""
+        import transformers
+
+        return getattr(transformers, self.reference_name)
 
 
 SIZES: dict[str, Any] = {
@@ -70,8 +75,7 @@ SIZES: dict[str, Any] = {
 HEADS = {"num_key_value_heads": 1, "head_dim": 4}
 FAMILIES = {
     "qwen3": Family(
-        transformers.Qwen3Config,
-        transformers.Qwen3ForCausalLM,
+        "Qwen3ForCausalLM",
         Qwen3ForCausalLM,
         QWEN3.read,
         decoder_from_hugging_face,
@@ -80,8 +84,7 @@ FAMILIES = {
         HEADS,
     ),
     "llama": Family(
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
+        "LlamaForCausalLM",
         Llama3ForCausalLM,
         LLAMA3.read,
         decoder_from_hugging_face,
@@ -90,8 +93,7 @@ FAMILIES = {
         HEADS,
     ),
     "qwen3_moe": Family(
-        transformers.Qwen3MoeConfig,
-        transformers.Qwen3MoeForCausalLM,
+        "Qwen3MoeForCausalLM",
         Qwen3MoeForCausalLM,
         QWEN3_MOE.read,
         lambda params: sparse_from_hugging_face(params, layout="fused"),
@@ -100,8 +102,7 @@ FAMILIES = {
         {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
     ),
     "deepseek_v3": Family(
-        transformers.DeepseekV3Config,
-        transformers.DeepseekV3ForCausalLM,
+        "DeepseekV3ForCausalLM",
         DeepseekV3ForCausalLM,
         DEEPSEEK_V3.read,
         lambda params: sparse_from_hugging_face(params, layout="fused"),
@@ -126,7 +127,6 @@ FAMILIES = {
 }
 FAMILIES |= {
     family.model_type: Family(
-        config,
         reference,
         DecoderForCausalLM,
         family.read,
@@ -135,11 +135,11 @@ FAMILIES |= {
         family.irrelevant,
         {**HEADS, "pad_token_id": None, **more},
     )
-    for family, config, reference, more in (
-        (QWEN2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        (MISTRAL, transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
-        (GLM4, transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 8}),
-        (GEMMA3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"query_pre_attn_scalar": 9}),
+    for family, reference, more in (
+        (QWEN2, "Qwen2ForCausalLM", {}),
+        (MISTRAL, "MistralForCausalLM", {"sliding_window": None}),
+        (GLM4, "Glm4ForCausalLM", {"head_dim": 8}),
+        (GEMMA3, "Gemma3ForCausalLM", {"query_pre_attn_scalar": 9}),
     )
 }
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -163,8 +163,7 @@ HYBRID = {
 SPARSE = {
     "glm4_moe": (
         GLM4_MOE,
-        transformers.Glm4MoeConfig,
-        transformers.Glm4MoeForCausalLM,
+        "Glm4MoeForCausalLM",
         {
             **HEADS,
             "head_dim": 8,  # of which a half is rotated
@@ -178,16 +177,14 @@ SPARSE = {
     ),
     "gpt_oss": (
         GPT_OSS,
-        transformers.GptOssConfig,
-        transformers.GptOssForCausalLM,
+        "GptOssForCausalLM",
         {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
     ),
-    "qwen3_next": (QWEN3_NEXT, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, HYBRID),
-    "qwen3_5_moe": (QWEN3_5_MOE, transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM, HYBRID),
+    "qwen3_next": (QWEN3_NEXT, "Qwen3NextForCausalLM", HYBRID),
+    "qwen3_5_moe": (QWEN3_5_MOE, "Qwen3_5MoeForCausalLM", HYBRID),
 }
 FAMILIES |= {
     name: Family(
-        config,
         reference,
         DecoderForCausalLM,
         files.read,
@@ -198,7 +195,7 @@ FAMILIES |= {
         # A recurrence accumulates rounding errors.
         tolerance=20 * TOLERANCE if sizes is HYBRID else TOLERANCE,
     )
-    for name, (files, config, reference, sizes) in SPARSE.items()
+    for name, (files, reference, sizes) in SPARSE.items()
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 THETA = {"rope_theta": 100.0}
@@ -252,6 +249,8 @@ ANYTHING = [None, True, False, 0, 1, 2, 3, -1, 0.0, 0.5, 2.5, float("nan"), floa
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
+    import transformers
+
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.CRITICAL)
     yield
@@ -267,7 +266,7 @@ def _base(family: str, *, sliding: bool) -> dict[str, Any]:
         if sliding
         else {}
     )
-    written = chosen.config(**{**SIZES, **chosen.sizes, **windows}).to_dict()
+    written = chosen.reference.config_class(**{**SIZES, **chosen.sizes, **windows}).to_dict()
     return json.loads(json.dumps({**written, "experts_implementation": "eager"}, default=str))
 
 
@@ -281,7 +280,7 @@ def _reference(family: Family, config: dict[str, Any]) -> nn.Module | None:
     """Return the model of `transformers`; None if it cannot be built or run."""
     try:
         torch.manual_seed(0)
-        built = family.config.from_dict(deepcopy(config))
+        built = family.reference.config_class.from_dict(deepcopy(config))
         built._attn_implementation = "eager"  # with SDPA, transformers ignores is_causal of a configuration
         model = family.reference(built).train()
         with torch.no_grad():

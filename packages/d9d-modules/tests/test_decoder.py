@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor, nn
 
-from d9d_modules import DecoderLayer, RotaryTables, rotary_tables
+from d9d_modules import DecoderLayer, RMSNorm, RotaryTables, rotary_tables
 
 
 class _Attention(nn.Module):
@@ -20,17 +20,20 @@ class _FeedForward(nn.Module):
 
 
 def test_both_blocks_are_pre_norm_and_residual() -> None:
-    layer = DecoderLayer(4, attention=_Attention(), feed_forward=_FeedForward(), norm_eps=0.1).double()
-    nn.init.normal_(layer.attention_norm.weight)
-    nn.init.normal_(layer.feed_forward_norm.weight)
+    layer = DecoderLayer(
+        4, attention=_Attention(), feed_forward=_FeedForward(), norm=lambda: RMSNorm(4, eps=0.1)
+    ).double()
+    weights = [layer.get_parameter(f"{name}_norm.weight") for name in ("attention", "feed_forward")]
+    for weight in weights:
+        nn.init.normal_(weight)
     rotary = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
     x = torch.randn(2, 3, 4, dtype=torch.float64)
 
     def norm(y: Tensor, weight: Tensor) -> Tensor:
         return y / (y.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
 
-    attended = x + 2 * norm(x, layer.attention_norm.weight) + rotary.cos.sum()
-    expected = attended + 3 * norm(attended, layer.feed_forward_norm.weight) + 1
+    attended = x + 2 * norm(x, weights[0]) + rotary.cos.sum()
+    expected = attended + 3 * norm(attended, weights[1]) + 1
     torch.testing.assert_close(layer(x, rotary), expected)
 
 
@@ -39,8 +42,7 @@ def test_sandwich_norms_normalize_the_outputs_of_both_blocks() -> None:
         4,
         attention=_Attention(),
         feed_forward=_FeedForward(),
-        norm_eps=0.1,
-        zero_centered_norms=True,
+        norm=lambda: RMSNorm(4, eps=0.1, zero_centered=True),
         sandwich_norms=True,
     ).double()
     names = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
@@ -74,6 +76,6 @@ class _Narrow(nn.Module):
 
 
 def test_attention_may_change_the_dtype() -> None:
-    layer = DecoderLayer(4, attention=_Narrow(), feed_forward=_FeedForward(), norm_eps=0.1)
+    layer = DecoderLayer(4, attention=_Narrow(), feed_forward=_FeedForward(), norm=lambda: RMSNorm(4, eps=0.1))
     x, rotary = torch.randn(1, 3, 4), rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
     assert layer(x, rotary).dtype == torch.float32

@@ -107,7 +107,9 @@ if TYPE_CHECKING:
         written_full_layers,
     )
     from d9d_modules.models.llama3 import LLAMA3, Llama3ForCausalLM, Llama3Params
+    from d9d_modules.models.local_global import LocalGlobalParams
     from d9d_modules.models.mistral import MISTRAL, MistralParams
+    from d9d_modules.models.modernbert import MODERNBERT, ModernBertParams, modernbert_from_hugging_face
     from d9d_modules.models.pretrained import (
         FAMILY_ENTRY_POINTS,
         PretrainedDecoder,
@@ -118,7 +120,7 @@ if TYPE_CHECKING:
     from d9d_modules.models.qwen2 import QWEN2, Qwen2Params
     from d9d_modules.models.qwen3 import QWEN3, Qwen3ForCausalLM, Qwen3Params
     from d9d_modules.models.qwen3_5 import QWEN3_5, Qwen35Params, text_config
-    from d9d_modules.norm import RMSNorm, add_rms_norm, rms_norm
+    from d9d_modules.norm import LayerNorm, Norm, RMSNorm, add_rms_norm, rms_norm
     from d9d_modules.pooling import Pooling, pool
     from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, rotary_tables
     from d9d_modules.rope_scaling import (
@@ -130,8 +132,8 @@ if TYPE_CHECKING:
         RotaryScaling,
         YarnScaling,
     )
-    from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
-    from d9d_modules.swiglu import GeGLU, SwiGLU, silu_mul
+    from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead, HeadTransform
+    from d9d_modules.swiglu import GeGLU, GeluForm, SwiGLU, silu_mul
     from d9d_modules.vocabulary_scores import TokenScores, token_scores
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
@@ -150,6 +152,7 @@ __all__ = [
     "IGNORED_LABEL",
     "LLAMA3",
     "MISTRAL",
+    "MODERNBERT",
     "PLAIN_CROSS_ENTROPY",
     "QWEN2",
     "QWEN3",
@@ -192,6 +195,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "GeGLU",
+    "GeluForm",
     "Gemma3Params",
     "Glm4Params",
     "GroupedQueryAttention",
@@ -201,6 +205,7 @@ __all__ = [
     "Head",
     "HeadFactory",
     "HeadParallel",
+    "HeadTransform",
     "HeadedDecoder",
     "Hidden",
     "HiddenAndLosses",
@@ -209,20 +214,24 @@ __all__ = [
     "HybridParams",
     "LanguageModelHead",
     "LayerMeans",
+    "LayerNorm",
     "Linear",
     "LinearScaling",
     "Llama3ForCausalLM",
     "Llama3Params",
     "Llama3Scaling",
+    "LocalGlobalParams",
     "LogSigmoidDecayGate",
     "LongRopeScaling",
     "LossBackend",
     "MistralParams",
     "MixerCache",
     "MixerKind",
+    "ModernBertParams",
     "MtpLayer",
     "MtpNames",
     "MultiHeadLatentAttention",
+    "Norm",
     "NtkScaling",
     "Operator",
     "ParallelizeExperts",
@@ -281,6 +290,7 @@ __all__ = [
     "language_model_head",
     "layer_types_of",
     "linear_cross_entropy",
+    "modernbert_from_hugging_face",
     "mtp_from_hugging_face",
     "mtp_targets",
     "parallelize_decoder",

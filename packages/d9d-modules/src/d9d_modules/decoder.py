@@ -1,11 +1,11 @@
 """Pre-norm decoder layer with pluggable token mixer and feed-forward block."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
 
-from d9d_modules.norm import RMSNorm
+from d9d_modules.norm import Norm, RMSNorm
 from d9d_modules.rope import RotaryTables
 
 
@@ -52,8 +52,8 @@ class DecoderLayer(nn.Module):
             `attention_mask`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
             A block that `HasExperts` also receives the token mask, if any.
-        norm_eps: Epsilon of the RMS norms.
-        zero_centered_norms: If True, the norms scale by `1 + weight`; see `RMSNorm`.
+        norm: Builds each norm; None for an `RMSNorm` with its defaults.
+        attention_norm: If False, the attention has no norm before it (first layer of ModernBERT).
         sandwich_norms: If True, the outputs of attention and feed-forward block have norms as well.
     """
 
@@ -63,13 +63,13 @@ class DecoderLayer(nn.Module):
         *,
         attention: nn.Module,
         feed_forward: nn.Module,
-        norm_eps: float = 1e-6,
-        zero_centered_norms: bool = False,
+        norm: Callable[[], Norm] | None = None,
+        attention_norm: bool = True,
         sandwich_norms: bool = False,
     ) -> None:
         super().__init__()
-        norm = partial(RMSNorm, hidden_size, eps=norm_eps, zero_centered=zero_centered_norms)
-        self.attention_norm = norm()
+        norm = (lambda: RMSNorm(hidden_size)) if norm is None else norm
+        self.attention_norm = norm() if attention_norm else nn.Identity()
         self.attention = attention
         self.attention_output_norm = norm() if sandwich_norms else None
         self.feed_forward_norm = norm()

@@ -30,7 +30,7 @@ LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 
 @final
 class LanguageModelHead(VocabularySplits):
-    """Projection to the vocabulary, `logits = hidden @ weight.T`, and per-token loss.
+    """Projection to the vocabulary, `logits = hidden @ weight.T + bias`, and per-token loss.
 
     A vocabulary in named splits has one parameter per split; the logits of the splits are concatenated in order. To
     train only new tokens, freeze the other splits: `head.weight_orig.requires_grad_(False)`.
@@ -39,6 +39,7 @@ class LanguageModelHead(VocabularySplits):
         vocab_size: Number of token ids, of the whole vocabulary or of each split, such as
             `{"orig": 32000, "special": 8}`. The parameter of the split `special` is `weight_special`; that of a single
             split, or of a whole vocabulary, is `weight`.
+        bias: If True, the logits have a bias, initialized to 0 (encoders); requires a single split.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
         token_loss: See `language_model_head`. Pass a `CrossEntropy` to set z-loss or label smoothing.
         loss_backend: See `backend` of `language_model_head`.
@@ -60,14 +61,17 @@ class LanguageModelHead(VocabularySplits):
         hidden_size: int,
         vocab_size: int | Mapping[str, int],
         *,
+        bias: bool = False,
         softcap: float | None = None,
         token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
         loss_backend: LossBackend | None = None,
         init_std: float = 0.02,
     ) -> None:
-        super().__init__(
-            {"": vocab_size} if isinstance(vocab_size, int) else vocab_size, hidden_size, init_std=init_std
-        )
+        vocab_sizes = {"": vocab_size} if isinstance(vocab_size, int) else vocab_size
+        super().__init__(vocab_sizes, hidden_size, init_std=init_std)
+        if bias and len(vocab_sizes) > 1:
+            raise UserError("got bias = True and several vocabulary splits; expected no bias, or a single split.")
+        self.register_parameter("bias", nn.Parameter(torch.zeros(self.vocab_size)) if bias else None)
         if softcap is not None and softcap <= 0.0:
             raise UserError(f"softcap = {softcap}; expected a number above 0, or None for no soft-cap.")
         self.softcap = softcap
@@ -93,10 +97,28 @@ class LanguageModelHead(VocabularySplits):
             return self._scores(hidden_BLD, labels, with_entropy=scores is True)
         return self._loss(hidden_BLD, labels, self.token_loss)
 
+    def reset_parameters(self) -> None:
+        """Draw all weights from `Normal(0, init_std)`, and set the bias to 0."""
+        super().reset_parameters()
+        if (bias := self._parameters.get("bias")) is not None:
+            nn.init.zeros_(bias)
+
+    def _with_bias(self, hidden_BLD: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return hidden states and weights whose product includes the bias: a feature of ones, and its column."""
+        weights_VD, bias_V = self._weights(), self._parameters["bias"]
+        if bias_V is None:
+            return hidden_BLD, weights_VD
+        # Eight features keep the rows of 16-bit weights aligned.
+        ones = F.pad(torch.ones_like(hidden_BLD[..., :1]), (0, 7))
+        column = F.pad(bias_V.unsqueeze(-1), (0, 7))
+        return torch.cat([hidden_BLD, ones], dim=-1), [torch.cat([weights_VD[0], column], dim=-1)]
+
     def _loss(self, hidden_BLD: Tensor, labels: Tensor | None, token_loss: TokenLoss) -> Tensor:
+        hidden_BLD = hidden_BLD[:, self.logit_positions] if labels is None else hidden_BLD
+        hidden_BLD, weights_VD = self._with_bias(hidden_BLD)
         return language_model_head(
-            hidden_BLD[:, self.logit_positions] if labels is None else hidden_BLD,
-            self._weights(),
+            hidden_BLD,
+            weights_VD,
             labels=labels,
             vocab_size=self.vocab_size,
             token_loss=token_loss,
@@ -120,8 +142,9 @@ class LanguageModelHead(VocabularySplits):
                 f"got scores=True with candidates, labels of shape {tuple(labels.shape)}; expected one label for each "
                 'position. Pass scores="log_probs".'
             )
+        scored_BLD, weights_VD = self._with_bias(hidden_BLD)
         found = token_scores(
-            hidden_BLD.flatten(0, -2), self._weights(), labels.flatten(), softcap=self.softcap, mesh=loss.mesh
+            scored_BLD.flatten(0, -2), weights_VD, labels.flatten(), softcap=self.softcap, mesh=loss.mesh
         )
         log_probs_BL, entropy_BL = (each.view_as(labels) for each in found)
         if torch.is_grad_enabled() and hidden_BLD.requires_grad:

@@ -1,9 +1,10 @@
-"""Root-mean-square layer normalization."""
+"""Root-mean-square normalization, and layer normalization with the same interface."""
 
-from typing import final, overload
+from typing import TypeAlias, final, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 from d9d_modules._kernel_choice import has_kernel
@@ -53,6 +54,46 @@ class RMSNorm(nn.Module):
         if residual is None:
             return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
         return add_rms_norm(x, residual, self.weight, eps=self.eps, zero_centered=self.zero_centered)
+
+
+@final
+class LayerNorm(nn.Module):
+    """Layer norm over the last dim (arXiv:1607.06450), with the residual argument of `RMSNorm`.
+
+    Args:
+        size: Size of the last dim.
+        eps: Added to the variance.
+        bias: If True, a bias is added, initialized to 0.
+    """
+
+    def __init__(self, size: int, *, eps: float = 1e-5, bias: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1 and the bias to 0."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize `x` [..., size]; with a residual, return the norm of the sum, and the sum."""
+        total = x if residual is None else x + residual
+        normed = F.layer_norm(total, self.weight.shape, self.weight, self.bias, self.eps)
+        return normed if residual is None else (normed, total)
+
+
+Norm: TypeAlias = RMSNorm | LayerNorm
+"""Norm of a decoder layer."""
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float = 1e-6, zero_centered: bool = False) -> Tensor:

@@ -13,23 +13,53 @@ from d9d_dist.errors import UserError
 from d9d_dist.token_ids import check_token_ids
 from d9d_modules.cross_entropy import IGNORED_LABEL
 from d9d_modules.linear import Linear
+from d9d_modules.norm import Norm
 from d9d_modules.pooling import Pooling, pool
 
 
 @final
+class HeadTransform(nn.Module):
+    """Layer between the hidden states of an encoder and its head, `norm(gelu(dense(x)))` ("BERT", arXiv:1810.04805).
+
+    Args:
+        norm: Norm of the output.
+        bias: If True, the dense layer has a bias.
+    """
+
+    def __init__(self, hidden_size: int, *, norm: Norm, bias: bool = False, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.dense = Linear(hidden_size, hidden_size, bias=bias, init_std=init_std)
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform `x` [..., hidden_size]; the shape is unchanged."""
+        return self.norm(F.gelu(self.dense(x)))
+
+
+@final
 class ClassificationHead(nn.Module):
-    """Sequence classification head: logits `pool(hidden) @ weight.T`, or the loss of each row.
+    """Sequence classification head: logits `score(transform(pool(hidden)))`, or the loss of each row.
 
     Args:
         pooling: Pooling method. In a causal model only the last token attends to the whole text.
+        transform: Module between pooling and score, such as `HeadTransform`; None for none.
+        bias: If True, the logits have a bias.
     """
 
     def __init__(
-        self, hidden_size: int, num_classes: int, *, pooling: Pooling = "last", init_std: float = 0.02
+        self,
+        hidden_size: int,
+        num_classes: int,
+        *,
+        pooling: Pooling = "last",
+        transform: nn.Module | None = None,
+        bias: bool = False,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
         self.pooling: Pooling = pooling
-        self.score = Linear(hidden_size, num_classes, init_std=init_std)
+        self.transform = transform
+        self.score = Linear(hidden_size, num_classes, bias=bias, init_std=init_std)
 
     @property
     def full_sequence_reason(self) -> str:
@@ -51,7 +81,8 @@ class ClassificationHead(nn.Module):
         Raises:
             UserError: If the shape of mask or labels does not match, or a label on the CPU is out of range.
         """
-        logits_BC = self.score(pool(hidden_BLD, mask_BL, pooling=self.pooling))
+        pooled_BD = pool(hidden_BLD, mask_BL, pooling=self.pooling)
+        logits_BC = self.score(pooled_BD if self.transform is None else self.transform(pooled_BD))
         if labels is None:
             return logits_BC
         if labels.shape != logits_BC.shape[:1]:

@@ -1,7 +1,7 @@
-"""Gated feed-forward blocks: SwiGLU (Llama) and GeGLU (Gemma)."""
+"""Gated feed-forward blocks: SwiGLU (Llama) and GeGLU (Gemma, ModernBERT)."""
 
 from abc import ABC, abstractmethod
-from typing import final
+from typing import Literal, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -11,15 +11,18 @@ from d9d_dist import ColumnParallel, RowParallel, TensorRegion, TensorStyle, Use
 from d9d_modules._kernel_choice import has_kernel
 from d9d_modules.linear import Linear
 
+GeluForm: TypeAlias = Literal["tanh", "none"]
+"""GELU with the tanh approximation, or exact; named as in `torch.nn.functional.gelu`."""
+
 
 class GatedBlock(nn.Module, ABC):
     """Feed-forward block with a gate, `down(gated(gate(x), up(x)))`. Base class of the blocks below."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, init_std: float = 0.02) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, init_std: float = 0.02) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, init_std=init_std)
-        self.up_proj = Linear(hidden_size, intermediate_size, init_std=init_std)
-        self.down_proj = Linear(intermediate_size, hidden_size, init_std=init_std)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, init_std=init_std)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, init_std=init_std)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, init_std=init_std)
 
     @abstractmethod
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -54,11 +57,28 @@ class SwiGLU(GatedBlock):
 
 @final
 class GeGLU(GatedBlock):
-    """GeGLU block `down(gelu(gate(x)) * up(x))` (arXiv:2002.05202, equation 6), with the tanh approximation of GELU."""
+    """GeGLU block `down(gelu(gate(x)) * up(x))` (arXiv:2002.05202, equation 6).
+
+    Args:
+        approximate: Form of GELU: "tanh" (Gemma) or "none" (ModernBERT).
+        bias: If True, all projections have biases.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        approximate: GeluForm = "tanh",
+        bias: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias=bias, init_std=init_std)
+        self.approximate: GeluForm = approximate
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute `gelu(gate) * up`."""
-        return F.gelu(gate, approximate="tanh") * up
+        return F.gelu(gate, approximate=self.approximate) * up
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

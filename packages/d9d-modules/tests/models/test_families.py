@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_dist.testing import assert_trees_close
+from d9d_dist.testing import KeepFloat64, assert_trees_close
 from d9d_modules import (
     GEMMA3,
     GLM4,
     LLAMA3,
     MISTRAL,
+    MODERNBERT,
     QWEN2,
     QWEN3,
     DecoderForCausalLM,
@@ -30,10 +30,11 @@ from d9d_modules import (
     YarnScaling,
     known_families,
 )
+from d9d_modules.compiling import compile_layers
 from d9d_state import StateMapper, load_model_state, save_model_state
 
 FAMILIES: dict[str, HuggingFaceFamily[Any]] = {
-    family.model_type: family for family in (GEMMA3, GLM4, LLAMA3, MISTRAL, QWEN2, QWEN3)
+    family.model_type: family for family in (GEMMA3, GLM4, LLAMA3, MISTRAL, MODERNBERT, QWEN2, QWEN3)
 }
 SCALINGS = (
     None,
@@ -51,7 +52,7 @@ def draw_params(family: HuggingFaceFamily[Any], seed: int) -> Any:
     num_heads = num_kv_heads * draw.randint(1, 3)
     head_dim = 2 * draw.randint(2, 8)
     chosen: dict[str, Any] = {}
-    has_windows = family.model_type in {"mistral", "qwen2", "qwen3", "gemma3_text"} and seed % 2
+    has_windows = family.model_type in {"mistral", "modernbert", "qwen2", "qwen3", "gemma3_text"} and seed % 2
     if has_windows:
         layers = range(num_layers)
         chosen["sliding_window"] = draw.randint(2, 6)
@@ -68,9 +69,18 @@ def draw_params(family: HuggingFaceFamily[Any], seed: int) -> Any:
             "final_softcap": None if seed % 3 else 2.0,
             "sliding_rope_theta": draw.choice([50.0, 1000.0]),
         }
+    hidden_size = num_heads * draw.randint(1, 5)
+    if family is MODERNBERT:
+        hidden_size, num_kv_heads = num_heads * head_dim, num_heads
+        names = ("attention_bias", "feed_forward_bias", "norm_bias", "lm_head_bias", "transform_bias")
+        chosen |= {name: draw.random() < 0.5 for name in names}
+        chosen |= {
+            "sliding_rope_theta": draw.choice([50.0, 1000.0]),
+            "classifier_pooling": draw.choice(["cls", "mean"]),
+        }
     return family.params(
         vocab_size=draw.randint(3, 40),
-        hidden_size=num_heads * draw.randint(1, 5),
+        hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -89,10 +99,10 @@ def draw_params(family: HuggingFaceFamily[Any], seed: int) -> Any:
 def reference_of(family: HuggingFaceFamily[Any], params: GroupedQueryParams) -> Any:
     """Build the model of `transformers` from the configuration that d9d writes, with random weights and biases."""
     # The padding embedding is trained like any other, so there is no padding token.
+    import transformers
+
     written: dict[str, Any] = {**family.write(params), "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(**written)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)
-    assert type(model).__name__ == family.architecture
+    model: Any = getattr(transformers, family.architecture)(transformers.AutoConfig.for_model(**written))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=float("norm" in name and not params.zero_centered_norms), std=0.3)
@@ -112,6 +122,9 @@ def _compute_norms_in_float64(model: nn.Module, *, zero_centered: bool) -> None:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(norm, module)
+        for name, buffer in [*module.named_buffers(recurse=False)]:  # angles are float32 in both implementations
+            if name.endswith("inv_freq"):
+                setattr(module, name, buffer.float())
 
 
 def apply_mapper(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -145,7 +158,8 @@ def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
     labels[:, 1::3] = -100
     positions = torch.arange(11) + torch.randint(0, 50, (2, 1))
 
-    logits = reference(input_ids, position_ids=positions).logits
+    with KeepFloat64():
+        logits = reference(input_ids, position_ids=positions).logits
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     expected.sum().backward()
     losses = ours(input_ids, position_ids=positions, labels=labels)
@@ -163,6 +177,8 @@ def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize(("name", "seed"), _seeds())
 def test_weights_and_config_survive_both_directions(tmp_path: Path, name: str, seed: int) -> None:
+    import transformers
+
     family = FAMILIES[name]
     params = draw_params(family, seed)
     reference = reference_of(family, params)
@@ -179,7 +195,7 @@ def test_weights_and_config_survive_both_directions(tmp_path: Path, name: str, s
     )
     written, original = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
     assert_trees_close(written, original, rtol=0, atol=0)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    again = type(reference).from_pretrained(tmp_path / "ours")
     assert_trees_close(again.state_dict(), reference.state_dict(), rtol=0, atol=0)
 
 
@@ -344,3 +360,22 @@ def test_published_configurations_are_accepted(name: str) -> None:
         expected = [name == "Mistral-7B-v0.1"] * params.num_layers
     assert is_sliding == expected
     assert params.attention_form.is_causal is (name != "embeddinggemma-300m")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_layers_are_one_graph(name: str) -> None:
+    """A graph break is an error with `fullgraph`; the documents are packed."""
+    torch._dynamo.reset()
+    params = draw_params(FAMILIES[name], 2)
+    model, labels = DecoderForCausalLM(params), torch.randint(0, params.vocab_size, (2, 9))
+    positions = torch.tensor([[*range(4), *range(5)]]).expand(2, 9).contiguous()
+    documents = torch.tensor([[0] * 4 + [1] * 5]).expand(2, 9).contiguous()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        losses = model(labels, labels=labels, position_ids=positions, document_ids_BL=documents)
+        return losses, *torch.autograd.grad(losses.sum(), list(model.parameters()), allow_unused=True)
+
+    expected = run()
+    compile_layers(model.backbone.layers, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(), expected)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
     from d9d_moe.models.glm4_moe import GLM4_MOE, Glm4MoeParams
+    from d9d_moe.models.glm4_moe_lite import GLM4_MOE_LITE
     from d9d_moe.models.gpt_oss import GPT_OSS, GptOssParams
     from d9d_moe.models.qwen3_moe import QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeParams
     from d9d_moe.models.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT, Qwen3NextParams, Qwen35MoeParams, SparseHybridParams
@@ -57,6 +58,7 @@ else:
 __all__ = [
     "DEEPSEEK_V3",
     "GLM4_MOE",
+    "GLM4_MOE_LITE",
     "GPT_OSS",
     "GROUPED_MATMUL_VARIABLE",
     "KIMI_K2",

@@ -6,6 +6,7 @@ from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from d9d_state.checkpoint.info import CheckpointInfo
+    from d9d_state.checkpoint.local_tier import LocalTier
     from d9d_state.checkpoint.non_tensor_optimizer_state import (
         group_values,
         non_tensor_optimizer_state,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from d9d_state.mapper.fill import Destination, TensorSource
     from d9d_state.mapper.graph import StateGroup
     from d9d_state.mapper.join import concat, split, stack, unstack
-    from d9d_state.mapper.names import drop, identity, identity_of, keep, rename
+    from d9d_state.mapper.names import drop, identity, identity_of, keep, rename, rename_all
     from d9d_state.mapper.operation import Constant, Layout, Local, Operation, Piece, Regional, infer_on_meta
     from d9d_state.mapper.placement import distribute, gather_full
     from d9d_state.mapper.quantized import BlockScaled, Fp8Blocks, Int4Groups, Mxfp4
@@ -57,6 +58,7 @@ __all__ = [
     "JsonValue",
     "Layout",
     "Local",
+    "LocalTier",
     "ModelFolder",
     "Mxfp4",
     "Operation",
@@ -97,6 +99,7 @@ __all__ = [
     "prepare_optimizer_for_load",
     "read_model_state",
     "rename",
+    "rename_all",
     "repeat",
     "reshape",
     "rng_state",

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_state import StateGroup, drop, identity, identity_of, keep, parallel, rename, sequential
+from d9d_state import StateGroup, drop, identity, identity_of, keep, parallel, rename, rename_all, sequential
 
 
 class _Tied(nn.Module):
@@ -37,6 +37,14 @@ def test_identity_of_mapper_passes_its_outputs() -> None:
     mapper = parallel(rename("a", "b"), drop("c"), keep("d"))
     assert list(identity_of(mapper).inputs) == list(identity_of(mapper).outputs) == ["b", "d"]
     assert sequential(mapper, identity_of(mapper)).groups == mapper.groups
+
+
+def test_rename_all() -> None:
+    mapper = rename_all({"a": "b", "c": "a"})
+    assert mapper.groups == parallel(rename("a", "b"), rename("c", "a")).groups
+    assert mapper.inverse().groups == rename_all({"b": "a", "a": "c"}).groups
+    with pytest.raises(ValueError, match="b"):
+        rename_all({"a": "b", "c": "b"})
 
 
 def test_rename() -> None:

@@ -120,6 +120,11 @@ class CheckpointConfig(Section):
     """Interval and retention of checkpoints. A checkpoint is kept if any of the `keep_` rules selects it."""
 
     every: PositiveInt = Field(default=100, description="Steps between checkpoints; the last step is always saved.")
+    folder: str | None = Field(
+        default=None,
+        description="Folder or URL of an object store (s3://...), in which each run has a folder of checkpoints; null: "
+        "`checkpoints` in the run folder.",
+    )
     background: bool = Field(
         default=True,
         description="Write checkpoints in the background, from a copy in host memory. The job waits for the last "
@@ -129,6 +134,21 @@ class CheckpointConfig(Section):
         default=False,
         description="Save only trainable parameters. A resumed job must start from the same initial "
         "weights, or without initial weights from the same seed; others are refused.",
+    )
+    memory_every: PositiveInt | None = Field(
+        default=None,
+        description="Steps between saves in the memory of the hosts, which survive the job's processes; null: none.",
+    )
+    local_every: PositiveInt | None = Field(
+        default=None, description="Steps between saves in `local_folder`; null: none."
+    )
+    local_folder: Path | None = Field(
+        default=None, description="Folder on a local disk of each host, for the saves of `local_every`."
+    )
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        description="Number of other hosts that keep a copy of each rank's part of saves in memory and `local_folder`.",
     )
     keep_last: PositiveInt | None = Field(
         default=2, description="Number of newest checkpoints to keep; null keeps all."

@@ -16,6 +16,7 @@ from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.train_step import StepResult
+from d9d_loop.evaluation_mode import evaluation_mode
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
     CheckpointStarted,
@@ -33,11 +34,13 @@ from d9d_loop.job.garbage import GarbageCollection
 from d9d_loop.job.job_end import finish_job, train_result
 from d9d_loop.job.job_parts import Job
 from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.job.journal import Journal
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
+from d9d_loop.job.start_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import HangWatchdog, StepGuard, Stopped, StopSignals, check_buffers, check_replicas
@@ -62,7 +65,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         StateError: On every rank, if there are checkpoints, but none is valid.
     """
     config, task = plan.config, plan.task
-    pipeline = _build_pipeline(plan, ctx)
+    pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
+    pipeline.set_gradients(config.gradients)
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(pipeline.model)
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
@@ -86,7 +90,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
     engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events)
-    watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
+    journal = Journal(config.run.dir, ctx)
+    watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
     events.watch(watchdog.phase)
     stop = config.resilience.stop
     return Job(
@@ -102,18 +107,11 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         record=record,
         reports=_build_reports(plan, record, metrics, ctx),
         profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
+        journal=journal,
         garbage=GarbageCollection(config.host.collect_garbage_every),
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
     )
-
-
-def _build_pipeline(plan: JobPlan, ctx: DistributedContext) -> Pipeline:
-    gradients = plan.config.gradients
-    pipeline = build_pipeline(plan.model, ctx, progress=plan.config.logging.progress)
-    pipeline.set_grad_dtype(gradients.dtype)
-    pipeline.reduces_each_microbatch = gradients.reduce_each_microbatch
-    return pipeline
 
 
 def build_engine(
@@ -205,8 +203,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
     engine.num_steps = record.step
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
-    if job.ctx.is_main_process:
-        _draw_plans(plan)
+    _write_start(job)
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
@@ -221,7 +218,8 @@ def run_job(job: Job) -> TrainResult | Stopped:
             record.step = engine.num_steps
             if record.step == ready.step + 1:
                 _end_startup(job, result)
-            if apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
+            is_saved = plan.is_saved_after(record.step) or plan.is_saved_locally_after(record.step)
+            if apply_decisions(job, batches, before, settle=is_saved):
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
             offload = partial(_offloaded, job)
@@ -231,6 +229,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             job.profiler.step(done)
             job.garbage.collect(done)
             job.reports.step(result)
+            job.journal.progress(record.step)
             if timeline is not None and job.ctx.is_main_process:
                 with job.reports.not_training():
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
@@ -240,17 +239,14 @@ def run_job(job: Job) -> TrainResult | Stopped:
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
                 _evaluate(job)
-            every = config.resilience.replicas.every
-            if every is not None and record.step % every == 0:
-                with job.reports.not_training(), job.watchdog.phase("the replica check"):
-                    check_replicas(job.engine.model, job.engine.optimizer, step=record.step, ctx=job.ctx)
-            if plan.is_saved_after(record.step):
-                background = config.checkpoint.background and not is_last
-                _save(job, result, background=background, is_evaluated=is_evaluated)
+            _check_replicas(job)
+            _save_if_due(job, result, is_evaluated=is_evaluated)
             if (signal := job.stop.agreed()) is not None and not is_last:
                 _save_to_leave(job, result, batches)
                 job.stop.leave()
                 return Stopped(signal, step=record.step)
+        with job.watchdog.phase("a save"):
+            job.state.store.clear_tiers(job.ctx)
         return finish_job(job)
 
 
@@ -265,10 +261,19 @@ def evaluate_job(job: Job) -> TrainResult:
     return train_result(job, export_dir=None)
 
 
+def _write_start(job: Job) -> None:
+    """Write the files of the start of a job, and its record in the journal. Collective."""
+    folder = job.plan.config.run.dir
+    with writes_together(folder, job.ctx):
+        if job.ctx.is_main_process:
+            write_config(job.plan.resolved, folder)
+            _draw_plans(job.plan)
+    job.journal.started(job.record.step)
+
+
 def _draw_plans(plan: JobPlan) -> None:
     """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables it."""
     config, folder = plan.config, plan.config.run.dir
-    folder.mkdir(parents=True, exist_ok=True)
     if config.pipeline.draw and plan.model.is_pipelined:
         draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
     if config.logging.draw_lr_schedule:
@@ -307,9 +312,31 @@ def _evaluate(job: Job) -> None:
     job.events.emit(EvaluationStarted(record.step))
     with job.reports.not_training(), job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         record.evaluation = job.evaluate()
-    job.reports.evaluation()
-    # A copy, so that a handler cannot change the record.
-    job.events.emit(EvaluationDone(record.step, dict(record.evaluation)))
+        job.reports.evaluation()
+        # A copy, so that a handler cannot change the record.
+        values, forward = dict(record.evaluation), job.engine.pipeline.callable()
+        with evaluation_mode(job.engine.model):
+            job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track))
+
+
+def _check_replicas(job: Job) -> None:
+    """Compare replicated tensors over the ranks, if the check is due. Collective."""
+    every, step = job.plan.config.resilience.replicas.every, job.record.step
+    if every is not None and step % every == 0:
+        with job.reports.not_training(), job.watchdog.phase("the replica check"):
+            check_replicas(job.engine.model, job.engine.optimizer, step=step, ctx=job.ctx)
+
+
+def _save_if_due(job: Job, result: StepResult, *, is_evaluated: bool) -> None:
+    """Save a checkpoint, and save in the local tiers, if they are due. Collective."""
+    plan, step = job.plan, job.record.step
+    if plan.is_saved_after(step):
+        background = plan.config.checkpoint.background and step != plan.steps
+        _save(job, result, background=background, is_evaluated=is_evaluated)
+    if plan.is_saved_locally_after(step):
+        job.reports.settle(result)
+        with job.watchdog.phase("a local save"):
+            job.state.save_local(job.record)
 
 
 def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool = False) -> None:
@@ -328,6 +355,6 @@ def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
         return  # rolled back to a checkpoint
     if not job.plan.is_saved_after(job.record.step):
         _save(job, result, background=False)
-        return
     with job.watchdog.phase("a save"):
         job.state.finish()
+        job.state.store.clear_tiers(job.ctx)

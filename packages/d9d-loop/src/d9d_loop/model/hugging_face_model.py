@@ -195,7 +195,7 @@ class _HuggingFaceModel(ModelProvider):
 
 
 def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig  # noqa: PLC0415 - an optional extra
+    from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -203,7 +203,10 @@ def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> 
             "run `hf download NAME --local-dir FOLDER` first."
         )
     config_class = getattr(model_class, "config_class", None) or AutoConfig
-    config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    try:
+        config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be used: {error} Correct or download it again.") from error
     if "is_causal" in unknown:  # no configuration declares it, but the masks of transformers read it
         config.is_causal = unknown.pop("is_causal")
     if unknown:
@@ -226,7 +229,7 @@ def _check_weights(folder: Path) -> None:
 
 def _find_class(config: Any, model_class: Any) -> Any:
     """Return the concrete model class: `model_class`, or the class that an auto class or the configuration selects."""
-    import transformers  # noqa: PLC0415 - an optional extra
+    import transformers
 
     if model_class is None:
         names: list[str] = config.architectures or []

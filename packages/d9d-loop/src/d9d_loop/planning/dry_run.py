@@ -159,8 +159,7 @@ def run_rank(
     pipeline = Pipeline(
         stages, ctx=ctx, schedule=plan.model.schedule, shared_names=plan.model.shared_names, messages=messages
     )
-    pipeline.set_grad_dtype(plan.config.gradients.dtype)
-    pipeline.reduces_each_microbatch = plan.config.gradients.reduce_each_microbatch
+    pipeline.set_gradients(plan.config.gradients)
     with fake:
         optimizer = plan.optimizer(pipeline.model)
     guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)

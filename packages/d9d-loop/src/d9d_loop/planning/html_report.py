@@ -76,7 +76,7 @@ def _search_table(plan: ClusterPlan) -> str:
 
 
 def _figure(height: float) -> "Figure":
-    from matplotlib.figure import Figure  # noqa: PLC0415  (optional)
+    from matplotlib.figure import Figure
 
     return Figure(figsize=(5.5, height), layout="constrained")  # narrow: text stays readable on a phone
 

@@ -37,6 +37,9 @@ class HeadedDecoder(nn.Module):
         heads: Head factories by head name.
         in_dict: If True, the heads are in the `ModuleDict` `heads`, and labels and outputs are mappings by head name;
             else the one head is a direct submodule.
+
+    Attributes:
+        transform: `DecoderParams.head_transform` on the stage of a language-model head, else None.
     """
 
     def __init__(
@@ -50,9 +53,10 @@ class HeadedDecoder(nn.Module):
         for name, build in heads.items():
             # Register None on the other stages, so that the names of a tensor-parallel plan exist on each stage.
             owner.register_module(name, build(self.backbone) if stage.is_last else None)
+        is_lm = any(isinstance(head, LanguageModelHead) for head in owner.children())
+        self.transform = params.head_transform() if is_lm else None
         self._head_names, self._in_dict = tuple(heads), in_dict
-        # Only a language-model head is tied to the embedding.
-        if not stage.is_first and not any(isinstance(head, LanguageModelHead) for head in owner.children()):
+        if not stage.is_first and not is_lm:  # only a language-model head is tied to the embedding
             self.backbone.embedding = None
 
     @property
@@ -134,10 +138,47 @@ class HeadedDecoder(nn.Module):
         if unknown:
             raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(names)}.")
         outputs = {
-            name: _output(name, owner.get_submodule(name), x, mask_BL=mask_BL, labels=by_name.get(name))
+            name: self._output(name, owner.get_submodule(name), x, mask_BL=mask_BL, labels=by_name.get(name))
             for name in names
         }
         return outputs if self._in_dict else outputs[names[0]]
+
+    def _transformed(self, hidden_BLD: Tensor) -> Tensor:
+        return hidden_BLD if self.transform is None else self.transform(hidden_BLD)
+
+    def _output(
+        self, name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, labels: Tensor | None
+    ) -> Tensor:
+        hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
+        match head:
+            case LanguageModelHead():
+                output = head(self._transformed(hidden_BLD), labels=labels)
+            case ClassificationHead():
+                output = head(hidden_BLD, mask_BL=mask_BL, labels=labels)
+            case EmbeddingHead():
+                if labels is not None:
+                    raise UserError(
+                        f"got labels for {name!r}, an EmbeddingHead, which has no loss; expected none. Compute the "
+                        "loss of its embeddings in the task."
+                    )
+                output = head(hidden_BLD, mask_BL=mask_BL)
+            case _:
+                raise UserError(
+                    f"the head {name!r} is a {type(head).__name__}; expected a LanguageModelHead, a "
+                    "ClassificationHead or an EmbeddingHead. For other heads, write your own module around the "
+                    "backbone."
+                )
+        if auxiliary_BL is None or labels is None:
+            return output
+        if labels.dim() > auxiliary_BL.dim():
+            raise UserError(
+                "got several labels for each position, and a model with router losses, which belong to no label; "
+                'expected none. Pass scores="log_probs", which returns them apart, or balance experts by a bias.'
+            )
+        if labels.dim() == 1:
+            num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
+            auxiliary_BL = auxiliary_BL.sum(dim=1) / num_tokens_B
+        return output + auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
 
     def _scores(
         self, head: nn.Module, x: Received, labels: Tensor | Mapping[str, Tensor] | None, scores: Scores
@@ -148,7 +189,7 @@ class HeadedDecoder(nn.Module):
                 "LanguageModelHead. Compute the scores from the logits."
             )
         hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
-        outputs: dict[str, Tensor] = head(hidden_BLD, labels=labels, scores=scores)
+        outputs: dict[str, Tensor] = head(self._transformed(hidden_BLD), labels=labels, scores=scores)
         if auxiliary_BL is not None:
             assert isinstance(labels, Tensor), "the head has checked its labels"
             is_ignored = labels == IGNORED_LABEL
@@ -172,19 +213,25 @@ class DecoderForCausalLM(HeadedDecoder):
 
 @final
 class DecoderForClassification(HeadedDecoder):
-    """Backbone with a `ClassificationHead` on its last stage."""
+    """Backbone with the family's `ClassificationHead` on its last stage; `pooling` None is the family's, too."""
 
     def __init__(
-        self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, num_classes: int, pooling: Pooling = "last"
+        self,
+        params: DecoderParams,
+        stage: StageInfo = WHOLE_MODEL,
+        *,
+        num_classes: int,
+        pooling: Pooling | None = None,
     ) -> None:
-        size, std = params.hidden_size, params.initializer_range
-        head = partial(ClassificationHead, size, num_classes, pooling=pooling, init_std=std)
+        head = partial(params.classification_head, num_classes, pooling=pooling or params.pooling)
         super().__init__(params, stage, {"head": lambda _: head()})
 
 
 @final
 class DecoderForEmbedding(HeadedDecoder):
     """Backbone with an `EmbeddingHead` on its last stage. Takes the arguments of the head; the task computes the loss.
+
+    `pooling` None is the family's.
 
     Raises:
         UserError: If `params` has auxiliary losses.
@@ -196,9 +243,10 @@ class DecoderForEmbedding(HeadedDecoder):
         stage: StageInfo = WHOLE_MODEL,
         *,
         embedding_size: int | None = None,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
         normalize: bool = True,
     ) -> None:
+        pooling = pooling or params.pooling
         _require_no_losses(params, "an embedding model has no loss")
         size, std = params.hidden_size, params.initializer_range
         head = partial(EmbeddingHead, size, embedding_size, pooling=pooling, normalize=normalize, init_std=std)
@@ -230,45 +278,11 @@ class DecoderWithHeads(HeadedDecoder):
 def decoder_lm_head(backbone: DecoderModel) -> LanguageModelHead:
     """Build the language-model head of a last stage; with weight tying it shares the embedding's parameter."""
     params = backbone.params
-    head = LanguageModelHead(
-        params.hidden_size, params.vocab_size, softcap=params.logit_softcap, init_std=params.initializer_range
-    )
+    head = params.lm_head()
     if params.tie_word_embeddings:
         assert backbone.embedding is not None  # the last stage has it if weights are tied
         head.weight = backbone.embedding.get_parameter("weight")
     return head
-
-
-def _output(name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, labels: Tensor | None) -> Tensor:
-    hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
-    match head:
-        case LanguageModelHead():
-            output = head(hidden_BLD, labels=labels)
-        case ClassificationHead():
-            output = head(hidden_BLD, mask_BL=mask_BL, labels=labels)
-        case EmbeddingHead():
-            if labels is not None:
-                raise UserError(
-                    f"got labels for {name!r}, an EmbeddingHead, which has no loss; expected none. Compute the loss of "
-                    "its embeddings in the task."
-                )
-            output = head(hidden_BLD, mask_BL=mask_BL)
-        case _:
-            raise UserError(
-                f"the head {name!r} is a {type(head).__name__}; expected a LanguageModelHead, a ClassificationHead or "
-                "an EmbeddingHead. For other heads, write your own module around the backbone."
-            )
-    if auxiliary_BL is None or labels is None:
-        return output
-    if labels.dim() > auxiliary_BL.dim():
-        raise UserError(
-            "got several labels for each position, and a model with router losses, which belong to no label; expected "
-            'none. Pass scores="log_probs", which returns them apart, or balance experts by a bias.'
-        )
-    if labels.dim() == 1:
-        num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
-        auxiliary_BL = auxiliary_BL.sum(dim=1) / num_tokens_B
-    return output + auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
 
 
 def _require_no_losses(params: DecoderParams, reason: str) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
+
 from d9d_modules.models.decoder_params import DecoderParams
-from d9d_state import StateMapper, parallel, rename, scope
+from d9d_state import StateMapper, parallel, rename, rename_all, scope
 
 FeedForwardMapper: TypeAlias = Callable[[int], StateMapper]
 """Function that maps a layer index to the mapper of its feed-forward block; names are relative to the block."""
@@ -57,13 +59,25 @@ def decoder_backbone_from_hugging_face(
     )
 
 
+def norm_names(params: DecoderParams, theirs: str, ours: str) -> dict[str, str]:
+    """Return the names of the weight of a norm of the hidden states, and of its bias if the family has one."""
+    with torch.device("meta"):
+        names = [name for name, _ in params.norm().named_parameters()]
+    return {f"{theirs}.{name}": f"{ours}.{name}" for name in names}
+
+
 def decoder_layer_from_hugging_face(
     params: DecoderParams, index: int, *, feed_forward: FeedForwardMapper | None = None
 ) -> StateMapper:
     """Build the mapper of the layer with this global index, with names relative to the layer."""
     feed_forward = feed_forward or params.feed_forward_from_hugging_face
+    norms = [
+        rename_all(norm_names(params, theirs, ours))
+        for theirs, ours in params.hugging_face_norms.items()
+        if ours != "attention_norm" or params.has_attention_norm(index)
+    ]
     return parallel(
-        *(rename(f"{theirs}.weight", f"{ours}.weight") for theirs, ours in params.hugging_face_norms.items()),
+        *norms,
         params.mixer_from_hugging_face(index),
         scope("mlp.", "feed_forward.", feed_forward(index)),
     )

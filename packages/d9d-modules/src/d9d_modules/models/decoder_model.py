@@ -17,7 +17,6 @@ from d9d_dist.token_ids import check_token_ids
 from d9d_modules.decoder import DecoderLayer, Hidden, HiddenAndLosses
 from d9d_modules.embedding import TokenEmbedding
 from d9d_modules.models.decoder_params import DecoderParams, Rope
-from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryTables, rotary_tables
 from d9d_modules.rope_scaling import DynamicNtkScaling, LongRopeScaling
 
@@ -54,14 +53,11 @@ class DecoderModel(nn.Module):
             if stage.is_first or (stage.is_last and params.tie_word_embeddings)
             else None
         )
+        self.embedding_norm = params.embedding_norm() if stage.is_first else None
         self.layers = nn.ModuleDict(
             {str(index): build_layer(params, index) for index in stage.layers(params.num_layers)}
         )
-        self.norm = (
-            RMSNorm(params.hidden_size, eps=params.rms_norm_eps, zero_centered=params.zero_centered_norms)
-            if stage.is_last
-            else None
-        )
+        self.norm = params.norm() if stage.is_last else None
         self.auxiliary_losses = losses = params.auxiliary_losses
         self.total_losses = losses.total() if stage.is_last and losses is not None and losses.total else None
         self.token_mask = nn.Identity()
@@ -114,7 +110,8 @@ class DecoderModel(nn.Module):
         x: Hidden = HiddenAndLosses(*hidden) if isinstance(hidden, tuple) else hidden
         if self.stage.is_first:
             assert self.embedding is not None
-            x = self._with_zero_losses(self._scaled(self.embedding(received)))
+            x_BLD = self._scaled(self.embedding(received))
+            x = self._with_zero_losses(x_BLD if self.embedding_norm is None else self.embedding_norm(x_BLD))
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         experts = [None] * self.params.num_layers if expert_indices is None else self._of_layers(expert_indices)
         for name, layer in self.layers.items():
@@ -213,7 +210,7 @@ def build_layer(params: DecoderParams, index: int) -> DecoderLayer:
         params.hidden_size,
         attention=params.mixer(index),
         feed_forward=params.feed_forward(index),
-        norm_eps=params.rms_norm_eps,
-        zero_centered_norms=params.zero_centered_norms,
+        norm=params.norm,
+        attention_norm=params.has_attention_norm(index),
         sandwich_norms=params.sandwich_norms,
     )

@@ -8,7 +8,6 @@ Shape legend: B batch, L length, D hidden size, K number of MTP layers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import torch
@@ -26,9 +25,8 @@ from d9d_modules.models.decoder_heads import HeadedDecoder, decoder_lm_head
 from d9d_modules.models.decoder_hugging_face import FeedForwardMapper, decoder_layer_from_hugging_face
 from d9d_modules.models.decoder_model import WHOLE_MODEL, Received, build_layer
 from d9d_modules.models.decoder_params import DecoderParams
-from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryTables
-from d9d_state import StateMapper, parallel, rename, scope
+from d9d_state import StateMapper, parallel, rename_all, scope
 
 
 @final
@@ -41,8 +39,7 @@ class MtpLayer(nn.Module):
     def __init__(self, params: DecoderParams, index: int) -> None:
         super().__init__()
         size = params.hidden_size
-        norm = partial(RMSNorm, size, eps=params.rms_norm_eps, zero_centered=params.zero_centered_norms)
-        self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.embedding_norm, self.hidden_norm, self.norm = params.norm(), params.norm(), params.norm()
         self.projection = Linear(2 * size, size, init_std=params.initializer_range)
         self.block = build_layer(params, index)
         self.has_losses = params.auxiliary_losses is not None
@@ -278,7 +275,7 @@ def mtp_from_hugging_face(
         others = {f"{ours}.weight": name.format(index=index, depth=depth) for ours, name in names.others.items()}
         block = decoder_layer_from_hugging_face(params, index, feed_forward=feed_forward)
         return parallel(
-            *(rename(f"{theirs}.weight", f"mtp.{depth}.{ours}") for ours, theirs in others.items()),
+            rename_all({f"{theirs}.weight": f"mtp.{depth}.{ours}" for ours, theirs in others.items()}),
             scope(names.block.format(index=index, depth=depth), f"mtp.{depth}.block.", block),
         )
 

@@ -9,6 +9,9 @@ from pydantic import Field
 from torch import nn
 
 from d9d_dist.errors import UserError
+from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.norm import Norm, RMSNorm
+from d9d_modules.pooling import Pooling
 from d9d_modules.rope_scaling import (
     DynamicNtkScaling,
     LinearScaling,
@@ -17,8 +20,9 @@ from d9d_modules.rope_scaling import (
     NtkScaling,
     YarnScaling,
 )
+from d9d_modules.sequence_heads import ClassificationHead
 from d9d_modules.swiglu import SwiGLU
-from d9d_state import StateMapper, parallel, rename
+from d9d_state import StateMapper, identity
 
 RopeScaling: TypeAlias = Annotated[
     LinearScaling | NtkScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling,
@@ -65,6 +69,7 @@ class DecoderParams(ABC):
         tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
         rope_theta: RoPE base.
         rope_scaling: RoPE scaling for long sequences; None for no scaling.
+        rms_norm_eps: Epsilon of all norms.
         rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
             longest row of each call, like `transformers`; results then depend on how a batch is split.
         initializer_range: Standard deviation of the initial weights.
@@ -136,14 +141,39 @@ class DecoderParams(ABC):
         return 1.0
 
     @property
-    def logit_softcap(self) -> float | None:
-        """Soft-cap of the language-model head's logits; None disables it."""
-        return None
+    def pooling(self) -> Pooling:
+        """Default pooling of classification and embedding heads."""
+        return "last"
 
     @property
     def auxiliary_losses(self) -> AuxiliaryLosses | None:
         """Losses that the feed-forward blocks return; None for no losses."""
         return None
+
+    def norm(self) -> Norm:
+        """Build a norm of the hidden states; by default an `RMSNorm`."""
+        return RMSNorm(self.hidden_size, eps=self.rms_norm_eps, zero_centered=self.zero_centered_norms)
+
+    def embedding_norm(self) -> Norm | None:
+        """Build the norm of the token embeddings; None for none."""
+        return None
+
+    def has_attention_norm(self, index: int) -> bool:
+        """Return True if the layer with this global index has a norm before its token mixer."""
+        del index
+        return True
+
+    def lm_head(self) -> LanguageModelHead:
+        """Build the language-model head, before its weight is tied."""
+        return LanguageModelHead(self.hidden_size, self.vocab_size, init_std=self.initializer_range)
+
+    def head_transform(self) -> nn.Module | None:
+        """Build the module between the backbone and the language-model head; None for none."""
+        return None
+
+    def classification_head(self, num_classes: int, *, pooling: Pooling) -> ClassificationHead:
+        """Build the classification head."""
+        return ClassificationHead(self.hidden_size, num_classes, pooling=pooling, init_std=self.initializer_range)
 
     def rope(self, index: int) -> Rope:
         """Return RoPE base and scaling of the layer with this global index; by default equal for all layers."""
@@ -178,9 +208,9 @@ class DecoderParams(ABC):
 
 
 def swiglu_from_hugging_face() -> StateMapper:
-    """Build the mapper of one `SwiGLU` or `GeGLU` block, with names relative to the block."""
+    """Build the mapper of one `SwiGLU` or `GeGLU` block without biases, with names relative to the block."""
     names = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
-    return parallel(*(rename(name, name) for name in names))
+    return identity(*names)
 
 
 def check_positive(**values: float | None) -> None:

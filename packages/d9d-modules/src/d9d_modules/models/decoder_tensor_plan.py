@@ -18,6 +18,7 @@ from d9d_dist import (
 )
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.models.decoder_heads import HeadedDecoder
 from d9d_modules.models.decoder_model import DecoderModel
 from d9d_modules.models.decoder_mtp import MtpLayer
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
@@ -77,6 +78,8 @@ def decoder_tensor_plan(model: nn.Module) -> dict[str, TensorStyle]:
     plan: dict[str, TensorStyle] = {}
     for name, module in model.named_modules():
         match module:
+            case HeadedDecoder():
+                plan[f"{name}.transform" if name else "transform"] = SequenceParallel()
             case DecoderModel():
                 plan |= _backbone_plan(f"{name}." if name else "")
             case DecoderLayer():
@@ -94,6 +97,7 @@ def decoder_tensor_plan(model: nn.Module) -> dict[str, TensorStyle]:
 def _backbone_plan(prefix: str) -> dict[str, TensorStyle]:
     return {
         f"{prefix}embedding": VocabParallelEmbedding(output=SEQUENCE),
+        f"{prefix}embedding_norm": SequenceParallel(),
         f"{prefix}token_mask": RowParts(),
         f"{prefix}layers": SequenceParallel(),
         f"{prefix}norm": SequenceParallel(),

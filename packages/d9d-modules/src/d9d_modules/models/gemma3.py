@@ -5,13 +5,14 @@ EmbeddingGemma (arXiv:2509.20354) is the same decoder with bidirectional attenti
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, final
 
 from torch import nn
 
-from d9d_dist.errors import UserError
-from d9d_modules.models.decoder_params import Rope, RopeScaling, check_positive
-from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
+from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.models.decoder_params import check_positive
+from d9d_modules.models.grouped_query import AttentionForm
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
 from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily, positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
@@ -22,18 +23,17 @@ from d9d_modules.models.hugging_face_layers import (
     text_entries,
     written_layer_types,
 )
-from d9d_modules.models.hugging_face_rope import rope_from_hugging_face, rope_to_hugging_face
+from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.swiglu import GeGLU
 from d9d_state import JsonValue
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Params(GroupedQueryParams):
-    """Hyperparameters of a Gemma 3 text model; see `GroupedQueryParams`.
+class Gemma3Params(LocalGlobalParams):
+    """Hyperparameters of a Gemma 3 text model; see `LocalGlobalParams`.
 
     Attributes:
-        sliding_rope_theta: RoPE base of the layers with a sliding window, which have no RoPE scaling.
         query_pre_attn_scalar: The softmax scale is 1 / sqrt of this number.
         final_softcap: Soft-cap of the logits; None disables it.
         is_causal: If False, all positions attend to each other (EmbeddingGemma). The window then has
@@ -51,7 +51,6 @@ class Gemma3Params(GroupedQueryParams):
 
     tie_word_embeddings: bool = True
     rope_theta: float = 1_000_000.0
-    sliding_rope_theta: float = 10_000.0
     query_pre_attn_scalar: int = 256
     final_softcap: float | None = None
     is_causal: bool = True
@@ -59,11 +58,7 @@ class Gemma3Params(GroupedQueryParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(
-            sliding_rope_theta=self.sliding_rope_theta,
-            query_pre_attn_scalar=self.query_pre_attn_scalar,
-            final_softcap=self.final_softcap,
-        )
+        check_positive(query_pre_attn_scalar=self.query_pre_attn_scalar, final_softcap=self.final_softcap)
 
     @property
     def attention_form(self) -> AttentionForm:
@@ -75,40 +70,15 @@ class Gemma3Params(GroupedQueryParams):
         """See `DecoderParams`."""
         return self.hidden_size**0.5
 
-    @property
-    def logit_softcap(self) -> float | None:
+    def lm_head(self) -> LanguageModelHead:
         """See `DecoderParams`."""
-        return self.final_softcap
-
-    def rope(self, index: int) -> Rope:
-        """See `DecoderParams`."""
-        is_sliding = self.mixer_kind(index) == "sliding_attention"
-        return Rope(self.sliding_rope_theta) if is_sliding else super().rope(index)
+        std = self.initializer_range
+        return LanguageModelHead(self.hidden_size, self.vocab_size, softcap=self.final_softcap, init_std=std)
 
     def feed_forward(self, index: int) -> nn.Module:
         """See `DecoderParams`."""
         del index
         return GeGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
-
-
-def _of_kind(config: HuggingFaceConfig, kind: str) -> Mapping[str, object]:
-    """Return the RoPE entries of the layers of a kind in the format of `transformers` 5; empty for the older format."""
-    written = config.get("rope_parameters")
-    if written is None:
-        return {}
-    if not isinstance(written, Mapping) or not written.keys() <= {"full_attention", "sliding_attention"}:
-        raise UserError(
-            f"config.json has rope_parameters = {written!r}; expected an object with the entries full_attention and "
-            "sliding_attention."
-        )
-    return {str(key): value for key, value in (written.get(kind) or {}).items()}
-
-
-def _read_rope(config: HuggingFaceConfig, *, rotary_factor: float) -> tuple[float, RopeScaling | None]:
-    """Read RoPE base and scaling of the layers without a window."""
-    full = _of_kind(config, "full_attention")
-    base = {} if full.get("rope_theta") or config.get("rope_theta") else {"rope_theta": 1_000_000.0}
-    return rope_from_hugging_face({**config, **base, "rope_parameters": full or None}, rotary_factor=rotary_factor)
 
 
 def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,20 +91,10 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
     if layers := sliding_layers_of(types):
         window = sliding_window_of(config)
         read |= {"sliding_window": window if read["is_causal"] else window // 2 + 1, "sliding_layers": layers}
-    sliding = _of_kind(config, "sliding_attention")
-    if sliding.get("rope_type", "default") != "default":
-        raise UserError(f"config.json has rope_parameters of sliding_attention = {dict(sliding)}; expected no scaling.")
-    theta = config_value(config, "rope_local_base_freq", float, default=10_000.0)
-    read["sliding_rope_theta"] = config_value(sliding, "rope_theta", float, default=theta)
+    read["sliding_rope_theta"] = read_local_theta(config, key="rope_local_base_freq")
     if config.get("final_logit_softcapping") is not None:
         read["final_softcap"] = config_value(config, "final_logit_softcapping", float)
     return read
-
-
-def _written_rope(params: Gemma3Params, *, rotary_factor: float | None) -> Mapping[str, JsonValue]:
-    full = rope_to_hugging_face(params, rotary_factor=rotary_factor)
-    sliding: JsonValue = {"rope_type": "default", "rope_theta": params.sliding_rope_theta}
-    return {**full, "rope_parameters": {"full_attention": full["rope_parameters"], "sliding_attention": sliding}}
 
 
 def _written_own(params: Gemma3Params) -> Mapping[str, JsonValue]:
@@ -179,8 +139,8 @@ GEMMA3 = HuggingFaceFamily(
     ),
     nested_type="gemma3",
     prepare=text_entries,
-    read_rope=_read_rope,
-    write_rope=_written_rope,
+    read_rope=partial(read_global_rope, key="rope_theta", default=1_000_000.0),
+    write_rope=written_ropes,
     read_own=_read_own,
     write_own=_written_own,
     irrelevant={**IRRELEVANT, "_sliding_window_pattern": "layer_types, which the same versions write, has precedence"},

@@ -11,7 +11,7 @@ from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.attention_backends import AttentionOptions
 from d9d_modules.models.decoder_params import DecoderParams, MixerKind, check_layers, check_positive
 from d9d_modules.rope import RotaryLayout
-from d9d_state import StateMapper, parallel, rename
+from d9d_state import StateMapper, rename_all
 
 
 @final
@@ -117,7 +117,5 @@ class GroupedQueryParams(DecoderParams, ABC):
         weights = ["q_proj", "k_proj", "v_proj", "o_proj", *(["q_norm", "k_norm"] if form.qk_norm else [])]
         biases = [*(["q_proj", "k_proj", "v_proj"] if form.qkv_bias else []), *(["o_proj"] if form.output_bias else [])]
         names = [*(f"{name}.weight" for name in weights), *(f"{name}.bias" for name in biases)]
-        return parallel(
-            *(rename(f"self_attn.{name}", f"attention.{name}") for name in names),
-            *([rename("self_attn.sinks", "attention.sinks.weight")] if form.sinks else []),
-        )
+        renamed = {f"self_attn.{name}": f"attention.{name}" for name in names}
+        return rename_all({**renamed, **({"self_attn.sinks": "attention.sinks.weight"} if form.sinks else {})})

@@ -148,6 +148,8 @@ class HuggingFaceFamily(Generic[P]):
             hyperparameters are replaced. Other tensors that the mapper does not consume raise an error.
         parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
         mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
+        classifier: Function that returns the names of a classification head's weights in the model, by their names in
+            a `...ForSequenceClassification` checkpoint.
     """
 
     params: type[P]
@@ -169,6 +171,7 @@ class HuggingFaceFamily(Generic[P]):
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     parallelize: Callable[..., None] = parallelize_decoder
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
+    classifier: Callable[[P], Mapping[str, str]] = lambda params: {"score.weight": "head.score.weight"}
 
     @property
     def used(self) -> tuple[str, ...]:

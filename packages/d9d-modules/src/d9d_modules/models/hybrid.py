@@ -13,7 +13,7 @@ from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
 from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, positions_entry
 from d9d_modules.models.hugging_face_layers import written_layer_types, written_without_windows
-from d9d_state import JsonValue, StateMapper, parallel, rename, reshape, sequential, split
+from d9d_state import JsonValue, StateMapper, parallel, rename, rename_all, reshape, sequential, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class HybridParams(GroupedQueryParams, ABC):
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`."""
         if self.mixer_kind(index) == "linear_attention":
-            return parallel(*self._linear_projections(), self._convolutions(), *_renamed(_LINEAR))
+            return parallel(*self._linear_projections(), self._convolutions(), rename_all(_LINEAR))
         heads = {"attention.q_proj.weight": self.head_dim, "attention.gate_proj.weight": self.head_dim}
-        return parallel(_grouped("self_attn.q_proj.weight", heads, self.num_heads, self.hidden_size), *_renamed(_FULL))
+        return parallel(_grouped("self_attn.q_proj.weight", heads, self.num_heads, self.hidden_size), rename_all(_FULL))
 
     def _linear_projections(self) -> list[StateMapper]:
         """Map the input projections of a linear layer; the checkpoint has two or four matrices."""
@@ -158,10 +158,6 @@ _LINEAR = {
     "linear_attn.norm.weight": "attention.norm.weight",
     "linear_attn.out_proj.weight": "attention.o_proj.weight",
 }
-
-
-def _renamed(names: Mapping[str, str]) -> list[StateMapper]:
-    return [rename(theirs, ours) for theirs, ours in names.items()]
 
 
 def _grouped(name: str, rows: Mapping[str, int], num_groups: int, columns: int) -> StateMapper:

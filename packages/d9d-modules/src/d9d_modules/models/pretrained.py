@@ -25,6 +25,7 @@ from d9d_modules.models.hugging_face_family import HuggingFaceFamily
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL
+from d9d_modules.models.modernbert import MODERNBERT
 from d9d_modules.models.qwen2 import QWEN2
 from d9d_modules.models.qwen3 import QWEN3
 from d9d_modules.models.qwen3_5 import QWEN3_5
@@ -39,10 +40,11 @@ from d9d_state import (
     keep,
     parallel,
     rename,
+    rename_all,
     sequential,
 )
 
-FAMILIES: tuple[HuggingFaceFamily[Any], ...] = (GEMMA3, GLM4, LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_5)
+FAMILIES: tuple[HuggingFaceFamily[Any], ...] = (GEMMA3, GLM4, LLAMA3, MISTRAL, MODERNBERT, QWEN2, QWEN3, QWEN3_5)
 """Families of this package."""
 
 FAMILY_ENTRY_POINTS = "d9d.model_families"
@@ -65,21 +67,22 @@ def known_families() -> Mapping[str, HuggingFaceFamily[Any]]:
 
 
 def from_pretrained_config(
-    folder: str | Path,
+    folder: str | Path | HuggingFaceConfig,
     *,
     head: PretrainedHead = "language_model",
     num_classes: int | None = None,
-    pooling: Pooling = "last",
+    pooling: Pooling | None = None,
     embedding_size: int | None = None,
     families: Sequence[HuggingFaceFamily[Any]] = (),
 ) -> "PretrainedDecoder":
     """Recognize the family of a Hugging Face folder by its `config.json`. Reads no weights and downloads nothing.
 
     Args:
-        folder: Folder with `config.json`, or the name of a model in the local cache of Hugging Face.
+        folder: Folder with `config.json`, the name of a model in the local cache of Hugging Face, or the entries of a
+            `config.json` for a model without stored weights.
         head: Head of the model to build.
         num_classes: Number of classes of the classification head.
-        pooling: Pooling of the classification or embedding head.
+        pooling: Pooling of the classification or embedding head; None for that of the family.
         embedding_size: Size of the embeddings; see `EmbeddingHead`.
         families: Further families, which have precedence over `known_families` of the same `model_type`.
 
@@ -87,10 +90,7 @@ def from_pretrained_config(
         UserError: If the folder has no valid `config.json`. If the family is unknown; the message names the nearest
             family and the entries that differ. If the family does not support an entry; see `HuggingFaceFamily.read`.
     """
-    path = _local_folder(folder)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(config, Mapping):
-        raise UserError(f"{path / 'config.json'} contains {type(config).__name__}; expected an object.")
+    path, config = (None, folder) if isinstance(folder, Mapping) else _read_folder(folder)
     known = {**known_families(), **{family.model_type: family for family in families}}
     family = known.get(str(config.get("model_type")))
     if family is None:
@@ -117,20 +117,21 @@ class PretrainedDecoder:
     """Model of a recognized folder, with the methods of a `d9d_loop.ModelProvider`.
 
     Attributes:
-        folder: Folder with `config.json` and, unless only the configuration is of interest, safetensors files.
+        folder: Folder with `config.json` and, unless only the configuration is of interest, safetensors files. None
+            for a configuration without a folder.
         config: Parsed `config.json`.
         family: Family of the model.
         params: Hyperparameters of the model.
         head: Head of the model.
     """
 
-    folder: Path
+    folder: Path | None
     config: HuggingFaceConfig
     family: HuggingFaceFamily[Any]
     params: DecoderParams
     head: PretrainedHead
     num_classes: int | None = None
-    pooling: Pooling = "last"
+    pooling: Pooling | None = None
     embedding_size: int | None = None
 
     def __str__(self) -> str:
@@ -140,9 +141,8 @@ class PretrainedDecoder:
         weights = f"{num_parameters / 1e9:.3g} B stored numbers ({', '.join(dtypes)})" if dtypes else "no weights"
         unused = ", ".join(self.unused) or "none"
         layers = ", ".join(f"{count} {kind}" for kind, count in mixers.items())
-        return (
-            f"{self.folder}: family {self.family.model_type}, layers: {layers}; {weights}; tensors not used: {unused}"
-        )
+        where = self.folder or "new model"
+        return f"{where}: family {self.family.model_type}, layers: {layers}; {weights}; tensors not used: {unused}"
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ class PretrainedDecoder:
 
     def state_mapper(self) -> StateMapper:
         """Return the mapper from an exported folder to the model; exports use its inverse."""
-        return self._mapper({"score.weight": None, "projection.weight": None})
+        return self._mapper(dict.fromkeys([*self.family.classifier(self.params), "projection.weight"]))
 
     def load_mapper(self) -> StateMapper:
         """Return the mapper from the folder to the model, with dequantization, and log which tensors are not used.
@@ -192,32 +192,42 @@ class PretrainedDecoder:
 
     @cached_property
     def _stored(self) -> Mapping[str, TensorInfo]:
-        has_weights = any(self.folder.glob("model*.safetensors*"))
-        return ModelFolder.open(self.folder).tensors if has_weights else {}
+        if self.folder is None or not any(self.folder.glob("model*.safetensors*")):
+            return {}
+        return ModelFolder.open(self.folder).tensors
 
     def _mapper(self, stored: Mapping[str, object]) -> StateMapper:
         """Return the mapper of the weights in a folder that contains the tensors `stored`."""
         whole = self.family.mapper(self.params)
         for prefix in (each for each in _NESTED_PREFIXES if f"{each}embed_tokens.weight" in stored):
             names = {name: name.replace("model.", prefix, 1) for name in whole.inputs}
-            whole = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), whole)
+            whole = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), whole)
         if self.head == "language_model":
             return whole
         backbone = whole.restrict(outputs=[name for name in whole.outputs if name.startswith("backbone.")])
-        if "embed_tokens.weight" in stored:  # a text-embedding checkpoint, whose tensor names have no prefix
-            names = {name: name.removeprefix("model.") for name in backbone.inputs}
-            backbone = sequential(parallel(*(rename(theirs, ours) for ours, theirs in names.items())), backbone)
+        names = {name: name.removeprefix("model.") for name in backbone.inputs}
+        if stored.keys() & names.values():  # a text-embedding checkpoint, whose tensor names have no prefix
+            backbone = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), backbone)
         match self.head:
-            case "classification" if "score.weight" in stored:
-                return parallel(backbone, rename("score.weight", "head.score.weight"))
             case "classification":
-                return parallel(backbone, keep("head.score.weight"))
+                names = self.family.classifier(self.params)
+                found = {theirs: ours for theirs, ours in names.items() if theirs in stored}
+                new = [ours for theirs, ours in names.items() if theirs not in stored]
+                return parallel(backbone, rename_all(found), keep(*new))
             case "embedding" if self.embedding_size is None:
                 return backbone
             case _ if "projection.weight" in stored:
                 return parallel(backbone, rename("projection.weight", "head.projection.weight"))
             case _:
                 return parallel(backbone, keep("head.projection.weight"))
+
+
+def _read_folder(folder: str | Path) -> tuple[Path, HuggingFaceConfig]:
+    path = _local_folder(folder)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, Mapping):
+        raise UserError(f"{path / 'config.json'} contains {type(config).__name__}; expected an object.")
+    return path, config
 
 
 def _local_folder(name: str | Path) -> Path:

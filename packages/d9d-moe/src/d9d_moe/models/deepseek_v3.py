@@ -30,7 +30,7 @@ from d9d_moe.models.deepseek_moe import (
     deepseek_moe_entries,
     require_shared_experts,
 )
-from d9d_state import JsonValue, StateMapper, parallel, rename
+from d9d_state import JsonValue, StateMapper, rename_all
 
 DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
 
@@ -106,9 +106,7 @@ class DeepseekV3Params(DeepseekMoeParams):
             "kv_b_proj": "kv_up_proj",
             "o_proj": "o_proj",
         }
-        return parallel(
-            *(rename(f"self_attn.{theirs}.weight", f"attention.{ours}.weight") for theirs, ours in names.items())
-        )
+        return rename_all({f"self_attn.{theirs}.weight": f"attention.{ours}.weight" for theirs, ours in names.items()})
 
 
 def _check(config: HuggingFaceConfig) -> None:

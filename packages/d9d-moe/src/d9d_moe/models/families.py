@@ -7,6 +7,7 @@ from typing import Any
 from d9d_modules import HuggingFaceFamily, parallelize_decoder
 from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from d9d_moe.models.glm4_moe import GLM4_MOE
+from d9d_moe.models.glm4_moe_lite import GLM4_MOE_LITE
 from d9d_moe.models.gpt_oss import GPT_OSS
 from d9d_moe.models.qwen3_moe import QWEN3_MOE
 from d9d_moe.models.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
@@ -22,6 +23,6 @@ FAMILIES: tuple[HuggingFaceFamily[Any], ...] = tuple(
         mapper=_fused if family is QWEN3_5_MOE else sparse_from_hugging_face,
         parallelize=_parallelize,
     )
-    for family in (DEEPSEEK_V3, GLM4_MOE, GPT_OSS, KIMI_K2, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT)
+    for family in (DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS, KIMI_K2, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT)
 )
 """Families of this package, with their mapper and expert parallelism."""

@@ -23,7 +23,7 @@ from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
 from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import TopKRouter
-from d9d_state import JsonValue, StateMapper, parallel, rename, transpose
+from d9d_state import JsonValue, StateMapper, identity, parallel, rename_all, transpose
 
 _DEFAULT_WINDOW = 128
 
@@ -96,9 +96,9 @@ class GptOssParams(SparseParams, GroupedQueryParams):
         del layout
         projections = ("experts.gate_up_proj", "experts.down_proj")
         return parallel(
-            *(rename(f"router.{name}", f"router.{name}") for name in ("weight", "bias")),
+            identity("router.weight", "router.bias"),
             *(transpose(name, f"{name}.weight", dim0=1, dim1=2) for name in projections),
-            *(rename(f"{name}_bias", f"{name}.bias") for name in projections),
+            rename_all({f"{name}_bias": f"{name}.bias" for name in projections}),
         )
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from d9d_dist import DistributedContext, agree, gather_json
 from d9d_state import _files
 from d9d_state._digests import PartRecord
-from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_of
+from d9d_state._member import AnyPath
+from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_path
 from d9d_state._ranks import is_main
 from d9d_state.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -27,7 +28,7 @@ from d9d_state.checkpoint.manifest import (
 from d9d_state.checkpoint.save_plan import SavePlan, part_key
 from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue
-from d9d_state.safetensors_file import write_safetensors
+from d9d_state.safetensors_file import SafetensorsRecord, write_safetensors
 
 
 @final
@@ -35,7 +36,7 @@ from d9d_state.safetensors_file import write_safetensors
 class SaveJob:
     """Content of one save, except the tensor data. Only the main process's `run_id` and `state` are written."""
 
-    folder: Path
+    folder: AnyPath
     run_id: str
     step: int
     metric: float | None
@@ -46,9 +47,9 @@ class SaveJob:
     ctx: DistributedContext | None
 
     @property
-    def partial(self) -> Path:
-        """Partial folder, which is renamed to `folder` at the end."""
-        return partial_of(self.folder)
+    def partial(self) -> AnyPath:
+        """Path under which the files are written; a partial folder is renamed to `folder` at the end."""
+        return partial_path(self.folder)
 
     @property
     def rank(self) -> int:
@@ -75,7 +76,7 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
     try:
         if is_main(job.ctx):
             _commit(job, written)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StateError) as error:
         problem = f"{failed}: {describe(error)}"
     _agree_or_discard(problem, job, group)
 
@@ -87,12 +88,12 @@ def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGrou
     """
     try:
         agree(problem, group, error=StateError, alone=job.ctx is None)
-    except StateError:
+    except StateError as failed:
         if is_main(job.ctx):
             try:
                 discard_partial(job.partial)
-            except OSError as error:
-                raise StateError(f"{problem}; and {job.partial} could not be removed: {error}") from error
+            except (OSError, StateError) as error:
+                raise StateError(f"{failed}; and {job.partial} could not be removed: {error}") from error
         raise
 
 
@@ -115,16 +116,12 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
     files = {STATE_NAME: FileRecord(state.size, state)}
     chunks: dict[str, list[Chunk]] = {name: [] for name in job.plan.tensors}
     for rank, of_rank in enumerate(written):
-        file, position = tensors_name(rank), of_rank["header"][0]
-        places: dict[str, tuple[int, str]] = {}
-        for key in of_rank["order"]:
-            size, digest = of_rank["tensors"][key]
-            places[key] = position, digest
-            position += size
-        for name, region in job.plan.parts[rank]:
-            chunks[name].append(Chunk(region, file, *places[part_key(name, region)]))
-        files[file] = FileRecord(position, PartRecord(*of_rank["header"]))
-        rank_state = PartRecord(*of_rank["rank_state"])
+        header, rank_state = PartRecord(*of_rank["header"]), PartRecord(*of_rank["rank_state"])
+        parts = {key: PartRecord(*of_rank["tensors"][key]) for key in of_rank["order"]}
+        of_file, size = chunks_of_rank(job.plan, rank, SafetensorsRecord(header, parts))
+        for name, chunk in of_file:
+            chunks[name].append(chunk)
+        files[tensors_name(rank)] = FileRecord(size, header)
         files[rank_state_name(rank)] = FileRecord(rank_state.size, rank_state)
     tensors = {name: TensorRecord(info, tuple(chunks[name])) for name, info in job.plan.tensors.items()}
     manifest = Manifest(job.run_id, job.step, job.metric, job.mesh, len(written), tensors, files)
@@ -137,8 +134,20 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
     check_sizes(job.partial, {name: record.size for name, record in files.items()})
     _files.write_file(job.partial / MANIFEST_NAME, [text])
     _files.fsync_folder(job.partial)
-    _files.rename(job.partial, job.folder)
-    _files.fsync_folder(job.folder.parent)
+    if isinstance(job.partial, Path) and isinstance(job.folder, Path):
+        _files.rename(job.partial, job.folder)
+        _files.fsync_folder(job.folder.parent)
+
+
+def chunks_of_rank(plan: SavePlan, rank: int, written: SafetensorsRecord) -> tuple[list[tuple[str, Chunk]], int]:
+    """Return the chunks in a rank's tensor file, each with the name of its tensor, and the size of the file."""
+    file, position = tensors_name(rank), written.header.size
+    places: dict[str, tuple[int, str]] = {}
+    for key, record in written.tensors.items():
+        places[key] = position, record.sha256
+        position += record.size
+    chunks = [(name, Chunk(region, file, *places[part_key(name, region)])) for name, region in plan.parts[rank]]
+    return chunks, position
 
 
 def _pair(record: PartRecord) -> JsonValue:

@@ -1,5 +1,7 @@
 """Mappers without operations: pass tensors through, rename, keep or drop them."""
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from d9d_state.mapper.state_mapper import StateMapper, named_wires
@@ -23,6 +25,12 @@ def identity_of(origin: nn.Module | StateMapper) -> StateMapper:
 def rename(src: str, dst: str) -> StateMapper:
     """Rename the tensor `src` to `dst`. The inverse renames it back."""
     return StateMapper((), {src: 0}, {dst: 0}, 1)
+
+
+def rename_all(names: Mapping[str, str]) -> StateMapper:
+    """Rename each key of `names` to its value; raise `ValueError` if a value occurs twice."""
+    new = named_wires(names.values(), 0, what="produced")
+    return StateMapper((), dict(zip(names, new.values(), strict=True)), new, len(new))
 
 
 def keep(*names: str) -> StateMapper:
