@@ -152,11 +152,14 @@ class HangPoller:
 
     def _find_cause(self, error: BaseException) -> None:
         self._call_roll()
-        if (failure := self._channel.first_failure()) is not None:
+        failure = self._channel.first_failure()
+        if failure is not None and failure[0] == self._rank:
+            error.add_note(f"This rank failed first: {failure[1]}")
+        elif failure is not None:
             name_first_failure(error, failure, rank=self._rank)
 
     def _call_roll(self) -> None:
-        """Find the ranks that do not answer, and publish them as the first failure, unless there is one."""
+        """Publish the ranks that do not answer, or that all answer, as the first failure, unless there is one."""
         caller = self._channel.write_first(_ROLL_CALL, str(self._rank))
         self._answer()
         keys = [f"present/{rank}" for rank in self._ranks] if caller == str(self._rank) else ["never"]
@@ -170,6 +173,9 @@ class HangPoller:
             who = f"its process on {hosts} does" if not silent[1:] else f"{name_ranks(silent)} on {hosts} do"
             text = f"{who} not answer: killed, or the host is down or cut off from the network."
             self._channel.publish_failure(silent[0], text, num_ended=len(silent))
+        else:
+            text = "a connection broke, but all ranks answer: the network between the hosts was interrupted."
+            self._channel.publish_failure(self._rank, text)
 
     def _exchange_places(self) -> None:
         """Publish this rank's location, then write the report if this rank raised the alarm first, else read it.
