@@ -26,10 +26,8 @@ _READ_INTERVALS = 5.0  # polling intervals to wait for the report of the rank th
 _REPORT_INTERVALS = 6.0  # polling intervals in which the poller gets the report of an alarm
 _ROLL_INTERVALS = 8.0  # polling intervals to wait for answers to a roll call; an answer takes one on an idle machine
 _ALARM, _ROLL_CALL = "alarm", "roll_call"  # keys, whose values are the rank that raised or called first
-_TIMEOUTS = (
-    "Timed out waiting",
-    "collective operation timeout",
-)  # in errors of gloo and NCCL, without a broken connection
+# Texts in errors of gloo and NCCL for a collective that timed out, without a broken connection.
+_TIMEOUTS = ("Timed out waiting", "collective operation timeout")
 _LARGE_WORLD_SIZE = 1024  # number of ranks above which each rank polls the store less often
 
 
