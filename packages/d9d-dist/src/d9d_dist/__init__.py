@@ -7,13 +7,45 @@ from d9d_dist.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from d9d_dist.batch_norm import synchronize_batch_norm
     from d9d_dist.block_gather import gather_in_blocks
-    from d9d_dist.collectives import all_gather, all_gather_variadic, all_reduce_scalars, all_to_all, gather, gather_variadic, reduce_scatter
+    from d9d_dist.collectives import (
+        all_gather,
+        all_gather_variadic,
+        all_reduce_scalars,
+        all_to_all,
+        gather,
+        gather_variadic,
+        reduce_scatter,
+    )
     from d9d_dist.consensus import agree, gather_json
     from d9d_dist.context import DistributedContext
-    from d9d_dist.context_parallel import AllGatherAttention, AllToAllAttention, Attention, AttentionOfHeads, ContextMethod, ContextSplit, DeclaresCausality, DeclaresStandardSdpa, HasAttention, HasContextMesh, RequiresFullSequence, RingAttention, context_parallel_attention, parallelize_context, sdpa_attention
+    from d9d_dist.context_parallel import (
+        AllGatherAttention,
+        AllToAllAttention,
+        Attention,
+        AttentionOfHeads,
+        ContextMethod,
+        ContextSplit,
+        DeclaresCausality,
+        DeclaresStandardSdpa,
+        HasAttention,
+        HasContextMesh,
+        RequiresFullSequence,
+        RingAttention,
+        context_parallel_attention,
+        parallelize_context,
+        sdpa_attention,
+    )
     from d9d_dist.counter_random import mix_bits, random_bits_at
     from d9d_dist.data_parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate, refuse_lost_writes
-    from d9d_dist.differentiable import all_to_all_reshard, copy_to_axis, gather_from_axis, reduce_from_axis, reduce_scatter_to_axis, scatter_to_axis, sum_over_ranks
+    from d9d_dist.differentiable import (
+        all_to_all_reshard,
+        copy_to_axis,
+        gather_from_axis,
+        reduce_from_axis,
+        reduce_scatter_to_axis,
+        scatter_to_axis,
+        sum_over_ranks,
+    )
     from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
     from d9d_dist.errors import StartupTimeoutError, UserError
     from d9d_dist.expert_parallel import parallelize_experts
@@ -22,7 +54,13 @@ if TYPE_CHECKING:
     from d9d_dist.grad_dtype import grad_dtype_of, set_grad_dtype
     from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
     from d9d_dist.gradient_sync import GradientSync, sync_gradients
-    from d9d_dist.gradients import clip_grad_norm_, defer_gradient_sync, finish_gradient_sync, scale_gradients_, set_gradient_sync
+    from d9d_dist.gradients import (
+        clip_grad_norm_,
+        defer_gradient_sync,
+        finish_gradient_sync,
+        scale_gradients_,
+        set_gradient_sync,
+    )
     from d9d_dist.late_init import ModuleLateInit, allocate, canonical_name, materialize
     from d9d_dist.launch import Launch, read_launch
     from d9d_dist.mesh import MeshConfig
@@ -33,15 +71,41 @@ if TYPE_CHECKING:
     from d9d_dist.precision import Precision, PrecisionName
     from d9d_dist.process_groups import destroy_process_groups
     from d9d_dist.seeds import seed_everything, stream_key
-    from d9d_dist.shards import Region, copy_from_full_, from_local, full_tensor, indexed_blocks, is_first_replica, local_part, local_positions, local_region, local_tensor
+    from d9d_dist.shards import (
+        Region,
+        copy_from_full_,
+        from_local,
+        full_tensor,
+        indexed_blocks,
+        is_first_replica,
+        local_part,
+        local_positions,
+        local_region,
+        local_tensor,
+    )
     from d9d_dist.split_backward import DeferredWeightGrads, SplitBackward, WeightGradHandle, defer_weight_grad
     from d9d_dist.stage import StageInfo
     from d9d_dist.tensor_parallel import parallelize_tensor
-    from d9d_dist.tensor_styles import ColumnParallel, Replicated, RowParallel, SequenceParallel, TensorRegion, TensorStyle, VocabParallelEmbedding, VocabParallelHead
+    from d9d_dist.tensor_styles import (
+        ColumnParallel,
+        Replicated,
+        RowParallel,
+        SequenceParallel,
+        TensorRegion,
+        TensorStyle,
+        VocabParallelEmbedding,
+        VocabParallelHead,
+    )
     from d9d_dist.timeouts import Timeouts
     from d9d_dist.token_ids import check_token_ids
     from d9d_dist.tree_gather import all_gather_trees
-    from d9d_dist.vocab_parallel import HasTokenLoss, HasVocabParallelForm, TokenLoss, VocabParallelCrossEntropy, token_cross_entropy
+    from d9d_dist.vocab_parallel import (
+        HasTokenLoss,
+        HasVocabParallelForm,
+        TokenLoss,
+        VocabParallelCrossEntropy,
+        token_cross_entropy,
+    )
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
 
