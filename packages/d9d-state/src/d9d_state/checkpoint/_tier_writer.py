@@ -83,17 +83,25 @@ class TierWriter:
         """Set the slot of the next save."""
         self._next = SLOTS.index(slot)
 
-    def write(self, save: TierSave, parts: Mapping[str, Tensor], wait_copied: Callable[[], None]) -> None:
+    def write(
+        self,
+        save: TierSave,
+        parts: Mapping[str, Tensor],
+        wait_copied: Callable[[], None],
+        problem: str | None = None,
+    ) -> None:
         """Write a step, complete on all hosts when this returns. Collective.
 
-        `parts` must not change before this returns. Raises `StateError` on every rank if a rank cannot write.
+        `parts` must not change before this returns. Raises `StateError` on every rank if a rank cannot write, or has a
+        `problem` already.
         """
-        slot, problem = self._folder / SLOTS[self._next], None
+        slot = self._folder / SLOTS[self._next]
         images: dict[int, Tensor] = {}
         try:
-            images = self._prepare(slot, save.plan)
-            wait_copied()
-            self._fill(images[self._rank], parts)
+            if problem is None:
+                images = self._prepare(slot, save.plan)
+                wait_copied()
+                self._fill(images[self._rank], parts)
         except Exception as error:  # any error: the other ranks wait in agree()
             problem = f"step {save.step} could not be saved in {slot}: {describe(error)}"
         agree(problem, self._group, error=StateError, alone=self._group is None)
