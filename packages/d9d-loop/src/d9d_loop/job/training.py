@@ -57,7 +57,12 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
             job = build_job(plan, store=store, ctx=ctx, events=events)
             if plan.changes and ctx.is_main_process:
                 print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
-            return evaluate_job(job) if config.evaluation.only else run_job(job)
+            if config.evaluation.only:
+                return evaluate_job(job)
+            result = run_job(job)
+            if isinstance(result, Stopped):
+                job.journal.ended(result.step, f"stopped by {result.by.name}")
+            return result
     except BaseException as error:
         if isinstance(error, UserError):
             # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
@@ -65,6 +70,9 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
         if isinstance(error, KeyboardInterrupt):
             error.add_note(_what_is_saved(config))
         _report_failure(error, job, events)
+        if job is not None:
+            notes = getattr(error, "__notes__", ())
+            job.journal.failed("\n".join([f"{type(error).__name__}: {error}", *notes]))
         raise
 
 
