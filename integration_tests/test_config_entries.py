@@ -19,8 +19,10 @@ from d9d_modules import (
     GLM4,
     LLAMA3,
     MISTRAL,
+    MODERNBERT,
     QWEN2,
     QWEN3,
+    QWEN3_5,
     DecoderForCausalLM,
     Llama3ForCausalLM,
     Qwen3ForCausalLM,
@@ -29,11 +31,11 @@ from d9d_modules import (
 from d9d_moe import (
     DEEPSEEK_V3,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT_OSS,
     QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
-    DeepseekV3ForCausalLM,
     Qwen3MoeForCausalLM,
     sparse_from_hugging_face,
 )
@@ -99,30 +101,20 @@ FAMILIES = {
         QWEN3_MOE.irrelevant,
         {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
     ),
-    "deepseek_v3": Family(
-        transformers.DeepseekV3Config,
-        transformers.DeepseekV3ForCausalLM,
-        DeepseekV3ForCausalLM,
-        DEEPSEEK_V3.read,
-        lambda params: sparse_from_hugging_face(params, layout="fused"),
-        DEEPSEEK_V3.used,
-        DEEPSEEK_V3.irrelevant,
-        {
-            "num_key_value_heads": 2,
-            "kv_lora_rank": 4,
-            "q_lora_rank": 6,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 6,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
-        },
-    ),
+}
+HYBRID = {
+    **HEADS,
+    "head_dim": 16,  # of which a quarter is rotated
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 2,
+    "shared_expert_intermediate_size": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
 }
 FAMILIES |= {
     family.model_type: Family(
@@ -139,6 +131,13 @@ FAMILIES |= {
         (QWEN2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
         (MISTRAL, transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
         (GLM4, transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 8}),
+        (
+            MODERNBERT,
+            transformers.ModernBertConfig,
+            transformers.ModernBertForMaskedLM,
+            {"num_key_value_heads": 2, "layer_types": ["full_attention", "sliding_attention"], "local_attention": 4},
+        ),
+        (QWEN3_5, transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, HYBRID),
         (GEMMA3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"query_pre_attn_scalar": 9}),
     )
 }
@@ -146,23 +145,30 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 3},
     "gemma3_text": {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
 }
-HYBRID = {
-    **HEADS,
-    "head_dim": 16,  # of which a quarter is rotated
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-    "linear_conv_kernel_dim": 2,
-    "shared_expert_intermediate_size": 5,
-    "num_experts": 4,
+LATENT = {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 4,
+    "q_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 6,
+    "n_group": 2,
+    "topk_group": 1,
 }
 SPARSE = {
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {**LATENT, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    ),
+    "glm4_moe_lite": (GLM4_MOE_LITE, transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, LATENT),
     "glm4_moe": (
         GLM4_MOE,
+        GLM4_MOE_LITE,
         transformers.Glm4MoeConfig,
         transformers.Glm4MoeForCausalLM,
         {

@@ -2,6 +2,16 @@
 
 from collections.abc import Mapping
 
+SPECIAL_TOKENS = (
+    "bos_token_id",
+    "cls_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+)
+"""Entries about special tokens, which an export repeats."""
+
 _REASONS = {
     "provenance of the file": (
         "_commit_hash",
@@ -28,13 +38,7 @@ _REASONS = {
         "torchscript",
         "use_cache",
     ),
-    "a special token of tokenizer and generation; the padding embedding is trained like any other": (
-        "bos_token_id",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-    ),
+    "a special token of tokenizer and generation; the padding embedding is trained like any other": SPECIAL_TOKENS,
     "a generation setting, which transformers reads from generation_config.json": (
         "bad_words_ids",
         "begin_suppress_tokens",

@@ -159,14 +159,19 @@ def _check(config: HuggingFaceConfig) -> None:
 
 
 def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    num_layers = values["num_layers"]
+    num_layers, num_heads = values["num_layers"], values["num_heads"]
+    if values["hidden_size"] % num_heads:
+        raise UserError(
+            f"config.json has num_attention_heads = {num_heads}, which does not divide hidden_size = "
+            f"{values['hidden_size']}; expected a divisor."
+        )
     types = layer_types_of(config, num_layers, known=FULL_OR_SLIDING)
     if types is None:
         step = config_value(config, "global_attn_every_n_layers", int, default=3)
         types = [f"{'sliding' if index % step else 'full'}_attention" for index in range(num_layers)]
     read: dict[str, Any] = {
-        "num_kv_heads": values["num_heads"],
-        "head_dim": values["hidden_size"] // values["num_heads"],
+        "num_kv_heads": num_heads,
+        "head_dim": values["hidden_size"] // num_heads,
         "sliding_rope_theta": read_local_theta(config, key="local_rope_theta"),
         "classifier_pooling": config.get("classifier_pooling", "cls"),
     }
@@ -201,7 +206,6 @@ def _written_rope(params: ModernBertParams, *, rotary_factor: float | None) -> M
 
 _OTHER_ENTRIES = {
     "position_embedding_type": "all versions of transformers use RoPE",
-    "cls_token_id": IRRELEVANT["sep_token_id"],
     "deterministic_flash_attn": IRRELEVANT["attn_implementation"],
     "gradient_checkpointing": "an argument of parallelize_decoder",
     "initializer_cutoff_factor": "weights are loaded, or drawn from a normal distribution without a cut-off",

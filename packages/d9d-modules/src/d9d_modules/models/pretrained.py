@@ -22,6 +22,7 @@ from d9d_modules.models.gemma3 import GEMMA3
 from d9d_modules.models.glm4 import GLM4
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
+from d9d_modules.models.hugging_face_irrelevant import SPECIAL_TOKENS
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL
@@ -189,8 +190,21 @@ class PretrainedDecoder:
         return parallel(mapper, drop(*unused))
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        """Return the `config.json` of an export."""
-        return {"config.json": self.family.write(self.params)}
+        """Return the `config.json` of an export, with the folder's special tokens and the names of the classes."""
+        read = self.family.prepare(self.config)
+        config: dict[str, Any] = {
+            **{key: read[key] for key in SPECIAL_TOKENS if key in read},
+            **self.family.write(self.params),
+        }
+        if self.num_classes is not None:
+            names = self.config.get("id2label")
+            if not isinstance(names, Mapping) or len(names) != self.num_classes:
+                names = {str(index): f"LABEL_{index}" for index in range(self.num_classes)}
+            architecture = self.family.architecture.rpartition("For")[0]
+            config["architectures"] = [f"{architecture}ForSequenceClassification"]
+            config["id2label"] = {str(index): str(name) for index, name in names.items()}
+            config["label2id"] = {str(name): int(index) for index, name in names.items()}
+        return {"config.json": config}
 
     @cached_property
     def _stored(self) -> Mapping[str, TensorInfo]:
