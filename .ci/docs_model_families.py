@@ -41,7 +41,6 @@ SPARSE_ROWS = {
 
 QUANTIZED = {
     "deepseek_v3": "FP8 blocks",
-    "glm4_moe": "FP8 blocks",
     "gpt_oss": "MXFP4",
     "kimi_k2": "FP8 blocks, INT4 groups",
     "qwen3_next": "FP8 blocks",

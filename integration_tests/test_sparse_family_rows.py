@@ -90,9 +90,10 @@ def family_params(family: str, num_layers: int) -> DecoderParams:
                 routed_scale=2.5,
             )
         case "deepseek":
-            latent: dict[str, Any] = {each: size for each, size in sizes.items() if each != "num_kv_heads"}
+            latent: dict[str, Any] = {**sizes, "head_dim": 3}
+            del latent["num_kv_heads"]
             return DeepseekV3Params(
-                **{**latent, "head_dim": 3},
+                **latent,
                 kv_rank=7,
                 q_rank=6,
                 rotary_dim=4,
@@ -219,7 +220,7 @@ LAYOUTS = [
 ]
 ROWS = [
     *(Row(family, layout) for family in FAMILIES for layout in LAYOUTS),
-    *(Row(family, layout) for family in DENSE for layout in LAYOUTS if "ep" not in layout),
+    *(Row(family, layout) for family in DENSE for layout in LAYOUTS if "ep=" not in layout),
     *(Row(family, "ep=2,dp_shard=2,tp=2", "full", lora=True) for family in FAMILIES),
     *(Row(family, "dp_shard=2,tp=2", "full", lora=True) for family in DENSE),
 ]
