@@ -4,12 +4,16 @@ Also used when one package is tested alone, from its wheel.
 """
 
 import gc
+import importlib
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -27,7 +31,9 @@ if sys.dont_write_bytecode:  # else each process of each test compiles torch and
     sys.pycache_prefix = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
     os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=sys.pycache_prefix)
 
-_ONLY_WITH_ALL = "runs only with --all"
+_LANES = {"integration_tests/test_oracle.py": "oracle", "integration_tests/test_mutants.py": "oracle"}
+_EXCLUDED = pytest.StashKey[Counter[str]]()
+"""Number of cases by the lane of .ci/nightly that runs them."""
 
 # Hypothesis also draws constants from the sources of the local modules that are loaded. That set depends on the order
 # of the tests, and modules of an installed wheel are not local. Without it, drawn examples depend on the seed alone.
@@ -38,8 +44,17 @@ settings.register_profile("random", database=None, deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the flag `--all`."""
+    """Add the flags `--all` and `--lane`."""
     parser.addoption("--all", action="store_true", help="run also the cases that the default run leaves to CI")
+    parser.addoption("--lane", help="run all cases of a lane of .ci/nightly, and no others")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Return one worker more than cores: tests wait for disks, timeouts and ranks about a quarter of their time."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.randomly_seed = 0
         config.option.randomly_reorganize = False
     settings.load_profile("fixed" if is_fixed else "random")
+    gc.disable()  # collection makes no garbage; then `_collect_garbage` does it between tests
+    config.option.all |= config.option.lane is not None
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Progress(config))
 
@@ -60,16 +77,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Seed hypothesis too, if `--randomly-seed` is given."""
     if settings.get_current_profile_name() == "random":
         core.global_force_seed = session.config.option.randomly_seed
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect without garbage collection: the imported modules are millions of objects, and none is garbage."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -87,19 +94,28 @@ def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     return made
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the cases that run only with `--all`."""
-    if not config.option.all:
-        for item in items:
-            if item.get_closest_marker("full"):
-                item.add_marker(pytest.mark.skip(reason=_ONLY_WITH_ALL))
+    """Deselect the cases that run only with `--all`, and those of other lanes."""
+    if lane := config.option.lane:
+        items[:] = [item for item in items if _lane(item.nodeid) == lane]
+    elif not config.option.all:
+        excluded = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.stash[_EXCLUDED] = Counter(_lane(item.nodeid) for item in excluded)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the number of excluded cases from a worker to the process that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["excluded"] = dict(session.config.stash.get(_EXCLUDED, {}))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch for the fixtures of a test, as pytest-randomly seeds Python and NumPy."""
     _seed_torch(item)
-    _freeze_modules()
+    _collect_garbage()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,18 +125,21 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print in one line how many tests were skipped, and why."""
+    """Print how many tests were skipped, and why, and the lanes of the cases that run only with `--all`."""
     reports = terminalreporter.stats.get("skipped", [])
     if reports:
         kinds = Counter(_kind(report.longrepr[2]) for report in reports)
         by_count = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
         text = "; ".join(f"{count} {kind}" for kind, count in by_count)
         terminalreporter.write_line(f"{len(reports)} skipped: {text}")
+    if excluded := terminalreporter.config.stash.get(_EXCLUDED, None):
+        text = ", ".join(f"{count} in the lane {lane}" for lane, count in sorted(excluded.items()))
+        terminalreporter.write_line(f"{excluded.total()} run only with --all: {text} of .ci/nightly")
 
 
 @pytest.fixture(scope="session")
 def exhaustive(pytestconfig: pytest.Config) -> bool:
-    """True if the run has the flag `--all`."""
+    """True if the run has the flag `--all` or `--lane`."""
     return pytestconfig.option.all
 
 
@@ -138,6 +157,12 @@ class _Progress:
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         self._count(ids)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        # Every worker collects the same tests. A worker that crashed has no output.
+        if excluded := getattr(node, "workeroutput", {}).get("excluded"):
+            self._config.stash[_EXCLUDED] = Counter(excluded)
+
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         package = _package(nodeid)
         self._left[package] -= 1
@@ -154,18 +179,29 @@ class _Progress:
 
 
 _num_modules = 0
+_setups = count(1)
 
 
-def _freeze_modules() -> None:
-    """Exclude the objects of imported modules from garbage collection.
+def _collect_garbage() -> None:
+    """Collect garbage before every 20th test, and exclude the objects of imported modules from collections.
 
     A trainer collects at its start, and the modules of the whole test suite are millions of objects.
     """
     global _num_modules  # noqa: PLW0603
-    if len(sys.modules) > 1.01 * _num_modules:
+    if has_new_modules := len(sys.modules) > 1.01 * _num_modules:
         _num_modules = len(sys.modules)
+    if has_new_modules or next(_setups) % 20 == 0:
         gc.collect()
+    if has_new_modules:
         gc.freeze()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what takes seconds before the server of `run_ranks` starts, if a test uses it: forked ranks inherit it."""
+    if any(b"transformers" in path.read_bytes() for path in {item.path for item in session.items}):
+        with suppress(ImportError):
+            importlib.import_module("transformers.modeling_utils")
+            importlib.import_module("peft")
 
 
 def _seed_torch(item: pytest.Item) -> None:
@@ -180,12 +216,20 @@ def _package(nodeid: str) -> str:
     return rest[0] if folder == "packages" else folder
 
 
+def _lane(nodeid: str) -> str:
+    """Return the lane of .ci/nightly that runs all cases of a test."""
+    file, _, test = nodeid.partition("::")
+    if file == "integration_tests/test_zoo.py":
+        return "zoo-libraries" if "library_modules" in test else "zoo-torch"
+    if file.startswith("integration_tests/hosts/"):
+        return "hosts"
+    return _LANES.get(file, "packages" if file.startswith("packages/") else "jobs")
+
+
 def _kind(reason: str) -> str:
     """Return the reason of a skipped test, as words after a number."""
     reason = reason.removeprefix("Skipped: ")
     if "accelerator" in reason:
         return "need accelerators"
-    if reason == _ONLY_WITH_ALL:
-        return "run only with --all"
     module = re.search(r"needs (\w+), which is optional|could not import '([\w.]+)'", reason)
     return f"need {module[1] or module[2]}" if module else f"({reason})"

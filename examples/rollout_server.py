@@ -36,7 +36,7 @@ class Rollouts:
 
     def open(self, config: dict[str, Any]) -> dict[str, Any]:
         """Build a model without weights; a new job replaces the model of the previous one."""
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
         self.versions = {}

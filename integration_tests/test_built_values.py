@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import d9d_dist.model_values
+import d9d_dist._peer_memory
 import d9d_loop.model.built_model
 import d9d_loop.model.model_build
 from d9d_dist import StageInfo, built_values
@@ -184,11 +184,12 @@ def _frozen_parts_are_thawed() -> AbstractContextManager[object]:
 
 
 def _rows_of_a_block_are_shifted() -> AbstractContextManager[object]:
-    def send(original: Any, parts: Any, block: Tensor, **kwargs: Any) -> None:
-        original(parts, block, **kwargs)
-        block.copy_(block.roll(1, 0))
+    def read(original: Any, process: int, address: int, into: Tensor) -> None:
+        original(process, address, into)
+        if into.dtype == torch.float64:
+            into.copy_(into.roll(1, 0))
 
-    return _replace(d9d_dist.model_values, "_send", send)
+    return _replace(d9d_dist._peer_memory, "_read", read)
 
 
 BUGS = [

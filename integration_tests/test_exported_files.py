@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
@@ -55,6 +54,8 @@ def _generate(model: Any) -> list[int]:
 
 def _save_original(folder: Path) -> list[int]:
     """Save a model with a tokenizer and a generation config that stops early; return its generated tokens."""
+    import transformers
+
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     config = transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, initializer_range=0.5, bos_token_id=1, **sizes
@@ -98,6 +99,8 @@ def _original(tmp_path: Path) -> tuple[Path, list[int], Qwen3Params]:
 
 
 def test_an_export_generates_like_the_original(tmp_path: Path, original: tuple[Path, list[int], Qwen3Params]) -> None:
+    import transformers
+
     source, written, params = original
     assert len(written) < PROMPT.numel() + MAX_NEW_TOKENS
     result = _trainer(tmp_path, params, initial_weights=source).train()
@@ -124,6 +127,8 @@ def test_an_export_generates_like_the_original(tmp_path: Path, original: tuple[P
 def test_changed_sizes_replace_those_of_the_source(
     tmp_path: Path, original: tuple[Path, list[int], Qwen3Params]
 ) -> None:
+    import transformers
+
     source, _, params = original
     provider_params = replace(params, rope_theta=500.0, max_position_embeddings=64)
     exported = _trainer(tmp_path, provider_params, initial_weights=source).train().export_dir

@@ -5,10 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 from jobs import TINY_MODEL, copy_run, curve, curve_rounding, on_ranks, options, records
 
 STAGES = {"mesh.pipeline_parallel": 2, "mesh.data_parallel_shard": 2, "batch.microbatch_size": 2}
@@ -30,6 +28,9 @@ def _finetune(runs: Path, name: str, pretrained: Path, more: dict[str, Any], wor
 
 
 def test_ranks_agree_and_peft_and_transformers_read_the_result(tmp_path: Path, pretrained: Path) -> None:
+    import peft
+    import transformers
+
     one = _finetune(tmp_path, "one", pretrained, {}, 1)
     _finetune(tmp_path, "four", pretrained, STAGES, 4)
     for name in ("loss", "grad_norm", "evaluation_loss"):

@@ -6,6 +6,7 @@ from typing import Any, final
 
 import pytest
 import torch
+from oracle_grid import RTOL
 from oracle_models import VOCAB, MaskedNextToken, samples
 from torch import nn
 
@@ -58,7 +59,7 @@ def one_process(recipe: Float8Recipe | None) -> dict[str, Any]:
 @pytest.mark.sample("dp_shard=2,microbatch=2")
 def test_a_row_equals_one_process(layout: str) -> None:
     expected = one_process("rowwise_with_gw_hp")
-    found = list(differences(trace(InFloat8("rowwise_with_gw_hp", "full"), layout), expected, rtol=1e-6))
+    found = list(differences(trace(InFloat8("rowwise_with_gw_hp", "full"), layout), expected, rtol=RTOL))
     assert not found, f"{len(found)} differences. First: {found[0]}"
 
 

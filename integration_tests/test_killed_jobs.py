@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from forked_jobs import NEVER, When, forked_job
-from jobs import TINY_MODEL, Ended, curve, options, records
+from jobs import TINY_MODEL, Ended, curve, curve_rounding, options, records
 
 _STEPS = {"steps": 12, "checkpoint__every": 2, "evaluation__every": 5}
 _MESHES: dict[int, dict[str, Any]] = {
@@ -62,11 +61,15 @@ def test_a_job_killed_in_a_save_resumes_on_other_ranks_and_its_export_loads(tmp_
         shutil.copytree(tmp_path / "start", tmp_path / name)
         assert _run(tmp_path, name, world_size, checkpoint__every=3)
         for value in ("loss", "grad_norm"):
-            assert curve(tmp_path / name, value) == pytest.approx(curve(tmp_path / "calm", value), rel=1e-4), value
+            assert curve(tmp_path / name, value) == pytest.approx(
+                curve(tmp_path / "calm", value), rel=curve_rounding(_STEPS["steps"])
+            ), value
         torch.testing.assert_close(_logits(tmp_path / name, tokens), logits, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
 def _logits(run_dir: Path, tokens: torch.Tensor) -> torch.Tensor:
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "export", dtype=torch.float32).eval()
     return model(tokens).logits

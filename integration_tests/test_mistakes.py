@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,6 +156,12 @@ def _generator() -> Iterator[Batch]:
     yield from SAMPLES
 
 
+def _dataset_dict() -> Any:
+    import datasets
+
+    return datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})})
+
+
 def _no_model() -> Any:
     Mlp()
 
@@ -196,7 +201,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "data is a DataLoader": ({"data": DataLoader(SAMPLES)}, [], r"got data = a DataLoader; .* Pass loader\.dataset"),  # ty: ignore[invalid-argument-type] - a list
     "data is a path": ({"data": "train.jsonl"}, [], r"got data = 'train\.jsonl'; .* Read the file first"),
     "data is a dict of columns": ({"data": {"x": [1], "y": [2]}}, [], r"got data = a dict; .* pass a list of samples"),
-    "data is a DatasetDict": ({"data": datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})})}, [], r"Choose one of the splits 'train'"),
+    "data is a DatasetDict": ({"data": _dataset_dict}, [], r"Choose one of the splits 'train'"),
     "data is iterable only": ({"data": Iterates()}, [], r"got data = a Iterates; .*IteratedStream"),
     "dataset without a length": ({"data": NoLength()}, [], r"got data = a NoLength; .*"),
     "evaluation data is a generator": ({"evaluation_data": _generator()}, [], r"got evaluation_data = a generator"),
@@ -223,6 +228,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
 def _train(folder: Path, parts: dict[str, Any], arguments: list[str]) -> TrainResult:
     parts = dict(parts)
     common = ["--steps", "3", "--batch.global_size", "8", "--run.folder", str(folder / "runs")]
+    if parts.get("data") is _dataset_dict:
+        parts["data"] = _dataset_dict()
     config: Any = parts.pop("config", None)
     if config is None:
         overridden = {word for word in arguments if word.startswith("--")}
@@ -286,6 +293,8 @@ def test_what_a_user_may_pass_as_a_model(model: Any, tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_dataset_is_read_as_tensors(tmp_path: Path) -> None:
+    import datasets
+
     raw = datasets.Dataset.from_list([{key: value.tolist() for key, value in each.items()} for each in SAMPLES])
     assert _train(tmp_path / "raw", {"data": raw}, []).train_loss == pytest.approx(
         _train(tmp_path / "own", {}, []).train_loss, rel=1e-6

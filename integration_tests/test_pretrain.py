@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from jobs import EXAMPLES, TINY_MODEL, Ended, copy_run, curve, curve_rounding, on_ranks, options, records
 from safetensors.torch import load_file
 
@@ -96,6 +95,8 @@ def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "tied"), [("dense", "true"), ("dense", "false"), ("moe", "true")])
 @pytest.mark.sample("dense-false")
 def test_transformers_loads_the_export_and_gives_the_same_logits(tmp_path: Path, kind: str, tied: str) -> None:
+    import transformers
+
     file = [MOE] if kind == "moe" else []
     ended = _run(file + _tiny(tmp_path, "run", steps=3, model__tie_word_embeddings=tied))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(ended.summary["export_dir"], dtype=torch.float32).eval()

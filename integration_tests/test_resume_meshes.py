@@ -1,17 +1,21 @@
 """A job resumes in another layout with the unread samples, in order, and with the same losses.
 
 Each layout trains once from the start and saves in the middle; each is then resumed in others. In float64 all
-of them agree with one process that was never interrupted.
+of them agree with one process that was never interrupted. In the same layout, a job that has lost a host resumes from
+the memory of the others with the same bits.
 """
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, final
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from d9d_dist import ContextSplit, DistributedContext, MeshConfig, StageInfo
@@ -28,10 +32,12 @@ from d9d_loop import (
     TrainerConfig,
 )
 from d9d_loop.data import IndexedStream, SampleStream, ShuffledStream
+from d9d_loop.job import local_tiers
 from d9d_loop.testing import parse_layout
 from d9d_modules import parallelize_decoder
 from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, parallelize_moe
 from d9d_pipeline import Inputs
+from d9d_state import CheckpointStore
 
 STEPS, SAVED = 4, 2
 GLOBAL_SIZE = 4
@@ -55,6 +61,8 @@ LAYOUTS = (
 PAIRS = [(source, LAYOUTS[(index + by) % len(LAYOUTS)]) for by in (5, 1) for index, source in enumerate(LAYOUTS)]
 SAMPLE = ("", "cp_shard=2", "tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1", "dp_replicate=2,microbatch=1")
 """Layouts of the default run, each resumed once in the next."""
+LOST = "lost"
+"""Name of runs that save every step in the memory of two hosts, and are interrupted in their last step."""
 SAME = ("tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
 """Where the layout stays, so do the bits."""
 
@@ -116,6 +124,10 @@ class _NextToken(Task):
         return {**batch, **split.split(rows)}
 
 
+class _Cut(Exception):  # noqa: N818 - not an error of the job
+    pass
+
+
 @dataclass(slots=True)
 class _Life:
     """Record of one process of a rank, from its start to its end."""
@@ -140,6 +152,7 @@ def _live(layout: str, folder: Path) -> _Life:
         "lr_schedule": {"warmup_steps": 2},
         "gradients": {"max_norm": 0.5},
         "checkpoint": {"every": SAVED, "background": False},
+        **({"checkpoint": {"every": STEPS, "memory_every": 1}} if folder.name == LOST else {}),
         "run": {"folder": folder},
         "trackers": (),
         "logging": {"progress": False},
@@ -147,10 +160,13 @@ def _live(layout: str, folder: Path) -> _Life:
         "export": False,
     }
     life, task = _Life(), _NextToken()
+    is_cut = folder.name == LOST and not folder.exists()
 
     def on_step(done: StepDone) -> None:
         life.microbatches[done.step], task.seen = task.seen, []
         life.losses[done.step], life.norms[done.step] = done.loss.item(), done.grad_norm.item()
+        if is_cut and done.step == STEPS:
+            raise _Cut
 
     def on_start(ready: ConfigReady) -> None:
         life.dp_rank = ready.ctx.coordinate("batch", "dp")
@@ -159,7 +175,9 @@ def _live(layout: str, folder: Path) -> _Life:
     trainer.events.on(ConfigReady, on_start)
     trainer.events.on(StepStarted, lambda _: task.seen.clear())  # drops the shape check before the first step
     trainer.events.on(StepDone, on_step)
-    trainer.train()
+    host = folder.parent / f"host-{2 * dist.get_rank() // dist.get_world_size()}" if dist.is_initialized() else folder
+    with mock.patch.object(local_tiers, "MEMORY", host), suppress(_Cut):
+        trainer.train()
     return life
 
 
@@ -246,6 +264,23 @@ def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path, exh
         if source == target:
             expected = whole[source]
             assert (course.losses, course.norms) == (_last(expected.losses), _last(expected.norms)), source
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout])
+@pytest.mark.sample("tp=2")
+def test_job_that_lost_the_memory_of_a_host_ends_with_the_same_bits(tmp_path: Path, layout: str) -> None:
+    calm, lost = tmp_path / "calm", tmp_path / LOST
+    (whole, _) = _courses([(layout, calm), (layout, lost)])
+    assert not list((lost / "run" / "checkpoints").glob("step-*"))
+    shutil.rmtree(tmp_path / "host-1")
+    (resumed,) = _courses([(layout, lost)])
+    assert list(resumed.losses) == [STEPS]
+    assert (resumed.losses, resumed.norms) == ({STEPS: whole.losses[STEPS]}, {STEPS: whole.norms[STEPS]})
+    found, expected = (CheckpointStore(run / "run" / "checkpoints").newest() for run in (lost, calm))
+    assert found is not None
+    assert expected is not None
+    assert found.manifest.tensors == expected.manifest.tensors  # with the digest of each chunk
+    assert not list(tmp_path.glob("host-*/d9d-*")), "a complete run leaves nothing in memory"
 
 
 def _last(values: dict[int, float]) -> dict[int, float]:

@@ -101,15 +101,21 @@ def test_seeds_and_order_change_only_on_demand(name: str, request: pytest.Fixtur
 
 
 def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None:
-    result = suite_without_torch.runpytest_subprocess("-p", "no:xdist")
-    result.assert_outcomes(passed=6, skipped=6)
+    result = suite_without_torch.runpytest_subprocess("-n2")
+    result.assert_outcomes(passed=6, skipped=4)
     result.stdout.fnmatch_lines(["*test_a_run_lists_what_it_skips.py is done; tests left: none"])
-    assert "6 skipped: 2 need accelerators; 2 run only with --all; 1 (x); 1 need abc" in result.outlines
+    assert "4 skipped: 2 need accelerators; 1 (x); 1 need abc" in result.outlines
+    assert "2 run only with --all: 2 in the lane jobs of .ci/nightly" in result.outlines
 
 
 def test_one_flag_runs_everything(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--all")
     result.assert_outcomes(passed=8, skipped=4)
+
+
+def test_a_lane_is_all_its_cases(suite_without_torch: pytest.Pytester) -> None:
+    suite_without_torch.runpytest_subprocess("-n2", "--lane", "jobs").assert_outcomes(passed=8, skipped=4)
+    suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--lane", "oracle").assert_outcomes()
 
 
 def test_a_sample_names_existing_cases(suite_without_torch: pytest.Pytester) -> None:

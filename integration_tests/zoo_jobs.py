@@ -7,7 +7,7 @@ Adam would turn a gradient that is zero except for rounding into a full step.
 import random
 import signal
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BATCH, Batch, Entry, entry, loss_of, values_of
 
 from d9d_dist import DistributedContext, StageInfo, UserError, canonical_name
@@ -93,18 +94,26 @@ def _check_no_draws(animal: Entry) -> None:
 def _plain_trace(animal: Entry) -> Trace:
     """Return the trace of a plain loop; its `unit` bounds the effects of rounding, relative to all tensors together.
 
-    The bound of the operators' roundings does not include how much the module amplifies them. This is measured by a
-    second loop with the samples in reverse order, which rounds sums over samples differently.
+    A module that computes in less than float64 has the error E, from a loop that computes everything in float64. A
+    layout of R ranks rounds R parts of each sum over samples, and log2(R) sums of them, where the plain loop rounds
+    once: its error is at most (1 + log2(R)) E. With the plain loop's own error, that is 4 E for 4 ranks.
     """
     _check_no_draws(animal)
     batch = animal.batch()
-    trace = _plain_loop(animal, batch)
-    reverse = _plain_loop(animal, {name: x.flip(0) for name, x in batch.items()})
-    pairs = [(trace["trained"], reverse["trained"])]
-    pairs += [(a["gradients"], b["gradients"]) for a, b in zip(trace["steps"], reverse["steps"], strict=True)]
-    pairs += [(_scalar(a["loss"]), _scalar(b["loss"])) for a, b in zip(trace["steps"], reverse["steps"], strict=True)]
-    trace["unit"] = max(trace["unit"], 8 * max(_relative_error(*pair) for pair in pairs))
+    trace = _plain_loop(_built(animal), batch)
+    if trace["unit"]:
+        model, wide_batch = _built(animal)._apply(_to_float64), {name: _to_float64(x) for name, x in batch.items()}
+        # Quantized operators do not support float64; their results must be equal to within one rounding.
+        with suppress(NotImplementedError, RuntimeError), _float64_by_default(), _AllFloat64():
+            trace["unit"] = 4 * _error_of(trace, _plain_loop(model, wide_batch))
     return trace
+
+
+def _error_of(trace: Trace, exact: Trace) -> float:
+    pairs = [(trace["trained"], exact["trained"])]
+    for ours, theirs in zip(trace["steps"], exact["steps"], strict=True):
+        pairs += [(ours["gradients"], theirs["gradients"]), (_scalar(ours["loss"]), _scalar(theirs["loss"]))]
+    return max(_relative_error(*pair) for pair in pairs)
 
 
 def _relative_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
@@ -115,12 +124,12 @@ def _relative_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) ->
     return max(errors, default=0.0) / scale if scale else 0.0
 
 
-def _plain_loop(animal: Entry, batch: Batch) -> Trace:
-    model = _built(animal)
+def _plain_loop(model: torch.nn.Module, batch: Batch) -> Trace:
+    """Train a model; `unit` is the rounding unit of the least precise operator, 0 if all compute in float64."""
     trace: Trace = {"built": values_of(model), "steps": []}
-    roundings = _Roundings(animal.keep_dtype)
+    rounding = _Rounding()
     for _ in range(STEPS):
-        with roundings:
+        with rounding:
             outputs = model(**batch)
         loss = loss_of(outputs, BATCH) / BATCH
         loss.backward()
@@ -132,34 +141,61 @@ def _plain_loop(animal: Entry, batch: Batch) -> Trace:
                     parameter.sub_(LEARNING_RATE * parameter.grad)
                     parameter.grad = None
     trace["trained"] = values_of(model)
-    trace["unit"] = roundings.bound / STEPS
+    trace["unit"] = rounding.unit
     assert all(torch.isfinite(torch.tensor(step["loss"])) for step in trace["steps"]), "the loss is not finite"
     return trace
 
 
-class _Roundings(TorchFunctionMode):
-    """Sums the rounding units of operators that compute the loss in less than float64.
+class _Rounding(TorchFunctionMode):
+    """Records the largest rounding unit of operators that compute the loss."""
 
-    Each changes its result by at most one unit of its dtype, and results of another batch size may round to the other
-    side; so the sum bounds what a layout may change, to first order.
-    """
-
-    def __init__(self, keep_dtype: bool) -> None:
-        super().__init__()
-        self.bound = 0.0
-        self._factor = 4.0 if keep_dtype else 1.0  # Parameters are rounded too, in each step.
+    unit = 0.0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        narrow = [
+        units = [
             torch.finfo(leaf.dtype).eps
             for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.itemsize < 8 and leaf.requires_grad
+            if isinstance(leaf, Tensor) and _is_narrow(leaf.dtype) and leaf.requires_grad
         ]
-        self.bound += self._factor * max(narrow, default=0.0)
+        self.unit = max([self.unit, *units])
         return output
+
+
+class _AllFloat64(TorchDispatchMode):
+    """Lets operators that would cast to, or create, narrower floating-point tensors give float64 or complex128."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.dtype, _wide, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _float64_by_default() -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype != _wide(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _to_float64(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide(tensor.dtype))
 
 
 class _Sum(Task):

@@ -27,7 +27,10 @@ def _gathered() -> tuple[bool, list[Any], list[Any], list[Any]]:
         alone = gather_json(ctx.rank, alone=True)
         with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as collective:
             nothing = gather_json(None)
-        assert collective.call_count == 1  # sizes only
+            gather_json("x" * 500)
+            assert collective.call_count == 2  # sizes and texts together
+            gather_json("x" * 501 * ctx.rank)
+            assert collective.call_count == 4
         return gathered == [_received(rank) for rank in range(3)], only_one, alone, nothing
 
 

@@ -404,7 +404,7 @@ def test_replicated_parameters_can_be_used_outside_their_module(degrees: dict[st
 
 
 class _Writes(nn.Linear):
-    """A layer whose forward casts the layer, or clamps its weight."""
+    """A layer whose forward casts the layer, or clamps or halves its weight."""
 
     def __init__(self, how: str) -> None:
         super().__init__(4, 4)
@@ -415,6 +415,8 @@ class _Writes(nn.Linear):
             self.to(torch.float64)
         with torch.no_grad():
             self.weight.clamp_(-1, 1) if self._how == "clips" else self.weight.clamp(-1, 1)
+            if self._how == "halves":
+                self.weight.data.mul_(0.5)  # does not change the version counter of the weight
         return super().forward(input.to(self.weight.dtype))
 
 
@@ -430,7 +432,9 @@ def _forward_that(how: str) -> str:
         return ""
 
 
-@pytest.mark.parametrize(("how", "names"), [("reads", ""), ("clips", "1.weight"), ("casts", "1.weight, 1.bias")])
+@pytest.mark.parametrize(
+    ("how", "names"), [("reads", ""), ("clips", "1.weight"), ("halves", "1.weight"), ("casts", "1.weight, 1.bias")]
+)
 def test_a_forward_that_changes_sharded_parameters_is_refused(how: str, names: str) -> None:
     for message in run_ranks(_forward_that, how):
         assert message.startswith(f"forward replaces or writes to {names}, for example by" if names else "")

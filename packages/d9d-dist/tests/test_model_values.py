@@ -1,5 +1,6 @@
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import d9d_dist._peer_memory
 import d9d_dist.model_values
 from d9d_dist import (
     DistributedContext,
@@ -21,6 +23,7 @@ from d9d_dist import (
     parallelize_tensor,
     place_values,
 )
+from d9d_dist.model_values import _Transfer
 from d9d_dist.tensor_styles import ColumnParallel, RowParallel
 from d9d_dist.testing import run_ranks
 
@@ -175,25 +178,47 @@ def _split(model: nn.Module, ctx: DistributedContext) -> None:
     _shard(model, ctx)
 
 
+@contextmanager
+def _is_on_another_host(rank: int) -> Generator[None]:
+    """Let the last rank find no memory of rank 0 under its process id."""
+
+    def read(process: int, address: int, into: torch.Tensor) -> None:
+        if rank:
+            raise ProcessLookupError
+        into.zero_()
+
+    with mock.patch.object(d9d_dist._peer_memory, "_read", read):
+        yield
+
+
 def _placed_values(parallelize: Callable[[nn.Module, DistributedContext], None], degrees: dict[str, int]) -> list[str]:
-    """Return the names of tensors whose placed values differ from the built ones."""
+    """Return the tensors whose placed values differ from the built ones: by reads of rank 0's memory, and sent."""
     small_blocks = mock.patch.object(d9d_dist.model_values, "_BLOCK_BYTES", 16)  # several blocks for most tensors
     with small_blocks, MeshConfig(**degrees).build() as ctx:
-        expected = _build()
-        model = _build()
-        move_to_meta(model)
-        layout = dict(built_values_on_meta(model))
-        parallelize(model, ctx)
-        build = (lambda: built_values(_build())) if ctx.is_main_process else None
+        wrong = _wrong_values(parallelize, ctx, num_sent=1)  # the transposed one
+        with _is_on_another_host(ctx.rank):
+            return [*wrong, *_wrong_values(parallelize, ctx, num_sent=len(built_values(_build())))]
+
+
+def _wrong_values(
+    parallelize: Callable[[nn.Module, DistributedContext], None], ctx: DistributedContext, *, num_sent: int
+) -> list[str]:
+    expected = _build()
+    model = _build()
+    move_to_meta(model)
+    layout = dict(built_values_on_meta(model))
+    parallelize(model, ctx)
+    build = (lambda: built_values(_build())) if ctx.is_main_process else None
+    with mock.patch.object(_Transfer, "run", autospec=True, side_effect=_Transfer.run) as run:
         place_values([model], layout, build, device=ctx.device)
-        wrong = []
-        tensors = {canonical_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        for name, value in built_values(expected).items():
-            found = tensors[name].detach()
-            full = found.full_tensor() if isinstance(found, DTensor) else found
-            if full.shape != value.shape or not torch.equal(_bits(full), _bits(value)):
-                wrong.append(name)
-        return wrong
+    wrong = [] if run.call_count == num_sent else [f"{run.call_count} tensors were sent"]
+    tensors = {canonical_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    for name, value in built_values(expected).items():
+        found = tensors[name].detach()
+        full = found.full_tensor() if isinstance(found, DTensor) else found
+        if full.shape != value.shape or not torch.equal(_bits(full), _bits(value)):
+            wrong.append(name)
+    return wrong
 
 
 def built_values_on_meta(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -227,6 +252,7 @@ def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], de
         layout = dict(built_values_on_meta(model))
         parallelize(model, ctx)
         with (
+            _is_on_another_host(ctx.rank),
             mock.patch.object(torch.distributed, "scatter", wraps=torch.distributed.scatter) as scatter,
             mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as broadcast,
         ):

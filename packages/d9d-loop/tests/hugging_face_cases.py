@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 _DECODER = {
     "vocab_size": 48,
@@ -69,6 +68,8 @@ class Case:
 
     def build(self) -> Any:
         """Build the model with values that differ from its initialization."""
+        import transformers
+
         torch.manual_seed(1)
         model_class = getattr(transformers, self.model_class)
         model = model_class(model_class.config_class(**self.config))

@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -30,6 +29,8 @@ _SIZES = {
 
 
 def _model(kind: str, **changes: Any) -> Any:
+    import transformers
+
     model_class = getattr(transformers, kind)
     with torch.device("meta"):
         return model_class(model_class.config_class(**{**_SIZES, **changes}))
@@ -86,6 +87,8 @@ def test_blocks_with_unknown_styles_stay_whole() -> None:
 
 
 def _embedding(padding_idx: int) -> nn.ModuleDict:
+    import transformers
+
     torch.manual_seed(3)
     model = transformers.Gemma3ForCausalLM(_model("Gemma3ForCausalLM", pad_token_id=padding_idx).config).double()
     return nn.ModuleDict({"embed_tokens": model.model.embed_tokens})
@@ -135,6 +138,8 @@ def test_modules_between_split_layers_have_partial_gradients_or_keep_their_block
 
 
 def _experts() -> nn.Module:
+    import transformers
+
     torch.manual_seed(3)
     sizes = {"num_experts": 4, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
     model = transformers.Qwen3MoeForCausalLM(_model("Qwen3MoeForCausalLM", **sizes).config).double()

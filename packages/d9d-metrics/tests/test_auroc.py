@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import roc_auc_score
 
 from d9d_metrics import BinaryAUROC, compute_metrics
 
@@ -22,6 +21,8 @@ def drawn(seed: int, num_samples: int, *, num_values: int | None = None) -> tupl
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(2, 60), num_values=st.sampled_from([None, 4]))
 def test_exact_while_the_samples_fit(seed: int, num_samples: int, num_values: int | None) -> None:
+    from sklearn.metrics import roc_auc_score
+
     logits, targets = drawn(seed, num_samples, num_values=num_values)
     metric = BinaryAUROC(num_bins=8, exact_samples=60, logits=True)
     metric.update(logits[:5], targets[:5])
@@ -39,6 +40,8 @@ def test_exact_while_the_samples_fit(seed: int, num_samples: int, num_values: in
     logits=st.booleans(),
 )
 def test_the_error_is_within_its_bound(seed: int, num_samples: int, num_bins: int, logits: bool) -> None:
+    from sklearn.metrics import roc_auc_score
+
     scores, targets = drawn(seed, num_samples)
     metric = BinaryAUROC(num_bins=num_bins, exact_samples=num_samples // 4, logits=logits)
     metric.update(scores if logits else scores.sigmoid(), targets)
@@ -109,6 +112,8 @@ def test_state_of_several_ranks_combines() -> None:
 
 def test_probabilities_outside_zero_and_one_are_clamped() -> None:
     """They are in the first and the last bin, and the error bound includes their pairs."""
+    from sklearn.metrics import roc_auc_score
+
     scores, targets = torch.tensor([-3.0, 0.2, 0.7, 1.5, 4.0]), torch.tensor([0, 1, 0, 1, 0])
     metric = BinaryAUROC()
     metric.update(scores, targets)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn import metrics as sk
 
 from d9d_metrics import (
     Average,
@@ -36,6 +35,8 @@ SCORES: dict[str, Score] = {
 
 def of_sklearn(truth: np.ndarray, answers: np.ndarray, labels: list[int]) -> dict[str, np.ndarray]:
     """Return every score of `SCORES`, computed by scikit-learn."""
+    from sklearn import metrics as sk
+
     found = {}
     for average in AVERAGES:
         for kind, beta in [("f1", 1.0), ("f2", 2.0)]:
@@ -55,6 +56,8 @@ def assert_same(computed: dict[str, torch.Tensor], expected: dict[str, np.ndarra
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(1, 40), num_classes=st.integers(2, 6), data=st.data())
 def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes: int, data: st.DataObject) -> None:
+    from sklearn import metrics as sk
+
     top_k = data.draw(st.integers(1, num_classes))
     draws = torch.Generator().manual_seed(seed)
     # Few distinct predictions, so that there are ties.
@@ -92,6 +95,8 @@ def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(1, 40), num_labels=st.integers(2, 5))
 def test_multilabel_equals_scikit_learn(seed: int, num_samples: int, num_labels: int) -> None:
+    from sklearn import metrics as sk
+
     draws = torch.Generator().manual_seed(seed)
     probabilities = torch.rand(num_samples, num_labels, generator=draws)
     targets = torch.rand(num_samples, num_labels, generator=draws) > 0.6
@@ -109,6 +114,8 @@ def test_multilabel_equals_scikit_learn(seed: int, num_samples: int, num_labels:
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), shape=st.sampled_from([(1,), (30,), (4, 5)]))
 def test_binary_equals_scikit_learn(seed: int, shape: tuple[int, ...]) -> None:
+    from sklearn import metrics as sk
+
     draws = torch.Generator().manual_seed(seed)
     logits, targets = torch.randn(shape, generator=draws), torch.randint(0, 2, shape, generator=draws)
     scores = {"p": precision(), "r": recall(), "f": f_beta(0.5), "a": accuracy()}

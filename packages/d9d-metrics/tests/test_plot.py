@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from d9d_dist import UserError
 from d9d_metrics import JsonlTracker, plot_metrics
@@ -20,11 +19,15 @@ def write_run(path: Path, *, steps: int, values: tuple[str, ...]) -> None:
 
 
 def height_and_inks(png: Path) -> tuple[int, set[tuple[int, ...]]]:
+    from matplotlib.image import imread
+
     pixels = (imread(png)[..., :3] * 255).round().astype(int)
     return pixels.shape[0], set(map(tuple, pixels.reshape(-1, 3).tolist()))
 
 
 def num_pale_blue_pixels(png: Path) -> int:
+    from matplotlib.image import imread
+
     red, _, blue = imread(png)[..., :3].transpose(2, 0, 1)
     return int(((red > 0.6) & (blue > red + 0.05)).sum())
 

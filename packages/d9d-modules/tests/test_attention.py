@@ -138,8 +138,8 @@ class _Norm(torch.nn.Module):
 
 def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
     # Here, not above: the ranks of other tests import this file.
-    from transformers import Qwen3NextConfig  # noqa: PLC0415
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention  # noqa: PLC0415
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
     config = Qwen3NextConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     config._attn_implementation = "sdpa"  # its eager attention rounds to float32
@@ -163,8 +163,8 @@ def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_sinks_and_window_as_in_gpt_oss(window: int | None) -> None:
-    from transformers import GptOssConfig  # noqa: PLC0415
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention  # noqa: PLC0415
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
     config = GptOssConfig(
         hidden_size=12,

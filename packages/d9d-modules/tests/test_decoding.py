@@ -6,8 +6,6 @@ from typing import Any, final
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
-from transformers import Qwen3ForCausalLM as Qwen3Reference
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize
 from d9d_dist.testing import run_ranks
@@ -240,6 +238,9 @@ def test_invalid_masks_are_refused() -> None:
 
 
 def _references() -> dict[str, tuple[Any, Any, Any, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+    from transformers import Qwen3ForCausalLM as Qwen3Reference
+
     shape: dict[str, Any] = {
         "vocab_size": 40,
         "hidden_size": 32,

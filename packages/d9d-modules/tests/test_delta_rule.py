@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like
@@ -211,6 +210,8 @@ class _Kernels(ModuleType):
     """Stand-in for `fla.ops.gated_delta_rule`, with the arguments that its version 0.6 has."""
 
     def chunk_gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Any:
+        from transformers.models.qwen3_next import modeling_qwen3_next
+
         assert options["output_final_state"]
         assert set(options) == {"g", "beta", "initial_state", "output_final_state"}
         assert options["g"].dtype == torch.float32

@@ -60,8 +60,8 @@ def test_outputs_and_gradients_as_in_qwen3_next(
     *, num_key_heads: int, group: int, key_dim: int, value_dim: int, conv_width: int, length: int, seed: int
 ) -> None:
     # Here, not above: the ranks of other tests import this file.
-    from transformers import Qwen3NextConfig  # noqa: PLC0415
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet  # noqa: PLC0415
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     torch.manual_seed(seed)
     config = Qwen3NextConfig(

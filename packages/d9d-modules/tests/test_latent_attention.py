@@ -49,8 +49,8 @@ def test_outputs_and_gradients_as_in_deepseek_v3(
     q_rank: int | None, layout: Any, value_dim: int, is_scaled: bool
 ) -> None:
     # Here, not above: the ranks of other tests import this file.
-    from transformers import DeepseekV3Config  # noqa: PLC0415
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: PLC0415
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
     yarn = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 8.0}
     config = DeepseekV3Config(

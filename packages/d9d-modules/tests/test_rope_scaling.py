@@ -7,8 +7,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from d9d_dist import UserError
 from d9d_modules import RopeScaling
@@ -29,6 +27,9 @@ ORIGINAL = st.sampled_from([16, 100, 8192])
 def _expected(
     kind: str, parameters: dict[str, Any], *, length: int, partial: float, original: int
 ) -> tuple[Tensor, float]:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = LlamaConfig(
         hidden_size=64,
         num_attention_heads=2,

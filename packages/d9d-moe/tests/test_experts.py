@@ -1,7 +1,5 @@
 import pytest
 import torch
-from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from d9d_dist.testing import assert_rounds_like
 from d9d_modules import SwiGLU
@@ -26,6 +24,9 @@ def test_each_expert_computes_swiglu(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("limit", [0.5, 7.0])
 def test_clamped_experts_and_biased_router_match_the_reference(limit: float) -> None:
     """Compare outputs and all gradients of the layer with those of GPT-OSS, in float64."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
     config = GptOssConfig(
         hidden_size=6, intermediate_size=5, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=limit
     )

@@ -35,7 +35,7 @@ def _routers(num_layers: int) -> list[TopKRouter]:
 
 def _expected(logits: list[Tensor], mask: Tensor | None = None) -> Tensor:
     # Here, not above: the ranks of other tests import this file.
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: PLC0415
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     with KeepFloat64():
         loss = load_balancing_loss_func(tuple(logits), NUM_EXPERTS, TOP_K, mask)  # ty: ignore[invalid-argument-type]

@@ -2,8 +2,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from d9d_dist import UserError
 from d9d_moe import SigmoidRouter, TopKRouter
@@ -94,6 +92,9 @@ def test_invalid_top_k_is_refused(top_k: int) -> None:
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (6, 5), (12, 3)])
 def test_sigmoid_routing_matches_the_reference(num_groups: int, top_groups: int, renormalize: bool) -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
     top_k = 3 if num_groups == 12 else 2
     ours = SigmoidRouter(
         6,

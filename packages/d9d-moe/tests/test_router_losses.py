@@ -40,7 +40,7 @@ def test_sequence_balance_loss_matches_the_paper(kind: str) -> None:
 
 def test_batch_balance_loss_matches_transformers() -> None:
     # Here, not above: the ranks of other tests import this file.
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: PLC0415
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     router = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)
     routing = router(torch.randn(21, 6))

@@ -5,11 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from d9d_dist.testing import assert_rounds_like, assert_trees_close
 from d9d_moe import GroupedLinear
@@ -31,8 +29,10 @@ METHODS: dict[str, tuple[PeftMethod, dict[str, Any]]] = {
 }
 
 
-def qwen(dtype: torch.dtype = torch.float64) -> Qwen3ForCausalLM:
+def qwen(dtype: torch.dtype = torch.float64) -> Any:
     """Return a small Qwen3 with random weights, equal on every call."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -60,7 +60,9 @@ def logits(model: nn.Module) -> Tensor:
     return result
 
 
-def theirs(name: str) -> peft.PeftModel:
+def theirs(name: str) -> Any:
+    import peft
+
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], **METHODS[name][1])
     model = peft.get_peft_model(qwen(), config)
     assert isinstance(model, peft.PeftModel)
@@ -117,6 +119,8 @@ STACKS: dict[str, PeftMethod] = {
 
 @pytest.mark.parametrize("name", STACKS)
 def test_peft_loads_saved_adapters(tmp_path: Path, name: str) -> None:
+    import peft
+
     model = ours(STACKS[name])
     perturb(model)
     save_adapters(model, tmp_path)
@@ -141,6 +145,8 @@ class Nested(nn.Module):
 def test_layer_whose_name_is_a_suffix_of_others_has_its_own_rank_and_scale(
     tmp_path: Path, other: dict[str, Any]
 ) -> None:
+    import peft
+
     torch.manual_seed(0)
     base = Nested().double()
     model = copy.deepcopy(base)
@@ -166,6 +172,8 @@ class Experts(nn.Module):
 
 
 def test_stacked_experts_are_exchanged_with_peft(tmp_path: Path) -> None:
+    import peft
+
     apart, together = Experts().double(), nn.ModuleDict({"experts": GroupedLinear(3, 6, 5).double()})
     mapper = stack([f"experts.{index}.weight" for index in range(3)], "experts.weight")
     together.load_state_dict(mapper.apply(apart.state_dict()))
@@ -184,6 +192,8 @@ def test_stacked_experts_are_exchanged_with_peft(tmp_path: Path) -> None:
 
 
 def test_transformers_loads_the_merged_export(tmp_path: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
     reference = theirs("DoRA")
     reference.save_pretrained(str(tmp_path / "adapters"))
     model = qwen()

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from d9d_dist import UserError
 from d9d_modules import LanguageModelHead, TokenEmbedding
@@ -106,7 +104,9 @@ def test_embeddings_that_change_their_table_are_skipped() -> None:
     ]
 
 
-def qwen() -> Qwen3ForCausalLM:
+def qwen() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
@@ -116,6 +116,8 @@ def qwen() -> Qwen3ForCausalLM:
 
 
 def test_files_are_exchanged_with_peft(tmp_path: Path) -> None:
+    import peft
+
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "q_proj"])
     theirs = peft.get_peft_model(qwen(), config)
     torch.manual_seed(1)

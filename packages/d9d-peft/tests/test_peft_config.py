@@ -6,11 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like
@@ -100,8 +98,10 @@ OTHERS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def qwen() -> Qwen3ForCausalLM:
+def qwen() -> Any:
     """Return a small Qwen3 with random weights, equal on every call, in float32 as PiSSA requires."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -118,6 +118,8 @@ def logits(model: nn.Module) -> Tensor:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an adapter that `peft` saved."""
+    import peft
+
     folder = tmp_path_factory.mktemp("saved")
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["model.norm"]
@@ -146,6 +148,8 @@ def loaded(folder: Path) -> nn.Module:
 
 
 def check_equal(folder: Path) -> None:
+    import peft
+
     check_same_logits(loaded(folder), peft.PeftModel.from_pretrained(qwen(), folder))
 
 
@@ -156,6 +160,8 @@ def check_same_logits(model: nn.Module, reference: nn.Module) -> None:
 
 
 def test_all_entries_of_peft_are_tested() -> None:
+    import peft
+
     assert EDITS.keys() == {field.name for field in dataclasses.fields(peft.LoraConfig)}
 
 
@@ -184,6 +190,8 @@ def test_combined_entries_give_the_output_of_peft(
 
 @pytest.mark.parametrize("name", EDITS)
 def test_missing_entry_is_accepted(saved: Path, tmp_path: Path, name: str) -> None:
+    import peft
+
     folder = edited(saved, tmp_path, {})
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())

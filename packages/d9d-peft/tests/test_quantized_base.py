@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
 
 import d9d_peft.quantized_base
 from d9d_dist import (
@@ -71,6 +70,8 @@ def test_zero_blocks_stay_zero() -> None:
 
 
 def test_nf4_is_that_of_torchao() -> None:
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
+
     weight = torch.randn(64, 64)
     reference = NF4Tensor.from_tensor(weight, block_size=64, scaler_block_size=64)
     assert reference.nf4.tolist() == pytest.approx(NF4_VALUES, abs=6e-5)  # torchao rounds to four digits

@@ -5,16 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import Qwen3MoeConfig
-from transformers import Qwen3MoeForCausalLM as Reference
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 from d9d_dist import DistributedContext, MeshConfig, StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, assert_trees_close, run_ranks
@@ -60,8 +56,12 @@ CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
 }  # fmt: skip
 
 
-def reference(dtype: torch.dtype) -> Reference:
+def reference(dtype: torch.dtype) -> Any:
     """Return the model of `transformers` with random weights, equal on every call."""
+    from transformers import Qwen3MoeConfig
+    from transformers import Qwen3MoeForCausalLM as Reference
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+
     torch.manual_seed(0)
     config = Qwen3MoeConfig.from_dict(QWEN3_MOE.write(PARAMS))
     config._experts_implementation = "eager"  # torch's grouped kernel takes no float64
@@ -78,11 +78,11 @@ def reference(dtype: torch.dtype) -> Reference:
     return model.to(dtype)
 
 
-def norm(module: Qwen3MoeRMSNorm, hidden_states: Tensor) -> Tensor:
+def norm(module: Any, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
 
 
-def route(router: Qwen3MoeTopKRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scores = F.linear(hidden_states.flatten(0, -2), router.weight)
     chosen, indices = scores.softmax(-1).topk(router.top_k)
     return scores, chosen / chosen.sum(-1, keepdim=True) if router.norm_topk_prob else chosen, indices
@@ -103,7 +103,9 @@ def perturb(model: nn.Module) -> None:
             nn.init.normal_(parameter, mean=0.1, std=0.3)
 
 
-def theirs(name: str, dtype: torch.dtype) -> peft.PeftModel:
+def theirs(name: str, dtype: torch.dtype) -> Any:
+    import peft
+
     options: dict[str, Any] = {"r": 3, "lora_alpha": 6, **CASES[name][0]}
     model = peft.get_peft_model(reference(dtype), peft.LoraConfig(**options))
     assert isinstance(model, peft.PeftModel)
@@ -143,6 +145,8 @@ def test_adapters_of_peft_load_and_merge_as_in_peft(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_peft_and_d9d_load_saved_adapters(tmp_path: Path, name: str) -> None:
+    import peft
+
     model, _ = ours(CASES[name][1], torch.float64)
     perturb(model)
     save_adapters(model, tmp_path, FUSED)
@@ -154,6 +158,8 @@ def test_peft_and_d9d_load_saved_adapters(tmp_path: Path, name: str) -> None:
 
 
 def test_shared_factor_a_is_refused_for_layers_of_half_its_rank(tmp_path: Path) -> None:
+    import peft
+
     theirs("all", torch.float32).save_pretrained(str(tmp_path))
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())

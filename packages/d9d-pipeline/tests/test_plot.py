@@ -1,11 +1,8 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgba_array
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 from d9d_pipeline import (
     Backward,
@@ -24,17 +21,19 @@ from d9d_pipeline import (
 )
 
 
-def axes() -> Axes:
+def axes() -> Any:
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(10.0, 3.0)).subplots()
 
 
-def legend(drawn: Axes) -> list[str]:
+def legend(drawn: Any) -> list[str]:
     found = drawn.get_legend()
     assert found is not None
     return [text.get_text() for text in found.get_texts()]
 
 
-def bars(drawn: Axes) -> set[tuple[float, float]]:
+def bars(drawn: Any) -> set[tuple[float, float]]:
     """Return the (start, end) times of all plotted boxes."""
     boxes = [path.get_extents() for collection in drawn.collections for path in collection.get_paths()]
     return {(round(box.x0, 6), round(box.x1, 6)) for box in boxes}
@@ -50,7 +49,7 @@ def test_plots_computations_and_transfers() -> None:
     assert bars(drawn) == {(0, 1), (1, 2), (4, 6), (7, 9), (2, 4), (4, 5), (5, 7)}
     assert sorted(text.get_text() for text in drawn.texts) == ["0"] * 4 + ["1"] * 4
     (links,) = drawn.lines
-    points = links.get_path().vertices.tolist()  # ty: ignore[missing-attribute]  (it is an array)
+    points = links.get_path().vertices.tolist()
     assert len(points) == 4 * 3
     assert [points[index : index + 2] for index in (0, 6)] == [[[4.0, 1.0], [4.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]]
 
@@ -66,6 +65,8 @@ def test_legend_has_halves_overlaps_and_stages() -> None:
 
 
 def test_stages_of_a_rank_have_different_shades() -> None:
+    from matplotlib.colors import to_rgba_array
+
     drawn = axes()
     plot_program(build(ZeroBubbleV(), num_ranks=2, num_microbatches=4), drawn)
     colors = {
@@ -91,6 +92,8 @@ def test_writes_a_file(tmp_path: Path, name: str) -> None:
 
 
 def test_a_plot_is_wide_enough_for_its_numbers(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
     drawn: list[float] = []
     for microbatches in (2, 20):
         timeline = simulate(build(OneForwardOneBackward(), num_ranks=2, num_microbatches=microbatches))

@@ -1,15 +1,17 @@
-"""Benchmark of checkpoint saves: speed of a synchronous save, and blocking time of a background save.
+"""Benchmark of checkpoints: speed of a synchronous save and of verification, and blocking time of a background save.
 
     uv run python packages/d9d-state/benchmarks/checkpoint_save.py --folder /dev/shm/checkpoints
 
 Prints JSON. Every figure is a ratio of two alternating measurements, so other load on the machine affects both: a save
-relative to writing and syncing the same bytes to one file, and the blocking time of a background save relative to
-copying the same bytes to allocated host memory. The first save of a process is measured in new stores, after
-`prepare`. The reference is torch's `async_save` with its defaults.
+relative to writing and syncing the same bytes to one file, verification relative to reading the same files, both
+without the page cache, and the blocking time of a background save relative to copying the same bytes to allocated host
+memory. The first save of a process is measured in new stores, after `prepare`. The reference is torch's `async_save`
+with its defaults. Hashing needs processor time: `sha256_gb_per_s` bounds saves and verification on one CPU.
 """
 
 import argparse
 import ctypes
+import hashlib
 import importlib
 import json
 import os
@@ -39,7 +41,7 @@ def make_tensors(megabytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
     return {f"model.{index}": torch.rand(elements) for index in range(num_tensors)}
 
 
-def seconds(work: Callable[[], None]) -> float:
+def seconds(work: Callable[[], object]) -> float:
     """Return the duration of a call in seconds."""
     start = time.perf_counter()
     work()
@@ -59,14 +61,41 @@ def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
     }
 
 
+def bytes_of(buffer: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
+
+
 def write_raw(path: Path, buffer: torch.Tensor) -> None:
     """Baseline: write and fsync the same bytes to one file."""
-    view = memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
+    view = bytes_of(buffer)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for start in range(0, len(view), _BLOCK):
         os.write(descriptor, view[start : start + _BLOCK])
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def read_raw(folder: Path) -> None:
+    """Baseline: read every file of a folder."""
+    block = memoryview(bytearray(_BLOCK))
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Remove the files of a folder from the page cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def hashing_speed(buffer: torch.Tensor) -> float:
+    """Return the SHA-256 speed of one thread in GB/s."""
+    view = bytes_of(buffer)
+    return round(len(view) / 1e9 / seconds(lambda: hashlib.sha256(view)), 2)
 
 
 def copy(tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
@@ -90,6 +119,21 @@ def synchronous(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Te
         path.unlink()
         shutil.rmtree(store.folder / f"step-{pair + 1:08d}")
     return {"speed_against_raw": ratio(raw, ours), "raw_gb_per_s": round(buffer.nbytes / 1e9 / min(raw), 2)}
+
+
+def verification(folder: Path, tensors: dict[str, torch.Tensor], pairs: int) -> dict[str, Any]:
+    """Compare verification of all digests with plain reads of the same files, both without the page cache."""
+    store = CheckpointStore(folder / "verified")
+    store.save(0, tensors)
+    (info,) = store.complete()
+    raw, ours = [], []
+    for pair in range(pairs):
+        runs = [(raw, lambda: read_raw(info.folder)), (ours, info.verify)]
+        for figures, work in runs if pair % 2 else reversed(runs):
+            drop_from_cache(info.folder)
+            figures.append(seconds(work))
+    num_bytes = sum(path.stat().st_size for path in info.folder.iterdir())
+    return {"speed_against_raw": ratio(raw, ours), "raw_gb_per_s": round(num_bytes / 1e9 / min(raw), 2)}
 
 
 def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:
@@ -162,6 +206,8 @@ def main() -> None:
             "folder": str(arguments.folder),
             "megabytes": arguments.megabytes,
             "synchronous": synchronous(arguments.folder, tensors, buffer, arguments.pairs),
+            "verification": verification(arguments.folder, tensors, arguments.pairs),
+            "sha256_gb_per_s": hashing_speed(buffer),
             "blocking_against_memcpy": blocking(arguments.folder, tensors, buffer, arguments.pairs),
             "async_save_of_torch": peer(arguments.folder, tensors, buffer, max(5, arguments.pairs // 3)),
         }

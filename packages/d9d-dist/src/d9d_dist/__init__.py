@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         sdpa_attention,
     )
     from d9d_dist.counter_random import mix_bits, random_bits_at
-    from d9d_dist.data_parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate
+    from d9d_dist.data_parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate, refuse_lost_writes
     from d9d_dist.differentiable import (
         all_to_all_reshard,
         copy_to_axis,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         sum_over_ranks,
     )
     from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
-    from d9d_dist.errors import UserError
+    from d9d_dist.errors import StartupTimeoutError, UserError
     from d9d_dist.expert_parallel import parallelize_experts
     from d9d_dist.follows_weight import FollowsWeight
     from d9d_dist.gathered_parameters import free_gathered, free_gathered_after_backward
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from d9d_dist.mesh import MeshConfig
     from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
     from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
+    from d9d_dist.parameter_writes import written_tensors
     from d9d_dist.planned_device import is_on_host, planned_accelerator
     from d9d_dist.precision import Precision, PrecisionName
     from d9d_dist.process_groups import destroy_process_groups
@@ -98,17 +99,6 @@ if TYPE_CHECKING:
     from d9d_dist.timeouts import Timeouts
     from d9d_dist.token_ids import check_token_ids
     from d9d_dist.tree_gather import all_gather_trees
-    from d9d_dist.tree_sharding import (
-        ShardOn,
-        ShardSpec,
-        Whole,
-        join_trees,
-        replicate_spec,
-        shard_spec,
-        shard_tree,
-        unshard_tree,
-    )
-    from d9d_dist.trees import Scalar, ScalarTree, TensorTree, Tree
     from d9d_dist.vocab_parallel import (
         HasTokenLoss,
         HasVocabParallelForm,
@@ -150,25 +140,19 @@ __all__ = [
     "RequiresFullSequence",
     "RingAttention",
     "RowParallel",
-    "Scalar",
-    "ScalarTree",
     "SequenceParallel",
-    "ShardOn",
-    "ShardSpec",
     "SplitBackward",
     "StageInfo",
+    "StartupTimeoutError",
     "TensorRegion",
     "TensorStyle",
-    "TensorTree",
     "Timeouts",
     "TokenLoss",
-    "Tree",
     "UserError",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "WeightGradHandle",
-    "Whole",
     "agree",
     "all_gather",
     "all_gather_trees",
@@ -204,7 +188,6 @@ __all__ = [
     "indexed_blocks",
     "is_first_replica",
     "is_on_host",
-    "join_trees",
     "local_part",
     "local_positions",
     "local_region",
@@ -228,21 +211,19 @@ __all__ = [
     "reduce_from_axis",
     "reduce_scatter",
     "reduce_scatter_to_axis",
-    "replicate_spec",
+    "refuse_lost_writes",
     "scale_gradients_",
     "scatter_to_axis",
     "sdpa_attention",
     "seed_everything",
     "set_grad_dtype",
     "set_gradient_sync",
-    "shard_spec",
-    "shard_tree",
     "stream_key",
     "sum_over_ranks",
     "sync_gradients",
     "synchronize_batch_norm",
     "synchronize_embeddings",
     "token_cross_entropy",
-    "unshard_tree",
     "writes_to_rows",
+    "written_tensors",
 ]

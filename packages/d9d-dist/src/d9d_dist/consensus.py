@@ -19,13 +19,15 @@ from d9d_dist.errors import UserError
 _MAX_BYTES = 1 << 28  # bytes of JSON per rank
 _MAX_PROBLEM = 4000  # characters of each problem's text if the ranks' problems differ
 _RANKS_SHOWN = 8
+_SIZE_BYTES, _HEAD = 8, 512
+_INLINE = _HEAD - _SIZE_BYTES  # bytes of a text that are sent with its size, without a second collective
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> list[Any]:
     """Return the JSON values of all ranks, in rank order. Synchronizes the host.
 
-    Collective over the group: an all-gather of the sizes and one of the texts, padded to the longest; the latter is
-    skipped if all values are `None`. The tensors are on the CPU if the group has a CPU backend. Messages number ranks
+    Collective over the group: an all-gather of sizes and texts of up to 504 bytes; if a text is longer, another one of
+    the rests, padded to the longest. The tensors are on the CPU if the group has a CPU backend. Messages number ranks
     within the group.
 
     Args:
@@ -111,14 +113,22 @@ def _encode(value: Any) -> tuple[bytes, bool]:
 def _gather_texts(text: bytes, is_value: bool, group: dist.ProcessGroup | None) -> list[tuple[bytes, bool]]:
     """All-gather texts, each with a flag, which is sent as the sign of the size."""
     device = host_device(group)
-    sizes = all_gather(torch.tensor(len(text) if is_value else -len(text), device=device), group, stack=True).tolist()
-    width = max(map(abs, sizes))
-    if width == 0:
-        return [(b"", True)] * len(sizes)
-    padded = torch.frombuffer(bytearray(text.ljust(width, b"\0")), dtype=torch.uint8).to(device)
-    received = bytearray(width * len(sizes))
-    torch.frombuffer(received, dtype=torch.uint8).copy_(all_gather(padded, group))
-    return [(bytes(received[rank * width : rank * width + abs(size)]), size >= 0) for rank, size in enumerate(sizes)]
+    size = len(text) if is_value else -len(text)
+    heads = _all_gather_bytes(size.to_bytes(_SIZE_BYTES, "little", signed=True) + text[:_INLINE], _HEAD, group, device)
+    sizes = [int.from_bytes(head[:_SIZE_BYTES], "little", signed=True) for head in heads]
+    width = max(map(abs, sizes)) - _INLINE
+    rests = _all_gather_bytes(text[_INLINE:], width, group, device) if width > 0 else [b""] * len(sizes)
+    texts = [head[_SIZE_BYTES:] + rest for head, rest in zip(heads, rests, strict=True)]
+    return [(text[: abs(size)], size >= 0) for text, size in zip(texts, sizes, strict=True)]
+
+
+def _all_gather_bytes(content: bytes, width: int, group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
+    """All-gather bytes that are padded to `width` on each rank."""
+    padded = torch.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=torch.uint8).to(device)
+    gathered = all_gather(padded, group)
+    received = bytearray(gathered.numel())
+    torch.frombuffer(received, dtype=torch.uint8).copy_(gathered)
+    return [bytes(received[start : start + width]) for start in range(0, len(received), width)]
 
 
 def _raise_together(error: Exception, group: dist.ProcessGroup | None, *, num_ranks: int) -> NoReturn:

@@ -10,12 +10,12 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from d9d_dist._axis_groups import AxisGroups
-from d9d_dist._failure import abort_process_groups, report_failure
+from d9d_dist._rendezvous import connect_store, hosts_store, store_place, wait_for_ranks
 from d9d_dist.consensus import agree
 from d9d_dist.errors import UserError
+from d9d_dist.failures import abort_process_groups, leave_store, report_failure
 from d9d_dist.launch import Launch
 from d9d_dist.peers import publish_self
 from d9d_dist.precision import PrecisionName, precision_of_job
@@ -38,6 +38,8 @@ class DistributedContext:
         local_rank: Rank on this node.
         timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
+        hosts_store: True if this process hosts the job's store, so that other ranks lose it when the process ends.
+        store_place: Location of the job's store for messages, e.g. "rank 0 on node0:29500".
         precision: Precision of the job, which `parallelize_decoder` and providers use by default.
         logger: Logger that adds the rank to its messages.
     """
@@ -58,6 +60,8 @@ class DistributedContext:
         # On an accelerator, all-to-alls of tokens overlap with all-gathers of weights; gloo's collectives block anyway.
         self._groups = AxisGroups(timeouts.startup, separate=() if self.device.type == "cpu" else ("ep_shard",))
         self._owns_process_group = not dist.is_initialized()
+        self.hosts_store = self._owns_process_group and hosts_store(launch)
+        self.store_place = store_place(launch)
         if self._owns_process_group:
             _start_process_group(self.device, launch, timeouts.startup)
         try:
@@ -207,8 +211,10 @@ class DistributedContext:
     def _abort(self, error: BaseException) -> None:
         """Abort the process group if this context started it; other ranks may be inside collectives."""
         if self._owns_process_group and dist.is_initialized():
-            report_failure(error, rank=self.rank, world_size=self.world_size)
+            store = dist.distributed_c10d._get_default_store()
+            report_failure(error, rank=self.rank, world_size=self.world_size, store_place=self.store_place)
             abort_process_groups()
+            leave_store(store, world_size=self.world_size, is_host=self.hosts_store)
         self._owns_process_group = False
 
 
@@ -240,16 +246,6 @@ def _start_process_group(device: torch.device, launch: Launch, timeout: timedelt
     backend = dist.get_default_backend_for_device(device)
     if device.type != "cpu":
         backend = f"cpu:{dist.get_default_backend_for_device('cpu')},{device.type}:{backend}"
-    store = _rendezvous(launch, timeout) if launch.has_launcher else dist.HashStore()
+    store = connect_store(launch, timeout) if launch.has_launcher else dist.HashStore()
+    wait_for_ranks(store, launch, timeout)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-
-
-def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Return the launcher's store, with a key prefix that is unique to this context.
-
-    Without the prefix, a second context of the process would read keys of the first, such as addresses of peers.
-    """
-    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    num_contexts = store.add(f"d9d/num_contexts/{launch.rank}", 1)
-    return dist.PrefixStore(f"d9d/context_{num_contexts}", store)

@@ -8,6 +8,7 @@ loss is a mean over equally many elements. Here the sum over ranks is divided on
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from d9d_dist._first_forward import refuse_writes_in_first_forward
 from d9d_dist._local_parameters import (
     compute_locally,
     distribute_parameters,
@@ -30,6 +30,7 @@ from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.gathered_parameters import mark_as_kept_gathered
+from d9d_dist.parameter_writes import refuse_writes, refuse_writes_in_first_forward
 from d9d_dist.precision import Precision
 
 
@@ -133,6 +134,16 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precisio
     Raises `UserError` if the mesh does not have exactly one named axis.
     """
     parallelize_hsdp(module, mesh, shard_axis=only_axis(mesh, example="dp_shard"), precision=precision)
+
+
+def refuse_lost_writes(module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context that raises `UserError` if its body writes to parameters that `parallelize_hsdp` would shard.
+
+    For the rehearsal of a forward on fake tensors. It finds operators that write, whatever the values are.
+    """
+    parameters = _managed_by_fsdp(module)
+    sharded = set(parameters) - set(_unsupported_by_fsdp(module, parameters))
+    return refuse_writes(module, {name: each for name, each in module.named_parameters() if each in sharded})
 
 
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:

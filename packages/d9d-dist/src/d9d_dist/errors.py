@@ -1,4 +1,4 @@
-"""Exception for invalid user input, which a command line distinguishes from a bug."""
+"""Exceptions that a command line distinguishes from bugs: invalid user input, and ranks that do not start."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,6 +8,13 @@ class UserError(ValueError):
 
     The message names the value, the expected values and a remedy. `d9d_loop.cli_main` prints it without a traceback
     and exits with code 2.
+    """
+
+
+class StartupTimeoutError(RuntimeError):
+    """Ranks of the job did not start in time, or the job's store is unreachable; the message names them.
+
+    `d9d_loop.cli_main` prints it without a traceback and exits with code 124.
     """
 
 

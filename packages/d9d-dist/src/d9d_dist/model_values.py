@@ -6,6 +6,9 @@ functions require; `place_values` then copies the values to every rank's shards,
 """
 
 import ctypes
+import os
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import prod
-from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
 from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
+from d9d_dist._peer_memory import peer_tensors
 from d9d_dist.errors import UserError
 from d9d_dist.late_init import canonical_name
 from d9d_dist.shards import local_positions, local_tensor
@@ -90,11 +93,13 @@ def place_values(
     *,
     device: torch.device,
 ) -> None:
-    """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place.
+    """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place. Collective.
 
-    Collective over all ranks: an all-gather of 16 bytes per tensor, then a scatter or broadcast from rank 0 for each
-    block of each tensor. A block has at most 8 MiB, or one row per rank if larger. A tensor whose rows are split over
-    all ranks is scattered. Besides its own shards a rank holds one block at a time; whole rows are received in place.
+    If all ranks run on one Linux host, each rank copies its shards from rank 0's memory. Otherwise, and for tensors of
+    rank 0 that are not contiguous or not on the CPU, rank 0 sends blocks: an all-gather of 16 bytes per tensor, then a
+    scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank if larger. A tensor whose rows
+    are split over all ranks is scattered. Besides its own shards a rank holds one block at a time; whole rows are
+    received in place.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
@@ -112,9 +117,14 @@ def place_values(
                     targets[canonical_name(name)].append(_Target.of(tensor, name))
         with _touch_in_background([target.local for group in targets.values() for target in group]):
             values = None if build is None else build()
-        needed = _gather_rows(targets.values(), device)
-        for (name, whole), rows in zip(layout.items(), needed, strict=True):
-            _Transfer(targets[name], whole, rows, device).run(None if values is None else values[name])
+        with peer_tensors(values) as readable:
+            for name, whole in layout.items():
+                if name in readable:
+                    _read_rows(targets[name], whole, partial(readable.read, name))
+            sent = [name for name in layout if name not in readable]
+        needed = _gather_rows([targets[name] for name in sent], device) if sent else []
+        for name, rows in zip(sent, needed, strict=True):
+            _Transfer(targets[name], layout[name], rows, device).run(None if values is None else values[name])
 
 
 class _Target(NamedTuple):
@@ -135,34 +145,65 @@ class _Target(NamedTuple):
         rows = self.places[0]
         return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
-    def whole_rows(self, begin: int, size: int, row_shape: tuple[int, ...]) -> torch.Tensor | None:
+    def whole_rows(self, begin: int, size: int, row_shape: Sequence[int]) -> torch.Tensor | None:
         """Return the memory of consecutive rows; `None` if the shard does not hold all of them, whole and in order."""
         first, end = self.rows()
         if not (first <= begin and begin + size <= end and end - first == prod(self.local.shape[:1])):
             return None
-        if self.local.shape[1:] != row_shape or not self.local.is_contiguous():
+        if [*self.local.shape[1:]] != [*row_shape] or not self.local.is_contiguous():
             return None
         return self.local.view(-1, *row_shape)[begin - first : begin - first + size]
 
 
 @contextmanager
 def _touch_in_background(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """Write zeros to CPU tensors in a thread during the body.
+    """Write zeros to CPU tensors in a thread of low priority during the body.
 
     The first write to fresh memory takes as long as several copies, and most ranks only wait for rank 0.
     """
 
     def touch() -> None:
+        if sys.platform.startswith("linux"):  # elsewhere, threads have no priorities of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for tensor in tensors:
             if tensor.device.type == "cpu":
                 tensor.detach().zero_()
 
-    thread = Thread(target=touch)
+    thread = threading.Thread(target=touch)
     thread.start()
     try:
         yield
     finally:
         thread.join()
+
+
+def _read_rows(targets: Sequence[_Target], whole: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+    """Fill the targets of one tensor by `read(offset, into)`, which copies bytes of the full tensor to the CPU.
+
+    Whole rows are read in place, others by blocks.
+    """
+    if not whole.numel():
+        return
+    _, *row_shape = _rows_of(whole).shape
+    row_bytes = prod(row_shape) * whole.itemsize
+    for target in targets:
+        begin, end = target.rows()
+        if begin == end:
+            continue
+        place = target.whole_rows(begin, end - begin, row_shape)
+        if place is not None and place.device.type == "cpu":
+            read(begin * row_bytes, place)
+            continue
+        step = max(_BLOCK_BYTES // row_bytes, 1)
+        for first in range(begin, end, step):
+            block = torch.empty((min(step, end - first), *row_shape), dtype=whole.dtype)
+            read(first * row_bytes, block)
+            _copy_part(target, block, first)
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with at least one dim."""
+    return tensor if tensor.ndim else tensor.view(1)
 
 
 def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -> list[list[tuple[int, int]]]:
@@ -200,7 +241,7 @@ class _Transfer:
         longest = max(end - begin for begin, end in self.needed)
         if not self.whole.numel() or not longest:
             return
-        num_rows, row_shape = len(self.rows_of(self.whole)), self.rows_of(self.whole).shape[1:]
+        num_rows, *row_shape = _rows_of(self.whole).shape
         is_scattered = longest * len(self.needed) <= 1.25 * num_rows
         begins: list[int] = [begin for begin, _ in self.needed] if is_scattered else [0]
         num_sent = longest if is_scattered else num_rows
@@ -212,7 +253,7 @@ class _Transfer:
             starts = [min(begin + offset, num_rows - size) for begin in begins]
             parts = None
             if source is not None:
-                rows = self.rows_of(source)
+                rows = _rows_of(source)
                 parts = [rows[start : start + size].to(self.device).contiguous() for start in starts]
             begin = starts[dist.get_rank() if is_scattered else 0]
             place = self.targets[0].whole_rows(begin, size, row_shape) if len(self.targets) == 1 else None
@@ -221,11 +262,6 @@ class _Transfer:
             if place is None:
                 for target in self.targets:
                     _copy_part(target, block, begin)
-
-    @staticmethod
-    def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with at least one dim."""
-        return tensor if tensor.ndim else tensor.view(1)
 
 
 def _send(parts: Sequence[torch.Tensor] | None, block: torch.Tensor, *, is_scattered: bool) -> None:

@@ -5,7 +5,7 @@ Only processes on this machine can be inspected.
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +46,21 @@ def publish_self(store: dist.Store, rank: int) -> None:
 
 def peers_here(store: dist.Store, ranks: Iterable[int]) -> list[Peer]:
     """Return the processes of the given ranks on this machine. Ranks that have not published are skipped."""
+    return [peer for peer in _peers(store, list(ranks)) if peer.is_here]
+
+
+def hosts_of(store: dist.Store, ranks: Sequence[int]) -> list[str]:
+    """Return the host name of each rank. All of them have published."""
+    return [peer.host for peer in _peers(store, ranks)]
+
+
+def _peers(store: dist.Store, ranks: Sequence[int]) -> list[Peer]:
+    """Return the processes of the ranks that have published: with two requests if all have, as after start-up."""
     keys = {rank: f"d9d/peer/{rank}" for rank in ranks}
-    if not store.check(
-        list(keys.values())
-    ):  # a single request if all ranks have published, which is usual after start-up
+    if not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    peers = [_parse(rank, store.get(key).decode()) for rank, key in keys.items()]
-    return [peer for peer in peers if peer.is_here]
+    texts = store.multi_get(list(keys.values())) if keys else []
+    return [_parse(rank, text.decode()) for rank, text in zip(keys, texts, strict=True)]
 
 
 def process_state(pid: int) -> ProcessState:

@@ -1,12 +1,13 @@
 """Exchange of short texts between ranks through the job's store, also while collectives are stuck."""
 
+from collections.abc import Sequence
 from typing import final
 
 import torch.distributed as dist
 
-from d9d_dist._failure import FIRST_FAILURE
 from d9d_dist.context import DistributedContext
-from d9d_dist.peers import Peer, peers_here
+from d9d_dist.failures import first_failure, leave_store, publish_failure
+from d9d_dist.peers import Peer, hosts_of, peers_here
 
 
 @final
@@ -23,7 +24,7 @@ class SideChannel:
     """
 
     def __init__(self, ctx: DistributedContext, *, name: str) -> None:
-        self._rank, self._world_size = ctx.rank, ctx.world_size
+        self._rank, self._world_size, self._is_host = ctx.rank, ctx.world_size, ctx.hosts_store
         self._root = dist.distributed_c10d._get_default_store().clone()
         self._texts = dist.PrefixStore(f"d9d/{name}", self._root)
 
@@ -44,11 +45,26 @@ class SideChannel:
         return self._texts.check(list(keys))
 
     def first_failure(self) -> tuple[int, str] | None:
-        """Return rank and error of the first rank that left its `DistributedContext` on an exception, or `None`."""
-        if not self._root.check([FIRST_FAILURE]):
-            return None
-        rank, _, text = self._root.get(FIRST_FAILURE).decode(errors="replace").partition("\n")
-        return int(rank), text
+        """Return rank and error of the first rank that failed, in the order of the store, or `None`."""
+        return first_failure(self._root)
+
+    def publish_failure(self, rank: int, text: str, *, num_ended: int = 0) -> None:
+        """Publish the failure of a rank unless there is one.
+
+        `num_ended` is the number of ranks that have ended without a report.
+        """
+        publish_failure(self._root, rank, text, num_ended=num_ended)
+
+    def leave(self) -> None:
+        """Mark that this process, which is about to exit, needs the store no more.
+
+        A rank that hosts the store waits until all ranks have called this or have ended, for up to 5 seconds.
+        """
+        leave_store(self._root, world_size=self._world_size, is_host=self._is_host)
+
+    def hosts_of(self, ranks: Sequence[int]) -> list[str]:
+        """Return the host name of each rank."""
+        return hosts_of(self._root, ranks)
 
     def peers_here(self) -> list[Peer]:
         """Return the processes of other ranks on this machine."""

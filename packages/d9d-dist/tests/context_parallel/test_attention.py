@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from d9d_dist.context_parallel import sdpa_attention
+from d9d_dist.testing import assert_rounds_like
 
 
 def _inputs(length: int, key_length: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -67,13 +68,12 @@ def test_bfloat16(length: int, has_documents: bool) -> None:
     documents = _documents(9) if has_documents else None
     inputs = _inputs(length, 9, (4, 2, 8), torch.bfloat16)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    got, expected = sdpa_attention(*inputs, documents_BS=documents), _naive(*doubles, documents)
+    got, peer = sdpa_attention(*inputs, documents_BS=documents), _naive(*inputs, documents)
+    exact = _naive(*doubles, documents)
     assert got.dtype == torch.bfloat16
-    assert _error(got, expected) < 1e-2
-    gradients = torch.autograd.grad(got.sum(), inputs)
-    for a, b in zip(gradients, torch.autograd.grad(expected.sum(), doubles), strict=True):
-        assert a.dtype == torch.bfloat16
-        assert _error(a, b) < 2e-2
+    ours, theirs = (torch.autograd.grad(each.sum(), inputs) for each in (got, peer))
+    assert {each.dtype for each in ours} == {torch.bfloat16}
+    assert_rounds_like([got, *ours], [exact, *torch.autograd.grad(exact.sum(), doubles)], peer=[peer, *theirs])
 
 
 class _Operators(TorchDispatchMode):

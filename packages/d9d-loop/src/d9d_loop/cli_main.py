@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from d9d_dist import UserError
+from d9d_dist import StartupTimeoutError, UserError
 from d9d_loop.resilience import ExitCode, Stopped
 from d9d_loop.user_frames import describe_frame, user_frames
 from d9d_state import StateError
@@ -21,6 +21,7 @@ def cli_main() -> Generator[None]:
     These exceptions print a message to standard error; all others propagate with their traceback.
 
     - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
+    - `StartupTimeoutError`: exit code 124, as for a rank that hangs. Printed on each rank.
     - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
     - pydantic's `ValidationError`, such as of `TrainerConfig(...)`: exit code 2, with a line for each invalid key.
     - `KeyboardInterrupt`: exit code 130. Its notes say what is saved.
@@ -34,6 +35,9 @@ def cli_main() -> Generator[None]:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}", everywhere=bool(notes))
         raise SystemExit(2) from None
+    except StartupTimeoutError as error:
+        _say(str(error), everywhere=True)
+        raise SystemExit(ExitCode.HANG) from None
     except StateError as error:
         _say(" ".join([str(error), *getattr(error, "__notes__", ())]), everywhere=True)
         raise SystemExit(1) from None

@@ -3,14 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from pydantic import JsonValue
 
-from d9d_dist import ContextSplit, UserError
+from d9d_dist import UserError
 from d9d_metrics import Metric
 from d9d_pipeline import Inputs
+
+if TYPE_CHECKING:
+    from d9d_dist import ContextSplit  # imports DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class BatchTask(ABC):
         """
         return batch
 
-    def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
+    def split_sequence(self, batch: Any, split: "ContextSplit") -> Any:
         """Return this context-parallel rank's shard of a batch. Called only with several context-parallel ranks.
 
         The task's other methods receive the shard as their batch. Split every tensor that has a value per token,
@@ -113,7 +116,7 @@ class InferenceTask(BatchTask):
             batch: The batch that was passed to `inputs`; under context parallelism, this rank's shard.
         """
 
-    def join_sequence(self, outputs: Any, split: ContextSplit) -> Any:
+    def join_sequence(self, outputs: Any, split: "ContextSplit") -> Any:
         """Gather outputs along the sequence dim from all context-parallel ranks. Collective over them.
 
         Called only with several context-parallel ranks. For a tensor with a value per token, return

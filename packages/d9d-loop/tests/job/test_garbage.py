@@ -17,12 +17,14 @@ class _Cycle:
 
 @pytest.fixture(autouse=True)
 def _python_collects() -> Generator[None]:
+    was_enabled = gc.isenabled()
     gc.unfreeze()  # of what conftest.py froze
     gc.enable()
     yield
-    gc.enable()
     gc.collect()
     gc.freeze()
+    if not was_enabled:
+        gc.disable()
 
 
 def _done(step: int) -> StepDone:
@@ -70,5 +72,5 @@ def test_python_may_collect_by_itself() -> None:
 def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
     with GarbageCollection(1):
-        pass
+        assert gc.get_freeze_count() == 0
     assert not gc.isenabled()

@@ -1,4 +1,3 @@
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -96,13 +95,6 @@ def test_reports_the_first_the_last_and_every_nth_step(tmp_path: Path, ctx: Dist
         }
         for step, total in [(1, 1.0), (3, 2.0), (6, 3.0), (9, 3.0), (10, 1.0)]
     ]
-
-
-def test_keeps_the_resolved_configuration(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
-    config = _config(tmp_path / "deep", run={"folder": tmp_path / "deep", "name": "mine"})
-    with _Run(config, ctx, time).reports:
-        file = tmp_path / "deep" / "mine" / "config.json"
-        assert json.loads(file.read_text(encoding="utf-8")) == {"steps": 10}
 
 
 def test_values_after_the_resumed_step_are_discarded(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from d9d_dist import UserError
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_groups import TextGroups
@@ -37,6 +36,8 @@ QUICK = {"resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_si
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a small Qwen3 with tokenizer and chat template, and files with samples."""
+    import transformers
+
     path = tmp_path_factory.mktemp("released")
     tokenizer = Tokenizer(
         models.BPE(vocab={each: n for n, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
@@ -100,6 +101,8 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def _load(job: str, export: Path) -> Any:
+    import transformers
+
     kinds = {"classify": transformers.AutoModelForSequenceClassification, "embed": transformers.AutoModel}
     return kinds.get(job, transformers.AutoModelForCausalLM).from_pretrained(export, dtype=torch.float32).eval()
 
@@ -113,7 +116,9 @@ def test_a_job_is_the_same_on_four_ranks_and_is_loaded_by_transformers(job: str,
     four = _config(folder, tmp_path / "four", job, mesh={"data_parallel_replicate": 2}, **JOBS[job])
     run_ranks(_train, four, world_size=4)
     losses = _losses(run)
-    assert _losses(tmp_path / "four" / job) == pytest.approx(losses, rel=1e-4)
+    # About 200 roundings in sequence add up like a random walk; the weights carry them to all later steps.
+    rounding = len(losses) * 200**0.5 * torch.finfo(torch.float32).eps
+    assert _losses(tmp_path / "four" / job) == pytest.approx(losses, rel=rounding)
     assert losses[-1] < losses[0]
     assert any("evaluation_loss" in record for record in read_metrics(run / "metrics.jsonl"))
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -131,9 +136,9 @@ def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_pat
     ids = torch.arange(12)[None]
     with torch.no_grad():
         before = base(ids).logits
-        adapted = peft.PeftModel.from_pretrained(base, run / "adapters").eval()(ids).logits
-        merged = _load("sft", run / "export")(ids).logits
-    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
+        adapted = peft.PeftModel.from_pretrained(base, run / "adapters").eval()
+        merged, peer = _load("sft", run / "export")(ids).logits, adapted(ids).logits
+    assert_rounds_like([merged], [in_float64(adapted, ids).logits], peer=[peer])
     assert (merged - before).abs().max() > 1e-4
 
 
@@ -158,11 +163,13 @@ def test_a_base_is_quantised_while_it_is_loaded(folder: Path, tmp_path: Path) ->
                 *blocks.quantize_blocks(weight.data, "nf4", 8), "nf4", dtype=torch.float32
             )
     with torch.no_grad():
-        expected = peft.PeftModel.from_pretrained(base, run / "adapters").eval()(ids).logits
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+        peer = peft.PeftModel.from_pretrained(base, run / "adapters").eval()
+        assert_rounds_like(found, [in_float64(peer, ids).logits], peer=[peer(ids).logits])
 
 
 def test_the_loss_of_a_chat_is_that_of_transformers_on_the_answer(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
     _write(tmp_path / "one.jsonl", [{"prompt": "say two", "completion": "2 is two"}])
     config = _config(
         folder, tmp_path, "sft", steps=1, dataset={"files": [tmp_path / "one.jsonl"]}, batch={"global_size": 1}
@@ -173,8 +180,9 @@ def test_the_loss_of_a_chat_is_that_of_transformers_on_the_answer(folder: Path, 
     ids = tokenizer(prompt + answer, return_tensors="pt").input_ids
     labels = ids.clone()
     labels[:, : len(tokenizer(prompt).input_ids)] = -100
-    expected = _load("sft", folder / "model")(ids, labels=labels).loss.item()
-    assert _losses(run)[0] == pytest.approx(expected, rel=1e-5)
+    peer = _load("sft", folder / "model")
+    exact, found = in_float64(peer, ids, labels=labels).loss, torch.tensor(_losses(run)[:1])
+    assert_rounds_like([found], [exact[None]], peer=[peer(ids, labels=labels).loss.detach()[None]])
 
 
 def test_a_new_model_of_a_family_learns_bytes(folder: Path, tmp_path: Path) -> None:

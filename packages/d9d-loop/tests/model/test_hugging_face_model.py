@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import transformers
 from hugging_face_cases import CASES
 from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
@@ -144,6 +143,8 @@ class _Float32Operators(TorchFunctionMode):
 
 
 def _load(name: str, folder: Path) -> Any:
+    import transformers
+
     model_class = getattr(transformers, CASES[name].model_class)
     return model_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
 
@@ -159,6 +160,8 @@ def _load(name: str, folder: Path) -> Any:
     "shards and tensor-mixtral",
 )
 def test_a_folder_trains_as_the_model_of_from_pretrained(tmp_path: Path, name: str, mesh: str) -> None:
+    import transformers
+
     config = getattr(transformers, CASES[name].model_class).config_class
     assert bool(config.base_model_tp_plan) == (name not in _WITHOUT_TENSOR_PLAN)
     folder = CASES[name].save(tmp_path / "model")
@@ -244,6 +247,8 @@ def _build(provider: Any) -> nn.Module:
 
 
 def test_new_parameters_are_initialized_as_by_from_pretrained(tmp_path: Path) -> None:
+    import transformers
+
     folder = CASES["bert"].save(tmp_path / "model")
     auto = transformers.AutoModelForSequenceClassification
     provider = hugging_face_model(folder, auto, new=["classifier.*", "bert.pooler.*"], unused=["cls.*"], num_labels=3)
@@ -259,6 +264,8 @@ def test_new_parameters_are_initialized_as_by_from_pretrained(tmp_path: Path) ->
 
 
 def test_missing_and_unused_weights_are_refused_by_name(tmp_path: Path) -> None:
+    import transformers
+
     folder = CASES["bert"].save(tmp_path / "model")
     provider = hugging_face_model(folder, transformers.BertForSequenceClassification)
     with pytest.raises(UserError, match=r"does not hold the weights of BertForSequenceClassification:") as caught:
@@ -290,6 +297,8 @@ def test_weights_that_cannot_be_fused_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_tie_stored_twice_is_kept_if_both_are_equal(tmp_path: Path, differs: bool) -> None:
+    import transformers
+
     folder = CASES["llama tied"].save(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + differs
@@ -310,6 +319,8 @@ def test_an_index_of_several_files_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["configuration", "folder"])
 def test_without_weights_a_model_has_its_authors_initialization(tmp_path: Path, by: str) -> None:
+    import transformers
+
     folder = CASES["qwen3"].save(tmp_path / "model")
     config = transformers.AutoConfig.from_pretrained(folder)
     provider = hugging_face_model(config) if by == "configuration" else hugging_face_model(folder, from_scratch=True)
@@ -345,6 +356,8 @@ def test_generation_settings_and_configuration_changes_are_applied(tmp_path: Pat
 
 
 def test_models_that_cannot_be_built_are_refused_with_advice(tmp_path: Path) -> None:
+    import transformers
+
     with pytest.raises(UserError, match=r"has no config.json; expected a folder .* `hf download NAME"):
         hugging_face_model(tmp_path / "none")
     folder = CASES["llama"].save(tmp_path / "model")

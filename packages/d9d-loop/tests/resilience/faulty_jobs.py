@@ -148,6 +148,9 @@ class _Fault:
         if self.strikes("disk is full"):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then raises an error
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        if self.strikes("waits"):
+            while not (self.place.folder / "go").exists():
+                time.sleep(0.01)
         if self.name in _SIGNALS:
             if self.name != "is asked twice":  # for two signals, the second one counts
                 self.place.fault_is_now()

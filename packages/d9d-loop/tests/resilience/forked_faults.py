@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,14 +70,14 @@ def run_forked(
         world_size: Number of ranks.
         unwaited: Rank that is killed after all others have ended.
     """
-    (ended,) = _warm_process().run(
+    (ended,) = warm_process().run(
         _launch, partial(job, **named), arguments, world_size, unwaited, world_size=1, timeout=_SECONDS + 60
     )
     return ended
 
 
 @cache
-def _warm_process() -> RankPool:
+def warm_process() -> RankPool:
     """Return a separate process: a process cannot be forked after it ran a backward pass."""
     pool = RankPool()
     atexit.register(pool.close)
@@ -85,25 +85,37 @@ def _warm_process() -> RankPool:
 
 
 def _launch(job: Callable[..., None], arguments: tuple[Any, ...], world_size: int, unwaited: int | None) -> list[Rank]:
-    importlib.import_module("d9d_loop.resilience")
-    importlib.import_module("torch._dynamo")
     folder = Path(tempfile.mkdtemp(prefix="d9d-faults-"))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    children: dict[int, int] = {}
     try:
-        for rank in range(world_size):
-            child = os.fork()
-            if child == 0:
-                _be_rank(job, arguments, Place(folder, rank), world_size, store.port)
-            children[child] = rank
-        codes, times = _wait(dict(children), unwaited)
-        start = float((folder / "fault").read_text()) if (folder / "fault").exists() else None
-        return [
-            Rank(codes[rank], _errors(folder, rank), None if start is None else times[rank] - start)
-            for rank in range(world_size)
-        ]
+        return fork_ranks(
+            lambda rank: be_rank(job, arguments, Place(folder, rank), _environment(rank, world_size, store.port)),
+            folder,
+            world_size=world_size,
+            unwaited=unwaited,
+        )
     finally:
         shutil.rmtree(folder)
+
+
+def fork_ranks(
+    run: Callable[[int], NoReturn], folder: Path, *, world_size: int, unwaited: int | None = None
+) -> list[Rank]:
+    """Call `run(rank)` in a forked process for each rank; return how they ended. `folder` is that of their `Place`."""
+    importlib.import_module("d9d_loop.resilience")
+    importlib.import_module("torch._dynamo")
+    children: dict[int, int] = {}
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            run(rank)
+        children[child] = rank
+    codes, times = _wait(children, unwaited)
+    start = float((folder / "fault").read_text()) if (folder / "fault").exists() else None
+    return [
+        Rank(codes[rank], _errors(folder, rank), None if start is None else times[rank] - start)
+        for rank in range(world_size)
+    ]
 
 
 def _wait(left: dict[int, int], unwaited: int | None) -> tuple[dict[int, int], dict[int, float]]:
@@ -128,27 +140,29 @@ def _errors(folder: Path, rank: int) -> str:
     return (folder / f"errors-{rank}").read_text(encoding="utf-8", errors="replace")
 
 
-def _be_rank(
-    job: Callable[..., None], arguments: tuple[Any, ...], place: Place, world_size: int, port: int
+def _environment(rank: int, world_size: int, port: int) -> dict[str, Any]:
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def be_rank(
+    job: Callable[..., None], arguments: tuple[Any, ...], place: Place, environment: Mapping[str, Any]
 ) -> NoReturn:
-    """Run a rank, in the child process."""
+    """Run a rank in this process, which was forked for it. Its stderr is written to the folder of `place`."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
         os.dup2(os.open(place.folder / f"errors-{place.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
-        variables = {
-            "RANK": place.rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_RANK": place.rank,
-            "LOCAL_WORLD_SIZE": world_size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": 0,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "D9D_DEVICE": "cpu",
-        }
-        os.environ.update({name: str(value) for name, value in variables.items()})
+        os.environ.update({name: str(value) for name, value in environment.items()}, D9D_DEVICE="cpu")
         # A rank of the pool handles it in native code; a job starts without a handler.
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         multiprocessing.current_process().daemon = False  # allows data workers, unlike a rank of the pool

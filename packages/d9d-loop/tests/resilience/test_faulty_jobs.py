@@ -82,9 +82,7 @@ def test_a_rank_that_is_killed_is_named(culprit: int) -> None:
     assert ended[culprit].code == -9
     survivor = ended[1 - culprit]
     assert survivor.code in (1, ExitCode.PEER_LOST), survivor
-    assert re.search(
-        rf"[Rr]ank {culprit} (failed before this rank|is lost): its process \d+ on \S+ is gone", survivor.errors
-    )
+    assert re.search(rf"[Rr]ank {culprit} failed( before this rank)?: its process \d+ on \S+ is gone", survivor.errors)
 
 
 def test_a_rank_that_is_stopped_is_named() -> None:
@@ -119,7 +117,7 @@ def test_a_second_stop_signal_ends_the_rank_and_names_it() -> None:
     assert ended[1].code == 128 + 15
     assert "rank 1 exits without saving: a second signal was received (SIGTERM)" in ended[1].errors
     assert ended[0].code in (1, ExitCode.PEER_LOST), ended[0]
-    assert re.search(r"[Rr]ank 1 (failed before this rank|is lost): its process \d+ on \S+ is gone", ended[0].errors)
+    assert re.search(r"[Rr]ank 1 failed( before this rank)?: its process \d+ on \S+ is gone", ended[0].errors)
 
 
 def test_a_signal_after_the_save_does_not_change_the_exit_code() -> None:

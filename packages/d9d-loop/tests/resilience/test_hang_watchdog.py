@@ -60,7 +60,7 @@ def test_victims_of_a_rank_that_died_name_it(fault: str) -> None:
 def test_a_rank_that_does_not_exit_after_a_death_is_ended() -> None:
     ended = run_forked(watched_victim_of_itself, 1)
     assert ended[0].code == ExitCode.PEER_LOST
-    assert re.search(r"rank 1 is lost: its process \d+ on \S+ is gone\.", ended[0].errors)
+    assert re.search(r"rank 1 failed: its process \d+ on \S+ is gone\.", ended[0].errors)
 
 
 def test_a_rank_that_waits_for_a_failed_rank_names_the_error() -> None:

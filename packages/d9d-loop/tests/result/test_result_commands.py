@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from d9d_dist import UserError
+from d9d_dist.testing import assert_rounds_like, in_float64
 from d9d_loop.result import ByteTokenizer, LoadedResult, load_result
 from d9d_loop.result import chat as chat_command
 from d9d_loop.result import evaluate as eval_command
@@ -24,7 +24,9 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path, *, vocab_size: int) -> LlamaForCausalLM:
+def save_model(folder: Path, *, vocab_size: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -36,6 +38,8 @@ def save_model(folder: Path, *, vocab_size: int) -> LlamaForCausalLM:
 
 
 def save_tokenizer(folder: Path, *, template: str | None) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<end>"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # noqa: S106
@@ -110,18 +114,22 @@ def test_perplexity_and_accuracy_are_those_of_a_plain_loop(byte_run: Path, capsy
     eval_command.main([str(byte_run), "--data", str(data), "--length", "7"])
     got = json.loads(capsys.readouterr().out)
     model, loss, right, count = load_result(byte_run, device=CPU).model, 0.0, 0, 0
+    exact_loss = torch.zeros((), dtype=torch.float64)
     for text in texts:
         ids = list(text.encode())
         for position in range(1, len(ids)):
             start = (position - 1) // 7 * 7  # windows of seven predicted tokens
-            log_probs = model(input_ids=torch.tensor([ids[start:position]])).logits[0, -1].log_softmax(dim=-1)
+            given = torch.tensor([ids[start:position]])
+            log_probs = model(input_ids=given).logits[0, -1].log_softmax(dim=-1)
             loss -= log_probs[ids[position]].item()
+            exact_loss -= in_float64(model, input_ids=given).logits[0, -1].log_softmax(dim=-1)[ids[position]]
             right += int(log_probs.argmax() == ids[position])
             count += 1
     assert got["tokens"] == count == 23
-    assert got["loss"] == pytest.approx(loss / count, rel=1e-5)
-    assert got["perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-4)
-    assert got["bits_per_byte"] == pytest.approx(loss / count / math.log(2), rel=1e-5)
+    exact = exact_loss / count
+    assert_rounds_like([torch.tensor(got["loss"])], [exact], peer=[torch.tensor(loss / count)])
+    assert got["perplexity"] == pytest.approx(math.exp(got["loss"]), rel=1e-9)
+    assert got["bits_per_byte"] == pytest.approx(got["loss"] / math.log(2), rel=1e-9)
     assert got["accuracy"] == right / count
 
 

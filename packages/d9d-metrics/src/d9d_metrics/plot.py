@@ -65,7 +65,7 @@ def plot_metrics(
 def _new_figure(*, height: float) -> "Figure":
     """Return a figure that pyplot does not manage; height in inches."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("plot_metrics needs matplotlib: pip install 'd9d-metrics[plot]'") from error
     return Figure(figsize=(8.0, height), dpi=150, layout="constrained")

@@ -4,10 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import aim
 import pytest
-from aim.storage.context import Context
-from matplotlib.figure import Figure
 
 from d9d_dist import UserError
 from d9d_metrics import AimTracker, AimTrackerConfig, Histogram, Image, Text
@@ -17,6 +14,8 @@ from d9d_metrics.trackers import _extras
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a repository shared by all tests, because creating one takes seconds. Each test has its own run."""
+    import aim
+
     folder = tmp_path_factory.mktemp("repository")
     aim.Repo(str(folder), init=True)
     return folder
@@ -28,6 +27,8 @@ def wait_until_aim_knows_new_runs() -> None:
 
 
 def reopened(folder: Path, state: dict[str, Any]) -> Any:
+    import aim
+
     wait_until_aim_knows_new_runs()
     return aim.Run(
         state["aim_run_hash"],
@@ -46,6 +47,9 @@ def series(sequence: Any) -> dict[int, Any]:
 
 
 def test_values_can_be_read_and_a_run_is_resumed(repository: Path) -> None:
+    from aim.storage.context import Context
+    from matplotlib.figure import Figure
+
     first = AimTracker(str(repository), experiment="test")
     first.log_config({"lr": 0.5, "mesh": {"dp": 2, "password": "canary"}, "name": None})
     too_fine = Histogram(0.0, 1.0, (1.0,) * 513)
@@ -75,6 +79,8 @@ def test_values_can_be_read_and_a_run_is_resumed(repository: Path) -> None:
 
 
 def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) -> None:
+    from aim.storage.context import Context
+
     tracker = AimTrackerConfig(repository=str(repository), experiment="e").build(tmp_path)
     tracker.resume(0)
     tracker.log(1, {"loss": 1.0})
@@ -85,6 +91,8 @@ def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) 
 
 
 def test_runs_of_a_folder_share_a_repository_and_have_names(tmp_path: Path) -> None:
+    from aim.storage.context import Context
+
     states = {}
     for name, settings in (("first", AimTrackerConfig()), ("own", AimTrackerConfig(name="own"))):
         tracker = settings.build(tmp_path / ("first" if settings.name is None else "second"))

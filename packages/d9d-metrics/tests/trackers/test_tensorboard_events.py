@@ -2,16 +2,18 @@ import json
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from d9d_dist import UserError
 from d9d_metrics import Histogram, Image, TensorBoardTracker, TensorBoardTrackerConfig, Text
 from d9d_metrics.trackers import _extras
 
 
-def read(folder: Path) -> EventAccumulator:
+def read(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     return EventAccumulator(str(folder)).Reload()
 
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 from d9d_metrics import Histogram, Image, Text, Tracked
 from d9d_metrics.trackers.values import from_json, to_json
@@ -42,5 +40,8 @@ def test_a_histogram_ignores_non_finite_values() -> None:
 
 
 def test_renders_a_figure() -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
     picture = Image.of(Figure(figsize=(2, 1), dpi=50))
     assert imread(io.BytesIO(picture.png)).shape[:2] == (50, 100)

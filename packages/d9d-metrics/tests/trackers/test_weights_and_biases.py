@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
-from wandb.proto.wandb_internal_pb2 import Record  # ty: ignore[import-not-found] - made by protobuf
 
 from d9d_dist import UserError
 from d9d_metrics import Histogram, Image, Text, WandbTracker, WandbTrackerConfig
@@ -20,6 +18,8 @@ _BLOCK, _HEADER = 32768, 7
 
 def records(folder: Path) -> Iterator[Any]:
     """Yield the records of all runs in a folder, the oldest run first."""
+    from wandb.proto.wandb_internal_pb2 import Record  # ty: ignore[import-not-found] - made by protobuf
+
     for file in sorted(folder.rglob("*.wandb")):
         content, place, parts = file.read_bytes(), _HEADER, b""
         while place + _HEADER <= len(content):
@@ -59,6 +59,8 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def a_picture() -> Image:
+    from matplotlib.figure import Figure
+
     return Image.of(Figure(figsize=(1, 1), dpi=20))
 
 

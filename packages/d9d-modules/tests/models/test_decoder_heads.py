@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_tensor, sync_gradients
 from d9d_dist.testing import KeepFloat64, assert_rounds_like, assert_trees_close, full_gradients, run_ranks
@@ -149,6 +148,8 @@ def test_a_backbone_is_a_part_of_every_model() -> None:
 
 
 def test_a_classifier_is_that_of_transformers() -> None:
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
     config = Qwen3Config.from_dict({**QWEN3.write(PARAMS), "num_labels": 3, "pad_token_id": 0})
     reference: Any = Qwen3ForSequenceClassification(config)
     mapper = decoder_classifier_from_hugging_face(PARAMS)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -99,6 +98,8 @@ def draw_params(family: HuggingFaceFamily[Any], seed: int) -> Any:
 def reference_of(family: HuggingFaceFamily[Any], params: GroupedQueryParams) -> Any:
     """Build the model of `transformers` from the configuration that d9d writes, with random weights and biases."""
     # The padding embedding is trained like any other, so there is no padding token.
+    import transformers
+
     written: dict[str, Any] = {**family.write(params), "pad_token_id": None}
     model: Any = getattr(transformers, family.architecture)(transformers.AutoConfig.for_model(**written))
     with torch.no_grad():
@@ -175,6 +176,8 @@ def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize(("name", "seed"), _seeds())
 def test_weights_and_config_survive_both_directions(tmp_path: Path, name: str, seed: int) -> None:
+    import transformers
+
     family = FAMILIES[name]
     params = draw_params(family, seed)
     reference = reference_of(family, params)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from d9d_dist import StageInfo, UserError, materialize
 from d9d_dist.testing import assert_rounds_like, in_float64
@@ -92,6 +91,8 @@ EXPORTED = Llama3Params(
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "rope_scaling": None}])
 def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+
     params = replace(EXPORTED, **changes)
     written = json.loads(json.dumps(LLAMA3.write(params)))
     assert LLAMA3.read(written) == params
@@ -123,6 +124,8 @@ def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoints_go_both_ways(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
     params = replace(EXPORTED, tie_word_embeddings=tied)
     model, mapper = Llama3ForCausalLM(params), decoder_from_hugging_face(params)
     config = LLAMA3.write(params)

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
-from transformers import Qwen3ForCausalLM as Reference
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, in_float64
@@ -17,7 +15,10 @@ from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, YarnScaling, decod
 from d9d_state import load_model_state, save_model_state
 
 
-def _reference(params: Qwen3Params) -> Reference:
+def _reference(params: Qwen3Params) -> Any:
+    from transformers import Qwen3Config
+    from transformers import Qwen3ForCausalLM as Reference
+
     model = Reference(Qwen3Config.from_dict(QWEN3.write(params)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,6 +69,8 @@ YARN = YarnScaling(factor=4.0, original_max_positions=32)
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, SLIDING, {"rope_scaling": YARN}])
 def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
+    from transformers import Qwen3Config
+
     params = _params(**changes)
     written = json.loads(json.dumps(QWEN3.write(params)))
     assert QWEN3.read(written) == params
@@ -105,6 +108,9 @@ def test_layers_from_max_window_layers_on_have_a_window() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, SLIDING, {"rope_scaling": YARN}])
 def test_an_export_loads_in_the_reference(tmp_path: Path, changes: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers import Qwen3ForCausalLM as Reference
+
     params = _params(**changes)
     model = Qwen3ForCausalLM(params)
     mapper = decoder_from_hugging_face(params).inverse()

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from reference_gradients import assert_same_gradients
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, DeepseekV3Config
-from transformers import DeepseekV3ForCausalLM as Reference
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, in_float64
@@ -214,8 +211,12 @@ def _exported() -> DeepseekV3Params:
     )
 
 
-def _reference(params: DeepseekV3Params) -> Reference:
+def _reference(params: DeepseekV3Params) -> Any:
     """Return the reference model in float64."""
+    from transformers import DeepseekV3Config
+    from transformers import DeepseekV3ForCausalLM as Reference
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
+
     config = DeepseekV3Config.from_dict(DEEPSEEK_V3.write(params))
     # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
     config._experts_implementation = "eager"
@@ -235,11 +236,11 @@ def _reference(params: DeepseekV3Params) -> Reference:
     return model
 
 
-def _norm(norm: DeepseekV3RMSNorm, hidden_states: Tensor) -> Tensor:
+def _norm(norm: Any, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def _route(router: DeepseekV3TopkRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     assert router.top_k is not None
     assert router.topk_group is not None
     logits = F.linear(hidden_states.flatten(0, -2), router.weight)
@@ -302,6 +303,9 @@ def test_each_stage_loads_its_tensors_from_the_checkpoint() -> None:
 
 
 def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers import DeepseekV3ForCausalLM as Reference
+
     params = _exported()
     mapper = sparse_from_hugging_face(params)
     model = DeepseekV3ForCausalLM(params)

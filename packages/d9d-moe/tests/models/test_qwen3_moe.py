@@ -15,9 +15,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from transformers import Qwen3MoeForCausalLM as Reference
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, assert_trees_close, in_float64
@@ -72,7 +69,10 @@ def _params(*, tied: bool = False) -> Qwen3MoeParams:
     )
 
 
-def _reference(params: Qwen3MoeParams) -> Reference:
+def _reference(params: Qwen3MoeParams) -> Any:
+    from transformers import Qwen3MoeConfig
+    from transformers import Qwen3MoeForCausalLM as Reference
+
     config = Qwen3MoeConfig.from_dict(QWEN3_MOE.write(params))
     # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
     config._experts_implementation = "eager"
@@ -85,6 +85,8 @@ def _reference(params: Qwen3MoeParams) -> Reference:
 
 def _keep_float64(module: nn.Module) -> None:
     """Replace the norms and routers of the reference, which round to float32, by versions that keep float64."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+
     match module:
         case Qwen3MoeRMSNorm():
             module.forward = partial(_norm, module)
@@ -92,11 +94,11 @@ def _keep_float64(module: nn.Module) -> None:
             module.forward = partial(_route, module)
 
 
-def _norm(norm: Qwen3MoeRMSNorm, hidden_states: Tensor) -> Tensor:
+def _norm(norm: Any, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def _route(router: Qwen3MoeTopKRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = F.linear(hidden_states.flatten(0, -2), router.weight)
     chosen, indices = logits.softmax(-1).topk(router.top_k)
     return logits, chosen / chosen.sum(-1, keepdim=True) if router.norm_topk_prob else chosen, indices
@@ -167,7 +169,7 @@ def _results(model: nn.Module, input_ids: Tensor, labels: Tensor) -> dict[str, A
     return {"logits": logits.detach(), "losses": losses.detach(), "gradients": gradients}
 
 
-def _results_of(reference: Reference, mapper: StateMapper, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+def _results_of(reference: Any, mapper: StateMapper, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
     """Return logits, losses and gradients of the reference, under the names of our model."""
     reference.zero_grad()
     logits = reference(input_ids).logits
@@ -199,6 +201,9 @@ def test_each_stage_loads_its_tensors_from_the_checkpoint(tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers import Qwen3MoeForCausalLM as Reference
+
     params = _params(tied=tied)
     model = Qwen3MoeForCausalLM(params)
     save_model_state(
@@ -260,6 +265,8 @@ def test_reference_checkpoint_loads_into_stages(tmp_path: Path, tied: bool) -> N
 @pytest.mark.parametrize("tied", [False, True])
 def test_import_and_export_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> None:
     """Import and export, with the reference's conversion of the experts in both directions."""
+    from transformers import AutoModelForCausalLM
+
     params = _params(tied=tied)
     _reference(params).save_pretrained(tmp_path / "theirs")
     ours, mapper = Qwen3MoeForCausalLM(params), sparse_from_hugging_face(params)
@@ -281,6 +288,8 @@ WINDOWS = {"sliding_window": 3, "sliding_layers": (0, 1, 2)}
 
 @pytest.mark.parametrize("changes", [{}, WINDOWS])
 def test_config_round_trip(changes: dict[str, Any]) -> None:
+    from transformers import Qwen3MoeConfig
+
     params = _params()
     params = replace(params, **changes)
     written = json.loads(json.dumps(QWEN3_MOE.write(params)))

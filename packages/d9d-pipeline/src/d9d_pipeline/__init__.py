@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         SendInputGradient,
         SendOutput,
     )
-    from d9d_pipeline.executor import Executor, Inputs, OutputHandler, Outputs
+    from d9d_pipeline.executor import Executor, OutputHandler, Outputs
+    from d9d_pipeline.inputs import Inputs
     from d9d_pipeline.pipelined_model import PipelinedModel
     from d9d_pipeline.plot import plot_program, plot_simulation
     from d9d_pipeline.program import Program

@@ -30,27 +30,12 @@ from d9d_pipeline.actions import (
     Transfer,
     parts,
 )
+from d9d_pipeline.inputs import Inputs
 from d9d_pipeline.program import Program
 from d9d_pipeline.timeline import TimedAction, Timeline
 
 Outputs: TypeAlias = Any
 """Return value of a stage's forward: any tree of tensors."""
-
-
-@final
-class Inputs:
-    """Inputs of a pipeline for one microbatch; every rank of the pipeline passes the same inputs.
-
-    Attributes:
-        first: Positional arguments of the first stage. Later stages get the output of the previous stage instead.
-        shared: Keyword arguments of every stage, such as position ids, masks or labels.
-    """
-
-    __slots__ = ("first", "shared")
-
-    def __init__(self, *first: Any, **shared: Any) -> None:
-        self.first = first
-        self.shared = shared
 
 
 OutputHandler: TypeAlias = Callable[[Outputs, int], Tensor | None]

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from d9d_pipeline.build import build
-from d9d_pipeline.executor import Executor, Inputs, Outputs
+from d9d_pipeline.executor import Executor, Outputs
+from d9d_pipeline.inputs import Inputs
 from d9d_pipeline.schedule import StagePlacement
 from d9d_pipeline.schedules.fill_drain import ForwardOnly
 from d9d_pipeline.tree_broadcast import broadcast_tree

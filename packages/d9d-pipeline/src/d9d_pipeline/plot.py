@@ -88,7 +88,7 @@ def _draw(timeline: Timeline, target: Target, *, title: str, links: list[_Link])
 def _new_figure(timeline: Timeline) -> "Figure":
     """Return a figure that pyplot does not manage, wide enough for the microbatch numbers."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("plots need matplotlib: pip install 'd9d-pipeline[plot]'") from error
     lengths = sorted(each.end - each.start for rank in range(len(timeline.ranks)) for each in timeline.computed(rank))
@@ -194,8 +194,8 @@ def _style(axes: "Axes", timeline: Timeline, title: str) -> None:
 
 def _add_legend(axes: "Axes", timeline: Timeline, *, has_transfers: bool, has_links: bool) -> None:
     """Add the legend below the axes, with entries for the elements that the plot contains."""
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - an extra
-    from matplotlib.patches import Patch  # noqa: PLC0415
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     computed = [each.action for rank in range(len(timeline.ranks)) for each in timeline.computed(rank)]
     kinds = {type(part) for action in computed for part in parts(action)}

@@ -6,6 +6,7 @@ from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from d9d_state.checkpoint.info import CheckpointInfo
+    from d9d_state.checkpoint.local_tier import LocalTier
     from d9d_state.checkpoint.non_tensor_optimizer_state import (
         group_values,
         non_tensor_optimizer_state,
@@ -57,6 +58,7 @@ __all__ = [
     "JsonValue",
     "Layout",
     "Local",
+    "LocalTier",
     "ModelFolder",
     "Mxfp4",
     "Operation",

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from d9d_state._digests import Digests, PartRecord
 
 _AT_FDCWD = -100
@@ -20,10 +23,12 @@ _BLOCK = 1 << 22  # bytes hashed and written at a time
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
     """Create a new file and fsync it; return the size and digest of each part.
 
-    Background threads compute the digests. The caller must not change a part's memory before this returns.
+    Background threads compute the digests, and the disk writes each block while the next one is hashed and copied. The
+    caller must not change a part's memory before this returns.
     """
     with Digests() as digests:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        position = 0
         try:
             for part in parts:
                 view = memoryview(part).cast("B")
@@ -32,17 +37,57 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRec
                     block = view[start : start + _BLOCK]
                     digests.add(block)
                     _write_all(descriptor, block)
+                    # The advice for dirty pages is to write them back now; without it, fsync() would start at the end.
+                    os.posix_fadvise(descriptor, position, len(block), os.POSIX_FADV_DONTNEED)
+                    position += len(block)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     return digests.records()
 
 
+def replace_file(path: Path, data: bytes) -> PartRecord:
+    """Create or replace a file atomically, and fsync it; return its size and digest."""
+    new = path.with_name(f"{path.name}.new")
+    remove_file(new)
+    (record,) = write_file(new, [data])
+    rename(new, path)
+    return record
+
+
+def map_file(path: Path, size: int) -> Tensor:
+    """Create a file of a size, or resize it, and return its bytes as a shared mapping: writes change the file.
+
+    The space is allocated here: a write to a mapping on a full disk would end the process.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.fstat(descriptor).st_size > size:
+            os.ftruncate(descriptor, size)
+        os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def fsync_file(path: Path) -> None:
+    """Fsync a file, also the bytes that were written through a mapping."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its missing parents, and fsync each new directory entry."""
     if not path.is_dir():
         make_folder(path.parent)
-        os.mkdir(path)  # noqa: PTH102
+        try:
+            os.mkdir(path)  # noqa: PTH102
+        except FileExistsError:  # another rank of this host was faster
+            if not path.is_dir():
+                raise
         fsync_folder(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""Number of ranks and main process of a job, which may have no distributed context."""
+"""Number of ranks, main process and mesh of a job, which may have no distributed context."""
 
 import torch.distributed as dist
 
@@ -17,3 +17,11 @@ def num_ranks(ctx: DistributedContext | None) -> int:
 def is_main(ctx: DistributedContext | None) -> bool:
     """Return True on the main process, which writes the files that the job has only one copy of."""
     return ctx is None or ctx.is_main_process
+
+
+def mesh_shape(ctx: DistributedContext | None) -> dict[str, int]:
+    """Return the size of every mesh axis; empty for a single process without a context."""
+    if ctx is None:
+        return {}
+    mesh = ctx.mesh_for("regular")
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))

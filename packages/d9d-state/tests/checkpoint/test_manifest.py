@@ -50,7 +50,7 @@ def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
     body = json.loads(_manifest().dump())
     del body["sha256"]
     change(body)
-    (tmp_path / "manifest.json").write_bytes(manifest_module._with_digest(body))
+    (tmp_path / "manifest.json").write_bytes(manifest_module.with_digest(body))
     with pytest.raises(StateError) as caught:
         Manifest.read(tmp_path)
     return str(caught.value)

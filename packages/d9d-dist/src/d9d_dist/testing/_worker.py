@@ -58,6 +58,7 @@ def serve(connection: Connection, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and terminates its ranks
     torch.set_num_threads(1)
+    gc.disable()  # collections follow each call
     gc.freeze()
     num_modules = len(sys.modules)
     while True:

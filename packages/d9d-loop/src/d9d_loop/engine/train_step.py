@@ -171,10 +171,14 @@ class TrainStep:
         totals, self._totals = self._totals, None
         total, weight = totals.unbind()
         self._events.emit(BackwardDone(number, self._model))
+        # Overlaps with the gradient reduction, because each collective costs at least the latency of the slowest link.
+        reduction = None
+        if self._losses_group.size() > 1:
+            reduction = dist.all_reduce(totals, group=self._losses_group, async_op=True)
         self.executors.gradient_sync.finish()
         self._shared.add_gradients()
-        if self._losses_group.size() > 1:
-            dist.all_reduce(totals, group=self._losses_group)
+        if reduction is not None:
+            reduction.wait()
         per_weight = _inverse(weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))

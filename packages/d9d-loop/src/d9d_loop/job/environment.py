@@ -3,6 +3,7 @@
 import json
 import platform
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def write_environment(folder: Path, ctx: DistributedContext, *, started: datetim
     (folder / "environment.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return version(name)

@@ -38,6 +38,7 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
+from d9d_loop.job.start_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import HangWatchdog, StepGuard, Stopped, StopSignals, check_buffers, check_replicas
@@ -205,8 +206,10 @@ def run_job(job: Job) -> TrainResult | Stopped:
     engine.num_steps = record.step
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
-    if job.ctx.is_main_process:
-        _draw_plans(plan)
+    with writes_together(config.run.dir, job.ctx):
+        if job.ctx.is_main_process:
+            write_config(plan.resolved, config.run.dir)
+            _draw_plans(plan)
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
@@ -221,7 +224,8 @@ def run_job(job: Job) -> TrainResult | Stopped:
             record.step = engine.num_steps
             if record.step == ready.step + 1:
                 _end_startup(job, result)
-            if apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
+            is_saved = plan.is_saved_after(record.step) or plan.is_saved_locally_after(record.step)
+            if apply_decisions(job, batches, before, settle=is_saved):
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
             offload = partial(_offloaded, job)
@@ -240,17 +244,14 @@ def run_job(job: Job) -> TrainResult | Stopped:
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
                 _evaluate(job)
-            every = config.resilience.replicas.every
-            if every is not None and record.step % every == 0:
-                with job.reports.not_training(), job.watchdog.phase("the replica check"):
-                    check_replicas(job.engine.model, job.engine.optimizer, step=record.step, ctx=job.ctx)
-            if plan.is_saved_after(record.step):
-                background = config.checkpoint.background and not is_last
-                _save(job, result, background=background, is_evaluated=is_evaluated)
+            _check_replicas(job)
+            _save_if_due(job, result, is_evaluated=is_evaluated)
             if (signal := job.stop.agreed()) is not None and not is_last:
                 _save_to_leave(job, result, batches)
                 job.stop.leave()
                 return Stopped(signal, step=record.step)
+        with job.watchdog.phase("a save"):
+            job.state.store.clear_tiers(job.ctx)
         return finish_job(job)
 
 
@@ -268,7 +269,6 @@ def evaluate_job(job: Job) -> TrainResult:
 def _draw_plans(plan: JobPlan) -> None:
     """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables it."""
     config, folder = plan.config, plan.config.run.dir
-    folder.mkdir(parents=True, exist_ok=True)
     if config.pipeline.draw and plan.model.is_pipelined:
         draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
     if config.logging.draw_lr_schedule:
@@ -312,6 +312,26 @@ def _evaluate(job: Job) -> None:
     job.events.emit(EvaluationDone(record.step, dict(record.evaluation)))
 
 
+def _check_replicas(job: Job) -> None:
+    """Compare replicated tensors over the ranks, if the check is due. Collective."""
+    every, step = job.plan.config.resilience.replicas.every, job.record.step
+    if every is not None and step % every == 0:
+        with job.reports.not_training(), job.watchdog.phase("the replica check"):
+            check_replicas(job.engine.model, job.engine.optimizer, step=step, ctx=job.ctx)
+
+
+def _save_if_due(job: Job, result: StepResult, *, is_evaluated: bool) -> None:
+    """Save a checkpoint, and save in the local tiers, if they are due. Collective."""
+    plan, step = job.plan, job.record.step
+    if plan.is_saved_after(step):
+        background = plan.config.checkpoint.background and step != plan.steps
+        _save(job, result, background=background, is_evaluated=is_evaluated)
+    if plan.is_saved_locally_after(step):
+        job.reports.settle(result)
+        with job.watchdog.phase("a local save"):
+            job.state.save_local(job.record)
+
+
 def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool = False) -> None:
     record = job.record
     job.reports.settle(result)
@@ -328,6 +348,6 @@ def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
         return  # rolled back to a checkpoint
     if not job.plan.is_saved_after(job.record.step):
         _save(job, result, background=False)
-        return
     with job.watchdog.phase("a save"):
         job.state.finish()
+        job.state.store.clear_tiers(job.ctx)

@@ -119,7 +119,7 @@ class JobState:
         self._built_values = [_values_of(group) for group in optimizer.param_groups]
         self._being_written: int | None = None
 
-    def restore(self) -> Record:
+    def restore(self, *, is_rollback: bool = False) -> Record:
         """Load the newest valid checkpoint and return its record; without one, keep the initial values. Collective.
 
         Call it when the model has its initial values. Random states are restored if the checkpoint was saved with the
@@ -130,11 +130,8 @@ class JobState:
                 differ from those at the save.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
-        self.store.discard_partials(self._ctx)
-        info = self.store.newest(self._ctx)
+        info = self._find(is_rollback=is_rollback)
         expected = None if info is None else frozen_digest_of(info)
-        if info is None:
-            self.store.check_new(self._ctx)
         if self._trainable_only or expected is not None:
             self._frozen_digest = frozen_digest(self._model, self._ctx)
         if info is None:
@@ -166,19 +163,27 @@ class JobState:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
 
+    def _find(self, *, is_rollback: bool) -> CheckpointInfo | None:
+        """Return the newest valid checkpoint; `None` if the run has none and starts. Collective."""
+        self.store.discard_partials(self._ctx)
+        info = self.store.newest(self._ctx)
+        if info is None:
+            self.store.check_new(self._ctx)
+            if is_rollback:
+                raise StateError(
+                    "there is no checkpoint to roll back to; expected one. Set checkpoint.every to fewer steps, or set "
+                    "the policy for bad steps to skip or stop."
+                )
+        return info
+
     def rewind(self) -> Record:
         """Roll back to the newest valid checkpoint; raise `StateError` on every rank if there is none. Collective."""
         self.store.wait()
-        if not self.store.complete():
-            raise StateError(
-                "there is no checkpoint to roll back to; expected one. Set checkpoint.every to fewer steps, or set the "
-                "policy for bad steps to skip or stop."
-            )
         # A checkpoint stores only the param-group values that differ from the initial ones. Reset all values first, to
         # undo changes made after the checkpoint.
         for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
             group.update(values)
-        return self.restore()
+        return self.restore(is_rollback=True)
 
     def prepare(self) -> None:
         """Allocate the host buffer of background saves, after the first optimizer step. Collective.
@@ -203,18 +208,33 @@ class JobState:
         self._check_frozen()
         self.finish()
         write = self.store.save_async if background else self.store.save
-        write(
-            record.step,
-            self._tensors(trainable_only=self._trainable_only),
+        write(record.step, **self._content(record), metric=metric)
+        self._being_written = record.step if background else None
+        if not background:
+            self._events.emit(CheckpointSaved(record.step))
+
+    def save_local(self, record: Record) -> None:
+        """Save the state in the local tiers that are due, in the background. Collective.
+
+        Raises:
+            UserError: On every rank, if the job has too few hosts for the replicas of a tier.
+            StateError: On every rank, if this save or the tier's previous save failed on any rank.
+        """
+        self.store.save_local(record.step, **self._content(record))
+
+    def _content(self, record: Record) -> dict[str, Any]:
+        """Return the arguments of a save that are its content."""
+        return {
+            "tensors": self._tensors(trainable_only=self._trainable_only),
             # JSON has no NaN or infinity, which a loss or a perplexity may be; the dump writes strings instead.
-            state={
+            "state": {
                 "record": json.loads(_RECORD.dump_json(record)),
                 "config": self._config,
                 "data_identity": self._data_identity,
                 "frozen_digest": self._frozen_digest if self._trainable_only else None,
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },
-            rank_state={
+            "rank_state": {
                 "random": rng_state(),
                 "metrics": _metric_states(self._metrics),
                 # `lr` is not saved: the learning-rate schedule sets it in every step.
@@ -222,12 +242,8 @@ class JobState:
                     self._model, self._optimizer, since=self._built_groups, without=("lr",)
                 ),
             },
-            metric=metric,
-            ctx=self._ctx,
-        )
-        self._being_written = record.step if background else None
-        if not background:
-            self._events.emit(CheckpointSaved(record.step))
+            "ctx": self._ctx,
+        }
 
     def finish(self) -> None:
         """Wait for a pending background save (`StateError` if it failed), then emit `CheckpointSaved`. Collective."""

@@ -24,6 +24,7 @@ from d9d_loop.job.job_check import (
     microbatch_size_of,
     num_steps_of,
 )
+from d9d_loop.job.local_tiers import check_local_tiers
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
@@ -74,6 +75,11 @@ class JobPlan:
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""
         return step == self.steps or step % self.config.checkpoint.every == 0
+
+    def is_saved_locally_after(self, step: int) -> bool:
+        """Return True if a save in a local tier is due after a step."""
+        periods = (self.config.checkpoint.memory_every, self.config.checkpoint.local_every)
+        return step != self.steps and any(every is not None and step % every == 0 for every in periods)
 
 
 def plan_job(
@@ -156,4 +162,5 @@ def _plan_data(
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     check_retention(config, task, evaluates=evaluation_data is not None)
+    check_local_tiers(config)
     return stream, steps, evaluation_data

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import UserError
+from d9d_dist import UserError, refuse_lost_writes
 from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan
@@ -48,7 +49,8 @@ def rehearse(plan: JobPlan) -> None:
     the others depend on process groups. Only rank 0 rehearses; if it raises, the launcher ends the other ranks.
 
     Raises:
-        UserError: If the dataset, the task or the model raises, or the task returns something else than a loss.
+        UserError: If the dataset, the task or the model raises, or the task returns something else than a loss. Also if
+            forward writes to parameters that the job shards.
     """
     if plan.model.launch.rank != 0:
         return
@@ -139,7 +141,8 @@ class _Rehearsal:
             )
         inputs = to_inputs(given)
         self._check_arguments(inputs)
-        outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
+        with refuse_lost_writes(self._model) if self._plan.model.shards_by_default else nullcontext():
+            outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
         loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
         check_loss(self._task, loss, outputs)
         metrics = _call(f"{self._name}.metrics", self._task.metrics)

@@ -1,11 +1,9 @@
 """Reports of training values: the progress display, the trackers and the job's record."""
 
-import json
 import time
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +18,7 @@ from d9d_loop.job.environment import write_environment
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.progress import Progress, peak_memory
 from d9d_loop.report.run_report import write_report
-from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers, redact_secrets
+from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers
 
 
 class Reports:
@@ -30,8 +28,8 @@ class Reports:
     all-reduce, so every rank issues its collectives in the same order. Values are delivered in step order, at most two
     reports late. An evaluation, a save and the end of the job wait for pending values.
 
-    On the main process, `__enter__` creates the run folder, writes `config.json` and opens the trackers. `settle`
-    updates the record. Each report resets this rank's task metrics.
+    On the main process, `__enter__` opens the trackers. `settle` updates the record. Each report resets this rank's
+    task metrics.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class Reports:
         self._started = datetime.now(UTC)
         with ExitStack() as opened:
             if ctx.is_main_process:
-                _write_config(self._resolved, config.run.dir)
                 self._tracker = build_trackers(config.trackers, config.run.dir)
                 opened.callback(self._tracker.close)
                 # Discard values tracked after the checkpoint, or all values if the run has no checkpoint yet.
@@ -195,10 +192,3 @@ class _Clock:
 def _peak_memory_of(device: torch.device) -> torch.Tensor:
     """Return the peak memory of this process so far in GiB, as a device tensor."""
     return torch.full((), peak_memory() / 2**30, dtype=torch.float64, device=device)
-
-
-def _write_config(resolved: Mapping[str, JsonValue], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / ".config.json.partial"
-    partial.write_text(json.dumps(redact_secrets(resolved), indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / "config.json")

@@ -1,33 +1,29 @@
-"""`Trainer`: plans, builds and runs a training job. Its components also work without it."""
+"""`Trainer`: plans, builds and runs a training job. Its components also work without it.
 
-import json
+FSDP and DTensor take as long to import as torch, so they are imported when a Trainer is constructed.
+"""
+
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, Launch, MeshConfig, UserError, agree
+from d9d_dist import Launch, MeshConfig, UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
-from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.job import build_job, evaluate_job, run_job
-from d9d_loop.job.job_check import checkpoint_folder
-from d9d_loop.job.job_parts import Job
-from d9d_loop.job.plan import JobPlan, plan_job
-from d9d_loop.job.rehearsal import rehearse
+from d9d_loop.events import TrainResult
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
-from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.task import Task
 from d9d_loop.user_frames import explained
 from d9d_pipeline import Schedule
-from d9d_state import CheckpointStore
 
 if TYPE_CHECKING:
+    from d9d_loop.job.plan import JobPlan
     from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware
 
 
@@ -73,6 +69,8 @@ class Trainer:
         _check_types(config, task)
         self.events = Events(seed=config.seed)
         self._config = config
+        from d9d_loop.job.plan import plan_job  # noqa: PLC0415 - imports FSDP and DTensor
+
         self._plan = partial(
             plan_job,
             model=model_provider(model),
@@ -113,7 +111,7 @@ class Trainer:
 
     def _plan_with(
         self, launch: Launch, mesh: MeshConfig | None, microbatch_size: int | None, global_size: int | None
-    ) -> JobPlan:
+    ) -> "JobPlan":
         """Plan the job with another mesh and batch, if given."""
         config, batch = self._config, self._config.batch
         sizes = {"microbatch_size": microbatch_size, "global_size": global_size}
@@ -124,7 +122,7 @@ class Trainer:
             changes["mesh"] = mesh
         return self._plan(config.model_copy(update=changes), launch=launch)
 
-    def plan_for(self, launch: Launch) -> JobPlan:
+    def plan_for(self, launch: Launch) -> "JobPlan":
         """Check and plan the job for a process's place in it, without starting it. No collectives or writes.
 
         Raises:
@@ -144,51 +142,9 @@ class Trainer:
         """
         with explained("the job cannot be built"):
             plan = self._plan(self._config)
-        from d9d_loop.job.plan_warning import warn_if_too_large  # noqa: PLC0415 - imports Triton through torch
+        from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
 
-        warn_if_too_large(plan, self._plan_with)
-        if plan.config.rehearsal:
-            rehearse(plan)
-        timeouts = plan.config.resilience.timeouts.timeouts
-        precision = plan.config.precision
-        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
-            result = self._train(plan, ctx)
-        if isinstance(result, Stopped):
-            # Raised outside the context, which would report the exception to the other ranks as a failure.
-            raise result
-        return result
-
-    def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult | Stopped:
-        config, job = plan.config, None
-        try:
-            same = {"the configuration": plan.resolved, "the training data": plan.stream.identity()}
-            agree(same={name: json.dumps(value, sort_keys=True) for name, value in same.items()})
-            health = check_health(config.resilience.health, ctx=ctx)
-            if health is not None and health.slow and ctx.is_main_process:
-                print(health)
-            self.events.emit(ConfigReady(0, plan.resolved, ctx))
-            store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
-            # On any exit, the store finishes a pending save before the folder is unlocked.
-            with store.locked(ctx), store:
-                job = build_job(plan, store=store, ctx=ctx, events=self.events)
-                if plan.changes and ctx.is_main_process:
-                    print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
-                return evaluate_job(job) if config.evaluation.only else run_job(job)
-        except BaseException as error:
-            if isinstance(error, UserError):
-                # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
-                error.add_note(f"on rank {ctx.rank}")
-            if isinstance(error, KeyboardInterrupt):
-                error.add_note(_what_is_saved(config))
-            self._report_failure(error, job)
-            raise
-
-    def _report_failure(self, error: BaseException, job: Job | None) -> None:
-        """Emit `Failed`. An error of an event handler becomes a note of the first error."""
-        try:
-            self.events.emit(Failed(0 if job is None else job.record.step, error))
-        except Exception as another:
-            error.add_note(f"in addition, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
+        return train(plan, plan_with=self._plan_with, events=self.events)
 
 
 def _check_types(config: object, task: object) -> None:
@@ -205,14 +161,6 @@ def _check_types(config: object, task: object) -> None:
             f"got a {type(task).__name__} as task; expected a Task of d9d_loop. Derive a class from Task, with the "
             "methods inputs(batch) and loss(outputs, batch)."
         )
-
-
-def _what_is_saved(config: TrainerConfig) -> str:
-    """Describe the newest checkpoint for a message, as the command would resume from it."""
-    found = CheckpointStore(checkpoint_folder(config)).complete()
-    if not found:
-        return f"No checkpoint is saved in {config.run.dir}; the same command starts again."
-    return f"The newest checkpoint is that of step {found[0].step}; the same command resumes from it."
 
 
 def _data_provider(

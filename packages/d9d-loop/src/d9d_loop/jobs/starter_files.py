@@ -47,7 +47,11 @@ steps = 1000
 [model]
 family = "qwen3"                # a model_type of transformers; the other keys are those of its config.json
 hidden_size = 256
+intermediate_size = 768
 num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 64
 # tokenizer = "Qwen3-0.6B"      # folder with tokenizer.json; without it, each byte is a token
 
 [dataset]

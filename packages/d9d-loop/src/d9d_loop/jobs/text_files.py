@@ -69,7 +69,7 @@ def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples
             f"{key}: {paths[0]} needs the package datasets, which is not installed: pip install "
             "'d9d-loop[huggingface]', or convert it to .jsonl."
         )
-    import datasets  # noqa: PLC0415 - an extra
+    import datasets
 
     if kind == "folder":
         return datasets.load_from_disk(str(paths[0]))

@@ -67,7 +67,7 @@ def text_trainer(config: TextJobConfig) -> Trainer:
 
 def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = None, **heads: Any) -> ModelProvider:
     """Return the provider of the job's model; `heads` are the arguments `new` and `unused` of `hugging_face_model`."""
-    import transformers  # noqa: PLC0415 - an extra
+    import transformers
 
     auto, chosen = getattr(transformers, auto_class), config.model
     options: dict[str, Any] = {

@@ -25,7 +25,7 @@ def plot_lr_schedule(
     """
     if isinstance(target, Path | str):
         try:
-            from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+            from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("plots need matplotlib: pip install 'd9d-loop[plot]'") from error
         figure = Figure(figsize=(8.0, 3.2), dpi=150, layout="constrained")

@@ -53,7 +53,7 @@ def build_without_weights(
 
 def released_mapper(model: Any) -> StateMapper:
     """Return the mapper from a `transformers` model on any device to the tensors that `save_pretrained` writes."""
-    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - an optional extra
+    from transformers.core_model_loading import revert_weight_conversion
 
     ties: Collection[str] = model.all_tied_weights_keys
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -70,7 +70,7 @@ def released_mapper(model: Any) -> StateMapper:
 def _load_recorded(
     model_class: Any, config: Any, folder: Path, stored: Mapping[str, TensorInfo], *, dtype: Any
 ) -> tuple[Any, dict[str, Any]]:
-    from transformers import GenerationConfig  # noqa: PLC0415 - an optional extra
+    from transformers import GenerationConfig
 
     has_generation = (folder / "generation_config.json").is_file()
     recorded = {name: RecordedTensor.named(name, info) for name, info in stored.items()}
@@ -177,7 +177,7 @@ def _unmatched(names: Iterable[str], patterns: Sequence[str]) -> Iterable[str]:
 @contextmanager
 def _quiet() -> Generator[None]:
     """Silence the progress bars and logs of `transformers`; `_refuse_differences` reports the differences instead."""
-    from transformers.utils import logging  # noqa: PLC0415 - an optional extra
+    from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

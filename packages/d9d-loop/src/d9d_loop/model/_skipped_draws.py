@@ -7,7 +7,7 @@ values, such as `torch.equal` or `tolist`, raises and sets `failed`; the caller 
 
 import gc
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NoReturn, Self, final
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import digest_values
+from d9d_dist import digest_values, written_tensors
 
 _LARGE_BYTES = 1 << 20
 # Methods that read memory without dispatching an operator.
@@ -88,7 +88,7 @@ class SkippedDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags or _returns_view(func):
             return func(*args, **kwargs)
-        written = list(_written(func, args, kwargs))
+        written = list(written_tensors(func, args, kwargs))
         # A written tensor that was not skipped may hold arbitrary memory, so its contents are not digested.
         history = self._history(
             func, args, kwargs, [x for x in inputs if self._is_unset(x) or not any(x is w for w in written)]
@@ -178,10 +178,3 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _returns_view(func: Any) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

@@ -32,6 +32,7 @@ from d9d_dist import (
     canonical_name,
     digest_values,
     move_to_meta,
+    written_tensors,
 )
 from d9d_dist.consensus import name_ranks
 from d9d_loop.isolated_random import isolated_random
@@ -175,16 +176,10 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.is_mutable:
-            written = [
-                value
-                for argument, value in zip(func._schema.arguments, args, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
-            ]
-            for tensor in written:
-                storage = tensor.untyped_storage()
-                # The reference keeps the storage alive, so that its address is not reused.
-                self._by_storage[storage._cdata] = (storage, _is_within_reset())
+        for tensor in written_tensors(func, args, kwargs or {}):
+            storage = tensor.untyped_storage()
+            # The reference keeps the storage alive, so that its address is not reused.
+            self._by_storage[storage._cdata] = (storage, _is_within_reset())
         return func(*args, **(kwargs or {}))
 
 

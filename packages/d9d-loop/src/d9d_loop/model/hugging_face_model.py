@@ -195,7 +195,7 @@ class _HuggingFaceModel(ModelProvider):
 
 
 def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig  # noqa: PLC0415 - an optional extra
+    from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -226,7 +226,7 @@ def _check_weights(folder: Path) -> None:
 
 def _find_class(config: Any, model_class: Any) -> Any:
     """Return the concrete model class: `model_class`, or the class that an auto class or the configuration selects."""
-    import transformers  # noqa: PLC0415 - an optional extra
+    import transformers
 
     if model_class is None:
         names: list[str] = config.architectures or []

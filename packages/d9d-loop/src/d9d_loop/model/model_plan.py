@@ -43,6 +43,11 @@ class ModelPlan:
         """True if there are several pipeline ranks."""
         return len(self.program.ranks) > 1
 
+    @property
+    def shards_by_default(self) -> bool:
+        """True if several ranks shard the model by the `parallelize` of `ModelProvider`."""
+        return self.launch.world_size > 1 and type(self.provider).parallelize is ModelProvider.parallelize
+
     def with_weights(self, key: str, folder: Path) -> "ModelPlan":
         """Return the plan with initial weights from a folder, set by the configuration key `key`. Reads no tensor data.
 

@@ -5,13 +5,16 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, StageInfo, UserError, parallelize_hsdp
-from d9d_state import JsonValue, StateMapper
+from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_state import JsonValue
+
+if TYPE_CHECKING:
+    from d9d_state import StateMapper  # imports DTensor
 
 BuildFunction: TypeAlias = Callable[[StageInfo], nn.Module] | Callable[[], nn.Module]
 """Function that builds a pipeline stage of a model, or the whole model."""
@@ -52,6 +55,8 @@ class ModelProvider(ABC):
         If that is bfloat16, the default casts floating-point outputs of the stage to float32, for the loss. `model` is
         the stage, on `meta` if the job has several ranks or `late_init` is True.
         """
+        from d9d_dist import parallelize_hsdp  # noqa: PLC0415 - imports FSDP and DTensor
+
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # A pipeline stage would gather its parameters again for each microbatch.
         parallelize_hsdp(
@@ -64,14 +69,14 @@ class ModelProvider(ABC):
         if ctx.precision is not None:
             model.register_forward_hook(_widen_outputs)
 
-    def state_mapper(self, model: nn.Module) -> StateMapper | None:
+    def state_mapper(self, model: nn.Module) -> "StateMapper | None":
         """Return the mapper from weights on disk to those of the model; exports use its inverse.
 
         The default is `None`: the weights have the same names on disk.
         """
         return None
 
-    def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper | None:
+    def load_mapper(self, model: nn.Module, folder: Path) -> "StateMapper | None":
         """Return the mapper from the weights in `folder` to the model's. The default is `state_mapper(model)`."""
         return self.state_mapper(model)
 

@@ -74,7 +74,7 @@ def _search_table(plan: ClusterPlan) -> str:
 
 
 def _figure(height: float) -> "Figure":
-    from matplotlib.figure import Figure  # noqa: PLC0415  (optional)
+    from matplotlib.figure import Figure
 
     return Figure(figsize=(8, height), layout="constrained")
 

@@ -29,10 +29,14 @@ def describe_hang(
         if place is not None:
             lines.append(f"Rank {rank} is missing: it is {place.describe()}.")
         else:
-            why = states.get(rank, "its process is stopped, or holds the GIL, or its machine is down")
+            why = states.get(
+                rank, "its process is stopped or holds the GIL, or its host is down or cut off from the network"
+            )
             lines.append(f"Rank {rank} is missing: it does not answer; {why}.")
     if not missing:
-        lines.append("All ranks are at the same place: none is missing, so the network may be at fault.")
+        lines.append(
+            "All ranks are at the same place: none is missing, so the network between the hosts may be at fault."
+        )
     lines += _waiting({rank: place for rank, place in places.items() if place is not None and rank not in missing})
     return "\n".join(lines)
 

@@ -17,7 +17,9 @@ class HealthConfig(Section):
 
     enabled: bool = Field(default=True, description="Check every rank's device and links at the start.")
     matrix_size: PositiveInt = Field(default=512, description="Rows of the square matrices in the matmul test.")
-    memory_mib: PositiveInt = Field(default=64, description="MiB of device memory to write and read back.")
+    memory_mib: PositiveInt = Field(
+        default=64, description="MiB of device memory to write and read back; on a CPU at most 4."
+    )
     message_mib: PositiveInt = Field(default=4, description="MiB to send over each link.")
     slow_factor: float = Field(
         default=3.0, gt=1, description="A measurement of more than this factor times the median is reported as slow."

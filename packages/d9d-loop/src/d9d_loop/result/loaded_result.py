@@ -77,7 +77,7 @@ def load_result(path: str | Path, *, device: torch.device, dtype: torch.dtype | 
         raise ModuleNotFoundError(
             "a result is loaded by transformers, which is missing. Install it: pip install 'd9d-loop[transformers]'."
         )
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (an extra)
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_tokenizer, chat, stops = _read_tokenizer(folder, vocab_size=config.get_text_config().vocab_size)
@@ -124,7 +124,7 @@ def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, An
             f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}), and its vocabulary of {vocab_size} tokens is "
             "not that of bytes; expected the files of a tokenizer. Copy them from the base model into the folder."
         )
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415  (an extra)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (folder / "tokenizer_config.json").is_file():
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -5,10 +5,9 @@ from typing import final
 
 from torch import Tensor
 
-from d9d_dist import ContextSplit
 from d9d_loop.losses.distillation import DistillationLoss
-from d9d_loop.task import Loss, Task
-from d9d_loop.tasks.packed_inputs import PackedBatch, packed_inputs, split_packed, trained
+from d9d_loop.task import Loss
+from d9d_loop.tasks.packed_inputs import PackedBatch, PackedTask, packed_inputs, trained
 from d9d_pipeline import Inputs
 
 KL_DIVERGENCE = DistillationLoss()
@@ -16,7 +15,7 @@ KL_DIVERGENCE = DistillationLoss()
 
 
 @final
-class DistillationTask(Task):
+class DistillationTask(PackedTask):
     """Distillation loss of packed rows, for a decoder whose forward takes `scores`.
 
     A batch has packed rows, `teacher_ids` [B, L, K], int64, the teacher's most probable next tokens, and
@@ -44,7 +43,3 @@ class DistillationTask(Task):
             mask_BL=trained(batch),
             auxiliary_losses_BL=outputs.get("auxiliary_losses"),
         )
-
-    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
-        """Return this context-parallel rank's part of the rows."""
-        return split_packed(batch, split)

@@ -5,16 +5,15 @@ from typing import Any, final
 
 from torch import Tensor
 
-from d9d_dist import ContextSplit
 from d9d_loop.losses.next_token import next_token_loss
-from d9d_loop.task import Loss, Task
-from d9d_loop.tasks.packed_inputs import PackedBatch, packed_inputs, split_packed
+from d9d_loop.task import Loss
+from d9d_loop.tasks.packed_inputs import PackedBatch, PackedTask, packed_inputs
 from d9d_metrics import Metric, Perplexity
 from d9d_pipeline import Inputs
 
 
 @final
-class NextTokenTask(Task):
+class NextTokenTask(PackedTask):
     """Cross entropy of the labels of packed rows, for a decoder that returns the loss of each token.
 
     Rows of a `ChatStream` have labels only in answers. The metric `perplexity` is that of the labels. Router losses of
@@ -30,10 +29,6 @@ class NextTokenTask(Task):
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
         """Return the sum of the losses of the labels."""
         return next_token_loss(outputs, batch["labels"])
-
-    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
-        """Return this context-parallel rank's part of the rows."""
-        return split_packed(batch, split)
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the perplexity of the labels."""

@@ -1,4 +1,4 @@
-"""Inputs of a decoder from packed rows, and their split for context parallelism."""
+"""Inputs of a decoder from packed rows, and the base class of their tasks."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import ContextSplit
 from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.task import Task
 from d9d_pipeline import Inputs
 
 PackedBatch: TypeAlias = dict[str, Any]
@@ -45,9 +46,12 @@ def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[s
     }
 
 
-def split_packed(batch: PackedBatch, split: ContextSplit) -> PackedBatch:
-    """Return this rank's part of a batch, with the mesh of the split as `cp`."""
-    return {**split.split(batch), "cp": split.mesh}
+class PackedTask(Task):
+    """Base class of tasks of packed rows, which context parallelism can split."""
+
+    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
+        """Return this context-parallel rank's part of the rows, with the mesh of the split as `cp`."""
+        return {**split.split(batch), "cp": split.mesh}
 
 
 def mesh_of(batch: PackedBatch) -> DeviceMesh | None:

@@ -5,10 +5,9 @@ from typing import final
 
 from torch import Tensor
 
-from d9d_dist import ContextSplit
 from d9d_loop.losses.policy import PolicyLoss
-from d9d_loop.task import Loss, Task
-from d9d_loop.tasks.packed_inputs import PackedBatch, packed_inputs, score_arguments, split_packed
+from d9d_loop.task import Loss
+from d9d_loop.tasks.packed_inputs import PackedBatch, PackedTask, packed_inputs, score_arguments
 from d9d_pipeline import Inputs
 
 GRPO = PolicyLoss()
@@ -16,7 +15,7 @@ GRPO = PolicyLoss()
 
 
 @final
-class PolicyTask(Task):
+class PolicyTask(PackedTask):
     """Policy-gradient loss of packed answers, for a decoder whose forward takes `scores`.
 
     A batch has packed rows whose labels are the sampled tokens, -100 elsewhere, and `advantages` [B, L]. Optional keys,
@@ -46,7 +45,3 @@ class PolicyTask(Task):
             old_log_probs_BL=batch.get("old_log_probs"),
             importance_BL=batch.get("importance"),
         )
-
-    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
-        """Return this context-parallel rank's part of the rows."""
-        return split_packed(batch, split)

@@ -6,10 +6,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from d9d_dist import ContextSplit
 from d9d_loop.losses.preference import PreferenceLoss
-from d9d_loop.task import Loss, Task
-from d9d_loop.tasks.packed_inputs import PackedBatch, mesh_of, packed_inputs, score_arguments, split_packed
+from d9d_loop.task import Loss
+from d9d_loop.tasks.packed_inputs import PackedBatch, PackedTask, mesh_of, packed_inputs, score_arguments
 from d9d_metrics import Metric, WeightedMean
 from d9d_pipeline import Inputs
 
@@ -18,7 +17,7 @@ DPO = PreferenceLoss()
 
 
 @final
-class PreferenceTask(Task):
+class PreferenceTask(PackedTask):
     """Preference loss of packed pairs, for a decoder whose forward takes `scores`.
 
     A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which `Engine.score` returns in
@@ -43,10 +42,6 @@ class PreferenceTask(Task):
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
         """Return the sum of the losses of the pairs."""
         return self._loss(**score_arguments(outputs, batch))
-
-    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
-        """Return this context-parallel rank's part of the rows."""
-        return split_packed(batch, split)
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the reward margin and accuracy."""

@@ -4,10 +4,10 @@ from typing import final
 
 from torch import Tensor
 
-from d9d_dist import ContextSplit, UserError
+from d9d_dist import UserError
 from d9d_loop.losses.reward import RewardLoss
-from d9d_loop.task import Loss, Task
-from d9d_loop.tasks.packed_inputs import PackedBatch, mesh_of, split_packed
+from d9d_loop.task import Loss
+from d9d_loop.tasks.packed_inputs import PackedBatch, PackedTask, mesh_of
 from d9d_pipeline import Inputs
 
 BRADLEY_TERRY = RewardLoss()
@@ -15,7 +15,7 @@ BRADLEY_TERRY = RewardLoss()
 
 
 @final
-class RewardTask(Task):
+class RewardTask(PackedTask):
     """Bradley-Terry loss of packed pairs, for a model that returns a score of each position, [B, L] or [B, L, 1].
 
     A batch has the rows of a packed `PairStream` with `with_last_token`. The reward of an answer is the score of its
@@ -47,7 +47,3 @@ class RewardTask(Task):
             document_ids_BL=batch["documents"],
             cp=mesh_of(batch),
         )
-
-    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
-        """Return this context-parallel rank's part of the rows."""
-        return split_packed(batch, split)

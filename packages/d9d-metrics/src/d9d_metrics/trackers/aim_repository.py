@@ -67,7 +67,7 @@ class AimTracker:
 
     def _get_run(self) -> "aim.Run":
         if self._run is None:
-            import aim  # noqa: PLC0415 - an extra
+            import aim
 
             if "://" not in self._repository:
                 Path(self._repository).mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class AimTracker:
 
 
 def _converted(value: Tracked) -> Any:
-    import aim  # noqa: PLC0415 - an extra
+    import aim
 
     match value:
         case Histogram():

@@ -101,7 +101,7 @@ def _add_histogram(writer: "SummaryWriter", name: str, value: Histogram, step: i
 
 def _add_picture(writer: "SummaryWriter", name: str, value: Image, step: int) -> None:
     """Write the PNG bytes unchanged; the writer's own `add_image` would decode and encode them again."""
-    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415  # ty: ignore[import-not-found] - made by protobuf
+    from tensorboard.compat.proto.summary_pb2 import Summary  # ty: ignore[import-not-found] - made by protobuf
 
     width, height = struct.unpack(">II", value.png[16:24])  # from the PNG header
     image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=value.png)

@@ -73,7 +73,7 @@ class WandbTracker:
 
     def _get_run(self) -> "wandb.Run":
         if self._run is None:
-            import wandb  # noqa: PLC0415 - an extra
+            import wandb
 
             self._run_dir.mkdir(parents=True, exist_ok=True)
             # Disable W&B's own logging of console output, code and git state.
@@ -91,7 +91,7 @@ class WandbTracker:
 
 
 def _converted(value: Tracked, folder: Path) -> Any:
-    import wandb  # noqa: PLC0415 - an extra
+    import wandb
 
     match value:
         case Histogram():

@@ -27,7 +27,7 @@ from d9d_state.checkpoint.manifest import (
 from d9d_state.checkpoint.save_plan import SavePlan, part_key
 from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue
-from d9d_state.safetensors_file import write_safetensors
+from d9d_state.safetensors_file import SafetensorsRecord, write_safetensors
 
 
 @final
@@ -87,12 +87,12 @@ def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGrou
     """
     try:
         agree(problem, group, error=StateError, alone=job.ctx is None)
-    except StateError:
+    except StateError as failed:
         if is_main(job.ctx):
             try:
                 discard_partial(job.partial)
             except OSError as error:
-                raise StateError(f"{problem}; and {job.partial} could not be removed: {error}") from error
+                raise StateError(f"{failed}; and {job.partial} could not be removed: {error}") from error
         raise
 
 
@@ -115,16 +115,12 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
     files = {STATE_NAME: FileRecord(state.size, state)}
     chunks: dict[str, list[Chunk]] = {name: [] for name in job.plan.tensors}
     for rank, of_rank in enumerate(written):
-        file, position = tensors_name(rank), of_rank["header"][0]
-        places: dict[str, tuple[int, str]] = {}
-        for key in of_rank["order"]:
-            size, digest = of_rank["tensors"][key]
-            places[key] = position, digest
-            position += size
-        for name, region in job.plan.parts[rank]:
-            chunks[name].append(Chunk(region, file, *places[part_key(name, region)]))
-        files[file] = FileRecord(position, PartRecord(*of_rank["header"]))
-        rank_state = PartRecord(*of_rank["rank_state"])
+        header, rank_state = PartRecord(*of_rank["header"]), PartRecord(*of_rank["rank_state"])
+        parts = {key: PartRecord(*of_rank["tensors"][key]) for key in of_rank["order"]}
+        of_file, size = chunks_of_rank(job.plan, rank, SafetensorsRecord(header, parts))
+        for name, chunk in of_file:
+            chunks[name].append(chunk)
+        files[tensors_name(rank)] = FileRecord(size, header)
         files[rank_state_name(rank)] = FileRecord(rank_state.size, rank_state)
     tensors = {name: TensorRecord(info, tuple(chunks[name])) for name, info in job.plan.tensors.items()}
     manifest = Manifest(job.run_id, job.step, job.metric, job.mesh, len(written), tensors, files)
@@ -139,6 +135,17 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
     _files.fsync_folder(job.partial)
     _files.rename(job.partial, job.folder)
     _files.fsync_folder(job.folder.parent)
+
+
+def chunks_of_rank(plan: SavePlan, rank: int, written: SafetensorsRecord) -> tuple[list[tuple[str, Chunk]], int]:
+    """Return the chunks in a rank's tensor file, each with the name of its tensor, and the size of the file."""
+    file, position = tensors_name(rank), written.header.size
+    places: dict[str, tuple[int, str]] = {}
+    for key, record in written.tensors.items():
+        places[key] = position, record.sha256
+        position += record.size
+    chunks = [(name, Chunk(region, file, *places[part_key(name, region)])) for name, region in plan.parts[rank]]
+    return chunks, position
 
 
 def _pair(record: PartRecord) -> JsonValue:

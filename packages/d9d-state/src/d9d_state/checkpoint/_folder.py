@@ -11,6 +11,7 @@ from d9d_state.checkpoint.retention import Retention
 from d9d_state.errors import ProcessLimitError, StateError, describe
 from d9d_state.folder_lock import LOCK_NAME
 
+RUN_ID_NAME = "run_id"  # file with the run's id, beside the checkpoints: tells whose steps the local tiers hold
 _LOGGER = logging.getLogger("d9d.state")
 
 
@@ -18,7 +19,7 @@ def newest_first(folder: Path, *, only_run: str | None, log_level: int = logging
     """Iterate over the complete checkpoints of a folder, newest first; log why other entries are skipped."""
     if not folder.is_dir():
         return
-    paths = [path for path in sorted(folder.iterdir()) if path.name != LOCK_NAME]
+    paths = [path for path in sorted(folder.iterdir()) if path.name not in (LOCK_NAME, RUN_ID_NAME)]
     foreign = [path for path in paths if step_of(path.name) < 0]
     ours = [path for path in paths if step_of(path.name) >= 0]
     for path in [*foreign, *sorted(ours, key=lambda path: step_of(path.name), reverse=True)]:

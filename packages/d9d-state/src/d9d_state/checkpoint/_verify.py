@@ -60,9 +60,12 @@ def share_of(parts: Sequence[FilePart], *, rank: int, num_ranks: int) -> list[Fi
 
 
 def num_threads(ctx: DistributedContext | None) -> int:
-    """Return the number of reader threads of a rank: its share of the node's CPUs, from 1 to 8."""
+    """Return the number of reader threads of a rank, from 2 to 8: two for each CPU of its share of the node's.
+
+    While one thread of a CPU waits for the disk, the other one hashes.
+    """
     ranks_here = 1 if ctx is None else -(-ctx.world_size // ctx.num_nodes)
-    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks_here))
+    return max(2, min(_MAX_THREADS, 2 * (os.cpu_count() or 1) // ranks_here))
 
 
 def damage(folder: Path, parts: Sequence[FilePart], *, threads: int) -> list[str]:

@@ -90,7 +90,11 @@ class Manifest:
 
     def dump(self) -> bytes:
         """Encode the manifest as canonical JSON, including its own digest."""
-        body: dict[str, JsonValue] = {
+        return with_digest(self.body())
+
+    def body(self) -> dict[str, JsonValue]:
+        """Return the manifest as a JSON object, without its digest."""
+        return {
             "format": _FORMAT,
             "version": _VERSION,
             "run_id": self.run_id,
@@ -104,7 +108,6 @@ class Manifest:
                 for name, file in self.files.items()
             },
         }
-        return _with_digest(body)
 
     @property
     def digest(self) -> str:
@@ -131,10 +134,17 @@ class Manifest:
         if body.get("format") == _FORMAT:
             _check_version(body.get("version"))
         body.pop("sha256", None)
-        if body.get("format") != _FORMAT or _with_digest(body) != data:
+        if body.get("format") != _FORMAT or with_digest(body) != data:
             raise ValueError("its content does not match its digest.")
+        manifest = cls.of_body(body)
+        manifest.check()
+        return manifest
+
+    @classmethod
+    def of_body(cls, body: dict[str, JsonValue]) -> Self:
+        """Parse `body`, without `check`; raise `ValueError`, `TypeError` or `KeyError` if it is malformed."""
         _keys(body, "format", "version", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
-        manifest = cls(
+        return cls(
             run_id=_text(body["run_id"]),
             step=_count(body["step"]),
             metric=_metric(body["metric"]),
@@ -143,10 +153,8 @@ class Manifest:
             tensors={name: _parse_tensor(record) for name, record in as_object(body["tensors"]).items()},
             files={name: _parse_file(record) for name, record in as_object(body["files"]).items()},
         )
-        manifest._check()
-        return manifest
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise `ValueError` unless the chunks cover every tensor exactly, and heads and chunks every file."""
         if len(self.files) != 1 + 2 * self.num_ranks:
             raise ValueError(
@@ -182,7 +190,8 @@ def tensors_name(rank: int) -> str:
     return f"tensors-{rank:05d}.safetensors"
 
 
-def _with_digest(body: Mapping[str, JsonValue]) -> bytes:
+def with_digest(body: Mapping[str, JsonValue]) -> bytes:
+    """Encode a JSON object as canonical JSON, with the SHA-256 of its encoding as another key."""
     digest = hashlib.sha256(dump_json(body)).hexdigest()
     return dump_json({**body, "sha256": digest}) + b"\n"
 

@@ -1,6 +1,8 @@
 """Collective choice of the newest undamaged checkpoint: if one rank finds damage, all ranks skip the checkpoint."""
 
 import logging
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +84,9 @@ def _open(
     except ProcessLimitError as error:
         limited = str(error)
     except StateError as error:
-        problem = f"it is not the checkpoint that the main process sees: {error}"
+        is_missing = not os.path.lexists(path)
+        reason = f"{socket.gethostname()} does not have it." if is_missing else str(error)
+        problem = f"it is not the checkpoint that the main process sees: {reason}"
     agree(limited, error=StateError, alone=ctx is None)
     digests = gather_json(digest, alone=ctx is None)
     if not problem and digest != digests[0]:

@@ -1,9 +1,9 @@
-"""Folder of a run's checkpoints: save, load, find the newest undamaged one, delete old ones, lock."""
+"""Checkpoints of a run: save, load, find the newest undamaged one in folder and local tiers, delete old ones, lock."""
 
 import logging
 import math
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
@@ -11,14 +11,17 @@ from typing import Self, final
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
-from d9d_state._ranks import is_main, num_ranks
+from d9d_state import _files
+from d9d_state._ranks import is_main, mesh_shape, num_ranks
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
-from d9d_state.checkpoint._folder import delete_old, discard_partials, move_aside, newest_first
+from d9d_state.checkpoint._folder import RUN_ID_NAME, delete_old, discard_partials, move_aside, newest_first
 from d9d_state.checkpoint._load import load_tensors, mismatches
 from d9d_state.checkpoint._staging import Staging
+from d9d_state.checkpoint._tier_search import TierStep
 from d9d_state.checkpoint._verify import num_threads
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete, step_of
+from d9d_state.checkpoint.local_tier import LocalTier
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
@@ -38,6 +41,7 @@ class CheckpointStore:
 
     Attributes:
         folder: Folder of the checkpoints. It is created by the first save or lock.
+        tiers: Local tiers, fastest first.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class CheckpointStore:
         keep_last: int | None = None,
         retention: Retention | None = None,
         run_id: str | None = None,
+        tiers: Sequence[LocalTier] = (),
     ) -> None:
         """Create the store without accessing the folder.
 
@@ -56,6 +61,7 @@ class CheckpointStore:
             retention: Retention policy with more rules. If it and `keep_last` are `None`, all checkpoints are kept.
             run_id: Id of the run. Checkpoints of other runs are skipped and never deleted. `None` accepts checkpoints
                 of any run, and saves under the run id of the newest one, or under a new id.
+            tiers: Local tiers for `save_local`, fastest first. `newest` and `load` use them too.
 
         Raises:
             UserError: If `keep_last` is less than 1, or both `keep_last` and `retention` are given.
@@ -70,6 +76,8 @@ class CheckpointStore:
         self._run_id = run_id
         self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
         self._damaged: set[Path] = set()
+        self.tiers = tuple(tiers)
+        self._tier_run_id: str | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +108,8 @@ class CheckpointStore:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
 
         All digests are verified, distributed over the ranks and their threads. If one rank finds damage, or does not
-        see the main process's checkpoint, all ranks skip to the next older one and log the reason.
+        see the main process's checkpoint, all ranks skip to the next older one and log the reason. A step of a local
+        tier counts if every part, or a replica of it, is on a host of the job; the parts may be on different hosts.
 
         Args:
             ctx: Distributed context: collective, and all ranks get the same checkpoint. `None` searches in this process
@@ -112,10 +121,18 @@ class CheckpointStore:
                 process limit prevents opening files.
         """
         self.wait()
-        candidates = (
-            newest_first(self.folder, only_run=self._only_run, log_level=logging.WARNING) if is_main(ctx) else iter(())
-        )
-        return newest_sound(self.folder, candidates, ctx, verify=verify, damaged=self._damaged)
+        local = self._local_steps(ctx)
+        ceiling: float = math.inf
+        while True:
+            tier, found = local.pop(0) if local else (None, None)
+            floor = -1 if found is None else found.step
+            candidates = self._between(floor, ceiling) if is_main(ctx) else iter(())
+            info = newest_sound(self.folder, candidates, ctx, verify=verify, damaged=self._damaged)
+            if info is None and tier is not None and found is not None:
+                info = tier.open(found, ctx)
+            if info is not None or tier is None:
+                return info
+            ceiling = floor
 
     def check_new(self, ctx: DistributedContext | None = None) -> None:
         """Check that the folder holds no checkpoints before a run starts from scratch. Collective.
@@ -222,13 +239,43 @@ class CheckpointStore:
 
         self._background.start(f"saving {job.folder}", work)
 
+    def save_local(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        state: JsonValue = None,
+        rank_state: JsonValue = None,
+        ctx: DistributedContext | None = None,
+    ) -> None:
+        """Save to the local tiers that are due at this step, in the background. Collective.
+
+        Arguments and errors are those of `save_async`. A tier keeps one step: it is replaced when the new one is
+        complete on all hosts. Each tier waits only for its own previous save.
+
+        Raises:
+            UserError: If the job has too few hosts for the replicas of a tier.
+        """
+        due = [tier for tier in self.tiers if step % tier.every == 0]
+        run_id = self._shared_run_id(ctx) if due else ""
+        for tier in due:
+            tier.save(step, tensors, run_id=run_id, state=state, rank_state=rank_state, ctx=ctx)
+
+    def clear_tiers(self, ctx: DistributedContext | None = None) -> None:
+        """Delete the local tiers on every host, when the run is complete. Collective."""
+        for tier in self.tiers:
+            tier.clear(ctx)
+
     def raise_if_failed(self) -> None:
         """Raise the `StateError` of a failed background save, once. Local and cheap: call it every step."""
-        self._background.raise_if_failed()
+        for each in (self._background, *self.tiers):
+            each.raise_if_failed()
 
     def wait(self) -> None:
-        """Wait for the background save; raise its `StateError` if it was not raised yet."""
-        self._background.wait()
+        """Wait for the background saves; raise the `StateError` of the first one that was not raised yet."""
+        for each in (self._background, *self.tiers):
+            each.join()
+        self.raise_if_failed()
 
     def close(self) -> None:
         """Wait for the background save; same as `wait`. The store stays usable."""
@@ -252,6 +299,9 @@ class CheckpointStore:
         """
         num_ranks(ctx)
         agree(mismatches(info, tensors), error=StateError, alone=ctx is None)
+        for tier in self.tiers:
+            if tier.has_open(info):
+                tier.fetch(tensors, ctx)
         # Verification is collective: if one rank's handle is unverified, all ranks verify.
         if not all(gather_json(info.is_verified, alone=ctx is None)):
             problems = verify_together(info, ctx)
@@ -263,6 +313,8 @@ class CheckpointStore:
         except (OSError, ValueError, StateError) as error:
             problem = f"{info.folder} could not be read: {describe(error)}"
         agree(problem, error=StateError, alone=ctx is None)
+        for tier in self.tiers:
+            tier.on_loaded(info)
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
@@ -277,7 +329,8 @@ class CheckpointStore:
                 yield
             finally:
                 try:
-                    self._background.join()
+                    for each in (self._background, *self.tiers):
+                        each.join()
                 finally:
                     if self._background.is_busy:  # the wait was interrupted; the interpreter waits at exit
                         lock.keep()
@@ -320,7 +373,7 @@ class CheckpointStore:
             _LOGGER.warning("the metric of step %d is %s; the checkpoint is saved without a metric", step, metric)
             metric = None
         metric = None if metric is None else float(metric)
-        return SaveJob(folder, run_id, step, metric, _mesh_shape(ctx), plan, *texts, ctx)
+        return SaveJob(folder, run_id, step, metric, mesh_shape(ctx), plan, *texts, ctx)
 
     def _clear_path(self, folder: Path, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective."""
@@ -343,15 +396,52 @@ class CheckpointStore:
         if is_main(job.ctx) and self._retention.last is not None:
             delete_old(self.folder, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
 
+    def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:
+        """Iterate over the complete checkpoints with steps above `floor` and up to `ceiling`, newest first."""
+        found = newest_first(self.folder, only_run=self._only_run, log_level=logging.WARNING)
+        return (info for info in found if floor < info.step <= ceiling)
+
+    def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
+        """Return the complete steps of the local tiers, newest first, of equal steps the fastest tier's. Collective."""
+        run_id, problem = None, None
+        if not self.tiers:
+            return []
+        try:
+            run_id = self._known_run_id() if is_main(ctx) else None
+        except (OSError, StateError) as error:
+            problem = f"{self.folder} cannot be read: {describe(error)}"
+        agree(problem, error=StateError, alone=ctx is None)
+        run_id = gather_json(run_id, alone=ctx is None)[0]
+        found = [(tier, step) for tier in self.tiers for step in (tier.steps(run_id, ctx) if run_id else ())]
+        return sorted(found, key=lambda pair: -pair[1].step)
+
     def _current_run_id(self) -> str:
         if self._run_id is None:
-            newest = next(newest_first(self.folder, only_run=self._only_run), None)
-            self._run_id = uuid.uuid4().hex if newest is None else newest.run_id
+            self._run_id = self._known_run_id() or uuid.uuid4().hex
         return self._run_id
 
+    def _known_run_id(self) -> str | None:
+        """Return the id of the run whose checkpoints, or steps in local tiers, this store continues."""
+        path = self.folder / RUN_ID_NAME
+        newest = next(newest_first(self.folder, only_run=self._only_run), None)
+        if newest is not None or self._only_run is not None:
+            return self._only_run if newest is None else newest.run_id
+        return path.read_text() if path.is_file() else None
 
-def _mesh_shape(ctx: DistributedContext | None) -> dict[str, int]:
-    if ctx is None:
-        return {}
-    mesh = ctx.mesh_for("regular")
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    def _shared_run_id(self, ctx: DistributedContext | None) -> str:
+        """Return the main process's run id, which it writes beside the checkpoints. Collective on the first call.
+
+        Steps in local tiers are used only with this file: if a user deletes the folder to start again, they are not.
+        """
+        if self._tier_run_id is None:
+            run_id, problem = "", None
+            try:
+                if is_main(ctx):
+                    run_id = self._current_run_id()
+                    _files.make_folder(self.folder)
+                    _files.replace_file(self.folder / RUN_ID_NAME, run_id.encode())
+            except (OSError, StateError) as error:
+                problem = f"{self.folder} could not be written: {describe(error)}"
+            agree(problem, error=StateError, alone=ctx is None)
+            self._tier_run_id = str(gather_json(run_id, alone=ctx is None)[0])
+        return self._tier_run_id

@@ -1,0 +1,46 @@
+"""Jobs of ranks on several hosts that are not those of one machine."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hosts.forked_hosts import Place
+from hosts.hosts import PORT
+
+from faulty_jobs import trains  # isort: skip - its folder is added to the path by `forked_hosts`
+
+
+def stays_away(place: Place, culprit: int, **sections: Any) -> None:
+    """Run a job to which one rank does not come."""
+    if place.rank != culprit:
+        trains(place, "nothing", culprit, **sections)
+    while len(list(place.folder.glob("errors-*"))) < 3:
+        time.sleep(0.01)
+
+
+def agent(place: Place, fault: str, culprit: int, **sections: Any) -> None:
+    """Run torchrun's agent of a host, for two or three hosts with one rank each, which are forked."""
+    launch = LaunchConfig(
+        min_nodes=2,
+        max_nodes=3,
+        nproc_per_node=1,
+        run_id="job",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"host0:{PORT}",
+        rdzv_configs={"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "read_timeout": 5},
+        max_restarts=2,
+        monitor_interval=0.05,
+        start_method="fork",
+    )
+    elastic_launch(launch, _life)(str(place.folder), fault, culprit, sections)
+
+
+def _life(folder: str, fault: str, culprit: int, sections: dict[str, Any]) -> None:
+    """Run a rank between two restarts; only the first one has the fault."""
+    place = Place(Path(folder), int(os.environ["RANK"]))
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not (place.folder / "fault").exists()
+    trains(place, fault if is_first else "nothing", culprit, **sections)
+    (place.folder / f"finished-{place.rank}-of-{os.environ['WORLD_SIZE']}").touch()

@@ -1,0 +1,108 @@
+"""Rendezvous: every rank connects to the job's store and waits there until all ranks have started.
+
+torch's own wait fails with the number of ranks or with keys of the store. This one names the ranks that are missing.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from d9d_dist.consensus import name_ranks
+from d9d_dist.errors import StartupTimeoutError
+from d9d_dist.failures import leave_store
+from d9d_dist.launch import Launch
+from d9d_dist.peers import hosts_of, publish_self
+
+_ALL = "all"
+_NUM_ARRIVED, _START = "d9d/num_arrived", "d9d/start"  # the value of the latter is `_ALL`, or the error
+
+
+def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Return the launcher's store, with a key prefix that is unique to this context.
+
+    Without the prefix, a second context of the process would read keys of the first, such as addresses of peers.
+    Raises `StartupTimeoutError` if the store is unreachable.
+    """
+    place = store_place(launch)
+    try:
+        store = _host_store(launch, timeout) if hosts_store(launch) else _connect(launch, timeout)
+    except dist.DistNetworkError as error:
+        seconds = timeout.total_seconds()
+        raise StartupTimeoutError(
+            f"rank {launch.rank} on {socket.gethostname()} did not reach the job's store within {seconds:g} s. {place} "
+            "hosts it: that process was not started, or the network between the two hosts is cut. Check MASTER_ADDR "
+            f"and MASTER_PORT. ({str(error).splitlines()[0]})"
+        ) from None
+    store.set_timeout(timeout)
+    num_contexts = store.add(f"d9d/num_contexts/{launch.rank}", 1)
+    return dist.PrefixStore(f"d9d/context_{num_contexts}", store)
+
+
+def wait_for_ranks(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+    """Wait until all ranks have called this. Raises `StartupTimeoutError` on every rank that waits if one is missing.
+
+    Two requests to the store per rank.
+    """
+    publish_self(store, launch.rank)
+    if store.add(_NUM_ARRIVED, 1) == launch.world_size:
+        store.compare_set(_START, "", _ALL)
+    try:
+        store.wait([_START], timeout)
+    except dist.DistStoreError:
+        store.compare_set(_START, "", _describe_missing(store, launch, timeout))
+    if (problem := store.get(_START).decode(errors="replace")) != _ALL:
+        leave_store(store, world_size=store.add(_NUM_ARRIVED, 0), is_host=hosts_store(launch))
+        raise StartupTimeoutError(problem)
+
+
+def hosts_store(launch: Launch) -> bool:
+    """Return True if this process hosts the job's store: rank 0, unless torchrun's agent does."""
+    return launch.rank == 0 and not _has_agent_store()
+
+
+def store_place(launch: Launch) -> str:
+    """Return the location of the job's store for messages, e.g. "rank 0 on node0:29500"."""
+    if not launch.has_launcher:
+        return "this process"
+    process = "torchrun" if _has_agent_store() else "rank 0"
+    return f"{process} on {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _host_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Host the store, without torch's wait for the other ranks."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    options: dict[str, Any] = {"timeout": timeout, "multi_tenant": True, "wait_for_workers": False}
+    return dist.TCPStore(address, port, launch.world_size, is_master=True, **options)
+
+
+def _connect(launch: Launch, timeout: timedelta) -> dist.Store:
+    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    return store
+
+
+def _describe_missing(store: dist.Store, launch: Launch, timeout: timedelta) -> str:
+    arrived = [rank for rank in range(launch.world_size) if store.check([f"d9d/peer/{rank}"])]
+    missing = [rank for rank in range(launch.world_size) if rank not in arrived]
+    nodes = sorted({rank // launch.local_world_size for rank in missing})
+    hosts = {
+        rank // launch.local_world_size: host for rank, host in zip(arrived, hosts_of(store, arrived), strict=True)
+    }
+    where = _join([f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes])
+    return (
+        f"{name_ranks(missing)} of {where} did not start within {timeout.total_seconds():g} s; the other "
+        f"{len(arrived)} ranks waited on {_join(sorted(set(hosts.values())))}. Check whether all nodes started their "
+        f"ranks, and whether they reach the job's store, which {store_place(launch)} hosts."
+    )
+
+
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")

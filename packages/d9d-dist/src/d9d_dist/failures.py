@@ -1,0 +1,143 @@
+"""Failure reports: a failing rank publishes its error in the store and exits without waiting for other ranks.
+
+A collective usually fails because another rank failed. A rank whose collective failed therefore looks for the cause
+before it publishes. The cause is the error of another rank, or a process on this machine that exited or is stopped.
+
+The first report wins, in the order of the store: clocks of hosts may differ. A rank that hosts the store keeps it until
+all ranks have read the report, because the store ends with its process.
+"""
+
+import threading
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from d9d_dist.peers import peers_here
+
+FIRST_FAILURE = "d9d/first_failure"
+"""Store key with the first failure: the rank, a line break and the error message."""
+
+_NUM_READ = "d9d/num_failure_read"  # number of ranks that need the store no more; ended ranks are included
+_LONGEST = 500  # characters; longer messages are truncated
+_CAUSE_SECONDS = 1.0  # time limit for finding the cause of a failed collective
+_STORE_SECONDS = 5.0  # time limit for all requests of a report, and for keeping the store
+_POLL_SECONDS = 0.02
+# Part of the source path in gloo's error messages. Gloo raises plain RuntimeErrors, NCCL raises DistErrors.
+_GLOO = "/gloo/"
+
+
+def report_failure(error: BaseException, *, rank: int, world_size: int, store_place: str) -> None:
+    """Publish the error of this rank. If another rank failed first, add that rank's error to the notes of `error`.
+
+    Does not wait for other ranks, but searches for the cause of a failed collective for up to one second.
+
+    Args:
+        error: Exception that ends this rank.
+        rank: This rank.
+        world_size: Number of ranks.
+        store_place: Location of the store for messages, as in `DistributedContext.store_place`.
+    """
+    reached = threading.Event()
+
+    def report() -> None:
+        with suppress(RuntimeError, ValueError):
+            _report(dist.distributed_c10d._get_default_store(), error, rank, world_size)
+            reached.set()
+
+    # In a thread, because a request to a host that is cut off has no time limit.
+    thread = threading.Thread(target=report, name="d9d-failure-report", daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    if not reached.is_set() and is_victim(error):
+        error.add_note(describe_lost_store(store_place))
+
+
+def publish_failure(store: dist.Store, rank: int, text: str, *, num_ended: int = 0) -> tuple[int, str]:
+    """Publish a failure unless there is one; return rank and text of the first.
+
+    `num_ended` is the number of ranks that have ended without a report, and so will not read this one.
+    """
+    mine = f"{rank}\n{text}"
+    first = store.compare_set(FIRST_FAILURE, "", mine).decode(errors="replace")
+    if num_ended and first == mine:
+        store.add(_NUM_READ, num_ended)
+    return _parse(first)
+
+
+def first_failure(store: dist.Store) -> tuple[int, str] | None:
+    """Return rank and text of the first failure, or `None`."""
+    return _parse(store.get(FIRST_FAILURE).decode(errors="replace")) if store.check([FIRST_FAILURE]) else None
+
+
+def describe(error: BaseException) -> str:
+    """Return type and message of an error for the other ranks."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST]
+
+
+def describe_lost_store(place: str) -> str:
+    """Return a message for a store that does not answer."""
+    return (
+        f"The job's store, which {place} hosts, does not answer: that process was killed or is stopped, its host is "
+        "down, or the network between the hosts is cut."
+    )
+
+
+def leave_store(store: dist.Store, *, world_size: int, is_host: bool) -> None:
+    """Mark that this rank needs the store no more. A rank that hosts it waits for the others, for up to 5 seconds."""
+    with suppress(RuntimeError, ValueError):
+        num_read = store.add(_NUM_READ, 1)
+        deadline = time.monotonic() + _STORE_SECONDS
+        while is_host and num_read < world_size and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            num_read = store.add(_NUM_READ, 0)
+
+
+def is_victim(error: BaseException) -> bool:
+    """Return True for an error of a collective: it reports a broken connection, but not why the peer failed."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
+
+
+def abort_process_groups() -> None:
+    """Destroy all process groups of this process without waiting for pending collectives."""
+    try:
+        abort = dist.distributed_c10d._abort_process_group
+    except AttributeError:  # a private function, which torch may remove
+        dist.destroy_process_group()
+    else:
+        abort()
+
+
+def _report(store: dist.Store, error: BaseException, rank: int, world_size: int) -> None:
+    text = describe(error)
+    if not is_victim(error):
+        first = publish_failure(store, rank, text)
+    elif (found := _cause(store, rank, world_size)) is not None:
+        first = found
+    else:
+        error.add_note(
+            "This rank lost its connection to another rank, which did not report an error: it was killed, or its host "
+            "is down or cut off from the network."
+        )
+        return
+    if first[0] != rank and first[1] != text:
+        error.add_note(f"Rank {first[0]} failed before this rank: {first[1]}")
+
+
+def _cause(store: dist.Store, rank: int, world_size: int) -> tuple[int, str] | None:
+    """Return the published error of another rank, or publish a local process that does not run; else `None`."""
+    others = peers_here(store, (other for other in range(world_size) if other != rank))
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    while time.monotonic() < deadline:
+        if (first := first_failure(store)) is not None:
+            return first
+        for peer in others:
+            if (state := peer.state()) != "runs":
+                return publish_failure(store, peer.rank, f"its {peer.describe()} {state}.", num_ended=1)
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _parse(failure: str) -> tuple[int, str]:
+    rank, _, text = failure.partition("\n")
+    return int(rank), text

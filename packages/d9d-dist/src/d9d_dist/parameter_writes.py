@@ -1,0 +1,124 @@
+"""Detection of parameter writes in forward, which sharding would lose: each forward gathers the parameters again."""
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d9d_dist.errors import UserError
+from d9d_dist.late_init import canonical_name
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextmanager
+def refuse_writes(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Raise `UserError` after the body if it replaced or wrote to one of a module's parameters, by whatever name.
+
+    For a forward on fake tensors: operators that write are found even if they leave the values as they are.
+    """
+    before = {name: (each, each.untyped_storage()) for name, each in parameters.items()}
+    with _Writes() as writes:
+        yield
+    now = dict(module.named_parameters(remove_duplicate=False))
+    _raise_if_any(
+        name
+        for name, (each, storage) in before.items()
+        if now.get(name) is not each
+        or each.untyped_storage()._cdata != storage._cdata
+        or storage._cdata in writes.storages
+    )
+
+
+def refuse_writes_in_first_forward(module: nn.Module) -> None:
+    """Make the first forward raise `UserError` if it changes parameters: FSDP would lose the writes.
+
+    Call it before `fully_shard`: the check must run after the hooks of tensor parallelism restore the parameters and
+    before FSDP frees them. It compares checksums, because writes by `.data` do not change version counters.
+    """
+    before: dict[str, tuple[torch.Tensor, tuple[int, int], torch.Tensor | None]] = {}
+
+    def note(_module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # Traced tensors have no version counters.
+        for name, each in _gathered(module):
+            has_values = not (each.is_meta or isinstance(each, FakeTensor))
+            before[name] = each, _state(each), _checksum(each) if has_values else None
+
+    def compare(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for handle in handles:
+            handle.remove()
+        now = dict(_gathered(module))
+        names = [
+            name for name, (each, state, _) in before.items() if now.get(name) is not each or _state(each) != state
+        ]
+        pairs = {
+            name: torch.stack([total, _checksum(each)])
+            for name, (each, _, total) in before.items()
+            if name not in names and total is not None
+        }
+        if pairs:  # one wait of the host for all parameters
+            found = torch.stack(list(pairs.values())).tolist()
+            names += [name for name, (first, second) in zip(pairs, found, strict=True) if first != second]
+        before.clear()
+        _raise_if_any(names)
+
+    handles = [
+        module.register_forward_pre_hook(note),
+        module.register_forward_hook(compare),
+    ]
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments that an operator writes to, by its schema."""
+    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+@final
+class _Writes(TorchDispatchMode):
+    """Dispatch mode that records the storages to which operators write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.storages |= {each.untyped_storage()._cdata for each in written_tensors(func, args, kwargs or {})}
+        return func(*args, **(kwargs or {}))
+
+
+def _raise_if_any(names: Iterable[str]) -> None:
+    if found := [*map(canonical_name, names)]:
+        raise UserError(
+            f"forward replaces or writes to {', '.join(found)}, for example by .to(dtype) or under no_grad; "
+            "expected only reads, because each forward gathers the sharded parameters again. Set the parameters' "
+            "dtype in build, or compute a new tensor from them."
+        )
+
+
+def _gathered(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, each) for name, each in module.named_parameters() if not isinstance(each, DTensor)]
+
+
+def _state(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version
+
+
+def _checksum(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bit patterns of all elements, 0-dim int64."""
+    values = parameter.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_BITS[values.element_size()]).sum(dtype=torch.int64)

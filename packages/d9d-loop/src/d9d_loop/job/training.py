@@ -1,0 +1,83 @@
+"""Start and end of a planned training job: rehearsal, process group, lock of the run folder, messages of a failure."""
+
+import json
+from collections.abc import Callable
+
+from d9d_dist import DistributedContext, UserError, agree
+from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.event_bus import Events
+from d9d_loop.events import ConfigReady, Failed, TrainResult
+from d9d_loop.job.job import build_job, evaluate_job, run_job
+from d9d_loop.job.job_check import checkpoint_folder
+from d9d_loop.job.job_parts import Job
+from d9d_loop.job.local_tiers import local_tiers
+from d9d_loop.job.plan import JobPlan
+from d9d_loop.job.rehearsal import rehearse
+from d9d_loop.resilience import Stopped, check_health
+from d9d_state import CheckpointStore
+
+
+def train(plan: JobPlan, *, plan_with: Callable[..., JobPlan], events: Events) -> TrainResult:
+    """Run a planned job to its last step; see `Trainer.train`.
+
+    Args:
+        plan: Plan of the job.
+        plan_with: Plans the job with another mesh and batch, for the warning about a job that is too large.
+        events: Event bus of the job.
+    """
+    from d9d_loop.job.plan_warning import warn_if_too_large  # noqa: PLC0415 - imports Triton through torch
+
+    warn_if_too_large(plan, plan_with)
+    if plan.config.rehearsal:
+        rehearse(plan)
+    timeouts = plan.config.resilience.timeouts.timeouts
+    precision = plan.config.precision
+    with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
+        result = _train(plan, ctx, events)
+    if isinstance(result, Stopped):
+        # Raised outside the context, which would report the exception to the other ranks as a failure.
+        raise result
+    return result
+
+
+def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResult | Stopped:
+    config, job = plan.config, None
+    try:
+        same = {"the configuration": plan.resolved, "the training data": plan.stream.identity()}
+        agree(same={name: json.dumps(value, sort_keys=True) for name, value in same.items()})
+        health = check_health(config.resilience.health, ctx=ctx)
+        if health is not None and health.slow and ctx.is_main_process:
+            print(health)
+        events.emit(ConfigReady(0, plan.resolved, ctx))
+        tiers = local_tiers(config)
+        store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention, tiers=tiers)
+        # On any exit, the store finishes a pending save before the folder is unlocked.
+        with store.locked(ctx), store:
+            job = build_job(plan, store=store, ctx=ctx, events=events)
+            if plan.changes and ctx.is_main_process:
+                print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
+            return evaluate_job(job) if config.evaluation.only else run_job(job)
+    except BaseException as error:
+        if isinstance(error, UserError):
+            # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
+            error.add_note(f"on rank {ctx.rank}")
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(_what_is_saved(config))
+        _report_failure(error, job, events)
+        raise
+
+
+def _report_failure(error: BaseException, job: Job | None, events: Events) -> None:
+    """Emit `Failed`. An error of an event handler becomes a note of the first error."""
+    try:
+        events.emit(Failed(0 if job is None else job.record.step, error))
+    except Exception as another:
+        error.add_note(f"in addition, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
+
+
+def _what_is_saved(config: TrainerConfig) -> str:
+    """Describe the newest checkpoint for a message, as the command would resume from it."""
+    found = CheckpointStore(checkpoint_folder(config)).complete()
+    if not found:
+        return f"No checkpoint is saved in {config.run.dir}; the same command starts again."
+    return f"The newest checkpoint is that of step {found[0].step}; the same command resumes from it."

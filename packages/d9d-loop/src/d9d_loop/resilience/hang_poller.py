@@ -1,0 +1,223 @@
+"""Communication of a rank's watchdog with the other ranks, through the job's store.
+
+Three keys of the store describe what happened. The first failure names a rank that raised, or whose process is gone.
+An alarm names a rank that made no progress. A roll call is started by a rank whose connection to another one broke,
+if no rank has reported a failure: the ranks that do not answer it are lost.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import final
+
+from d9d_dist import DistributedContext
+from d9d_dist.consensus import name_ranks
+from d9d_dist.failures import describe_lost_store, is_victim
+from d9d_dist.peers import Peer
+from d9d_dist.side_channel import SideChannel
+from d9d_loop.resilience.hang_report import describe_hang
+from d9d_loop.resilience.rank_place import RankPlace
+
+_INTERVAL = 0.25  # polling interval in seconds
+_ANSWER_INTERVALS = 3.2  # polling intervals to wait for the locations of other ranks
+_READ_INTERVALS = 5.0  # polling intervals to wait for the report of the rank that raised the alarm
+_REPORT_INTERVALS = 6.0  # polling intervals in which the poller gets the report of an alarm
+_ROLL_INTERVALS = 8.0  # polling intervals to wait for answers to a roll call; an answer takes one on an idle machine
+_ALARM, _ROLL_CALL = "alarm", "roll_call"  # keys, whose values are the rank that raised or called first
+_LARGE_WORLD_SIZE = 1024  # number of ranks above which each rank polls the store less often
+
+
+@final
+class HangPoller:
+    """Communication with the other ranks, in its own thread, which may block on the store.
+
+    Attributes:
+        alarm: Set by this rank's watcher when there was no progress for the timeout.
+        lost: Description of a rank that failed or whose process died, or `None`.
+        text: Report of an alarm of any rank, valid after `wait_for_report`.
+        interval: Polling interval in seconds.
+
+    Args:
+        ctx: Distributed context of several ranks.
+        place: Returns the location of this rank's main thread.
+        stuck_seconds: Returns the time since this rank's last progress, in seconds.
+    """
+
+    def __init__(
+        self, ctx: DistributedContext, *, place: Callable[[], RankPlace], stuck_seconds: Callable[[], float]
+    ) -> None:
+        self.alarm, self._report = threading.Event(), threading.Event()
+        self.text = ""
+        self.lost: str | None = None
+        self._rank, self._ranks = ctx.rank, range(ctx.world_size)
+        self._place, self._stuck_seconds = place, stuck_seconds
+        self._store_place = ctx.store_place
+        self._channel = SideChannel(ctx, name="watchdog")
+        self.interval = _INTERVAL * max(1.0, ctx.world_size / _LARGE_WORLD_SIZE)
+        self._end = threading.Event()
+        self._has_answered = False
+        self._local_peers: list[Peer] = []
+        self._thread = threading.Thread(target=self._poll, name="d9d-hang-poller", daemon=True)
+
+    def hang(self) -> str | None:
+        """Return the report of a hang, or `None`. Waiting for a lost rank does not count as a hang."""
+        return self.text if self._report.is_set() and self.lost is None else None
+
+    def wait_for_report(self) -> bool:
+        """Wait for the report of an alarm for a limited time; return True if `text` has it."""
+        return self._report.wait(_REPORT_INTERVALS * self.interval)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._local_peers = self._channel.peers_here()
+        self._thread.start()
+
+    def leave(self, *, has_finished: bool) -> None:
+        """Stop the thread; if `has_finished`, mark this rank as finished for the other ranks."""
+        self._end.set()
+        self._thread.join(_REPORT_INTERVALS * self.interval)
+        if has_finished and not self._thread.is_alive():
+            try:
+                self._channel.write(f"left/{self._rank}", "")
+            except RuntimeError:  # rank 0 holds the store and may have exited already
+                return
+
+    def leave_store(self) -> None:
+        """Mark that this process, which is about to exit, needs the store no more; see `SideChannel.leave`."""
+        _within(self._channel.leave, seconds=2 * _REPORT_INTERVALS * self.interval)
+
+    def explain(self, error: BaseException) -> None:
+        """Find the lost rank if the error of this rank is a broken connection, and publish it for all ranks.
+
+        Other errors are published when the context is left: earlier, the other ranks would exit while this one still
+        finishes a save with them.
+        """
+        do = self._call_roll if is_victim(error) else self._answer
+        _within(do, seconds=2 * _ROLL_INTERVALS * self.interval)
+
+    def _poll(self) -> None:
+        while not self.alarm.wait(self.interval) and not self._end.is_set():
+            try:
+                self._check_for_lost_ranks()
+                if self._channel.has(_ROLL_CALL):
+                    self._answer()
+                if self._channel.has(_ALARM):
+                    break
+            except RuntimeError:
+                # The store is unavailable; the process that holds it may have exited because of a lost rank.
+                if self.lost is None and (dead := self._dead_peers()):
+                    self.lost = f"rank {dead[0].rank} failed: {_describe_dead(dead[0])}"
+        if self._end.is_set():
+            return
+        try:
+            self._exchange_places()
+        except RuntimeError:  # the store is unavailable
+            self.text = self.describe_unresponsive_store()
+        self._report.set()
+
+    def describe_unresponsive_store(self) -> str:
+        """Return a report for an unresponsive store, from the processes of this machine. No collectives, no network."""
+        lines = [f"no progress for {self._stuck_seconds():.1f} s. {describe_lost_store(self._store_place)}"]
+        states = [(peer, peer.state()) for peer in self._local_peers]
+        lines += [f"Rank {peer.rank} is missing: its {peer.describe()} {now}." for peer, now in states if now != "runs"]
+        return "\n".join([*lines, f"This rank is {self._place().describe()}."])
+
+    def _check_for_lost_ranks(self) -> None:
+        """Set `lost` if a rank failed, or if its process died before it was marked as finished.
+
+        The rank that finds a dead process on its own machine publishes it as a failure, unless there is one already.
+        """
+        failure = self._channel.first_failure()
+        if failure is None:
+            left = [peer for peer in self._dead_peers() if not self._channel.has(f"left/{peer.rank}")]
+            if not left:
+                return
+            self._channel.publish_failure(left[0].rank, _describe_dead(left[0]), num_ended=1)
+            failure = self._channel.first_failure()
+        if failure is not None and failure[0] != self._rank:
+            self.lost = f"rank {failure[0]} failed: {failure[1]}"
+
+    def _dead_peers(self) -> list[Peer]:
+        return [peer for peer in self._local_peers if peer.state() == "is gone"]
+
+    def _answer(self) -> None:
+        """Answer a roll call, once."""
+        if not self._has_answered:
+            self._channel.write(f"present/{self._rank}", "")
+            self._has_answered = True
+
+    def _call_roll(self) -> None:
+        """Find the ranks that do not answer, and publish them as the first failure, unless there is one."""
+        caller = self._channel.write_first(_ROLL_CALL, str(self._rank))
+        self._answer()
+        keys = [f"present/{rank}" for rank in self._ranks] if caller == str(self._rank) else ["never"]
+        self._wait_for(*keys, intervals=_ROLL_INTERVALS, also=lambda: self._channel.first_failure() is not None)
+        if caller != str(self._rank) or self._channel.first_failure() is not None:
+            return
+        silent = [rank for rank in self._ranks if not self._channel.has(f"present/{rank}")]
+        silent = [rank for rank in silent if not self._channel.has(f"left/{rank}")]
+        if silent:
+            hosts = ", ".join(sorted(set(self._channel.hosts_of(silent))))
+            who = f"its process on {hosts} does" if not silent[1:] else f"{name_ranks(silent)} on {hosts} do"
+            text = f"{who} not answer: killed, or the host is down or cut off from the network."
+            self._channel.publish_failure(silent[0], text, num_ended=len(silent))
+
+    def _exchange_places(self) -> None:
+        """Publish this rank's location, then write the report if this rank raised the alarm first, else read it.
+
+        If a rank is lost, set `lost` and return without a report: the other ranks wait for it, which is not a hang.
+        """
+        seconds = self._stuck_seconds()
+        self._channel.write(f"place/{self._rank}", json.dumps(asdict(self._place())))
+        alarm = self._channel.write_first(_ALARM, str(self._rank))
+        self._check_for_lost_ranks()
+        if self.lost is not None:
+            return
+        if alarm == str(self._rank):
+            self._wait_for(*(f"place/{rank}" for rank in self._ranks), intervals=_ANSWER_INTERVALS)
+            self.text = describe_hang(self._places(), seconds=seconds, states=self._states())
+            self._channel.write("report", self.text)
+        else:
+            self._wait_for("report", intervals=_READ_INTERVALS)
+            self.text = self._channel.read("report") or f"rank {alarm} reports no progress."
+
+    def _wait_for(self, *keys: str, intervals: float, also: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all keys have a text or `also` returns True, for a limited time."""
+        deadline = time.monotonic() + intervals * self.interval
+        while not self._channel.has(*keys) and not also() and time.monotonic() < deadline:
+            time.sleep(_INTERVAL / 10)
+
+    def _places(self) -> dict[int, RankPlace | None]:
+        texts = {rank: self._channel.read(f"place/{rank}") for rank in self._ranks}
+        return {rank: None if text is None else RankPlace(**json.loads(text)) for rank, text in texts.items()}
+
+    def _states(self) -> dict[int, str]:
+        """Describe each rank for the report, in case it does not answer."""
+        states = dict(zip(self._ranks, self._channel.hosts_of(self._ranks), strict=True))
+        described = {
+            rank: f"its process is stopped or holds the GIL, or {host} is down or cut off from the network"
+            for rank, host in states.items()
+        }
+        for peer in self._local_peers:
+            state = peer.state()
+            described[peer.rank] = f"its {peer.describe()} {state if state != 'runs' else 'holds the GIL'}"
+        return described
+
+
+def _describe_dead(peer: Peer) -> str:
+    return f"its {peer.describe()} is gone."
+
+
+def _within(do: Callable[[], None], *, seconds: float) -> None:
+    """Run a function that uses the store, for a limited time: a host that is cut off never answers."""
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            do()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -1,0 +1,75 @@
+"""Hosts of a job: sets of ranks that see the same local folder, and the ring of hosts for replicas."""
+
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, final
+
+import torch.distributed as dist
+
+from d9d_dist import DistributedContext, agree, gather_json
+from d9d_state import _files
+from d9d_state.errors import StateError, describe
+
+_TOKEN = re.compile(r"\.rank-(\d+)-([0-9a-f]{32})")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Ranks of each host, in ascending order; hosts are ordered by their first rank."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def find(cls, folder: Path, ctx: DistributedContext | None, group: dist.ProcessGroup | None) -> Self:
+        """Find the ranks that share each host's folder, by a file of each rank. Collective.
+
+        Names of hosts do not tell: containers of one host may have folders of their own. The folder is created.
+
+        Raises:
+            StateError: On every rank, if a rank cannot write to its folder.
+        """
+        if ctx is None or ctx.world_size == 1:
+            _files.make_folder(folder)
+            return cls(((0,),))
+        nonce = str(gather_json(uuid.uuid4().hex, group)[0])
+        token, problem = folder / f".rank-{ctx.rank}-{nonce}", None
+        try:
+            _files.make_folder(folder)
+            _files.write_file(token, [])
+        except OSError as error:
+            problem = f"{folder} is not writable: {describe(error)}"
+        agree(problem, group, error=StateError)
+        matches = [_TOKEN.fullmatch(path.name) for path in folder.iterdir()]
+        seen = sorted(int(match[1]) for match in matches if match is not None and match[2] == nonce)
+        found = sorted(set(map(tuple, gather_json(seen, group))))
+        agree(None, group)  # every rank has listed its folder
+        _files.remove_file(token)
+        return cls(tuple(found))
+
+    def __len__(self) -> int:
+        """Return the number of hosts."""
+        return len(self.ranks)
+
+    def of(self, rank: int) -> int:
+        """Return the host of a rank."""
+        return next(host for host, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def replica_ranks(self, rank: int, replicas: int) -> list[int]:
+        """Return the ranks that keep the replicas of a rank's part: one on each of the next hosts of the ring."""
+        host = self.of(rank)
+        index = self.ranks[host].index(rank)
+        following = [self.ranks[(host + distance) % len(self)] for distance in range(1, replicas + 1)]
+        return [ranks[index % len(ranks)] for ranks in following]
+
+    def spread(self, host: int, item: int) -> int:
+        """Return the rank of a host that does the work of an item, so that items are spread over the ranks."""
+        return self.ranks[host][item % len(self.ranks[host])]
+
+    def replicated(self, rank: int, replicas: int) -> list[int]:
+        """Return the ranks whose replicas a rank keeps."""
+        host = self.of(rank)
+        before = [each for distance in range(1, replicas + 1) for each in self.ranks[(host - distance) % len(self)]]
+        return sorted(each for each in before if rank in self.replica_ranks(each, replicas))

@@ -1,0 +1,83 @@
+"""Record of one rank's part of a checkpoint in a tier: its share of the manifest, written after the data.
+
+A step is complete if the record and the files of every rank are on some host. Nothing else marks it as complete, so
+ranks of a save exchange no digests. `join` computes the manifest from the records.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self, final
+
+from d9d_dist import UserError
+from d9d_state._member import open_member_file
+from d9d_state.checkpoint.manifest import FileRecord, Manifest, TensorRecord, with_digest
+from d9d_state.errors import StateError
+from d9d_state.json_value import as_object, parse_json
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """Record of a rank's part.
+
+    Attributes:
+        save_id: Id of the save, equal on all ranks. A step that was saved again, after a restart, has another id.
+        rank: Rank that wrote the part.
+        share: Manifest with only this rank's chunks and files.
+    """
+
+    save_id: str
+    rank: int
+    share: Manifest
+
+    def dump(self) -> bytes:
+        """Encode the record as canonical JSON, including its own digest."""
+        return with_digest({"save_id": self.save_id, "rank": self.rank, "share": self.share.body()})
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Parse a record; raise `StateError` if it is damaged."""
+        try:
+            body = as_object(parse_json(data))
+            body.pop("sha256", None)
+            if with_digest(body) != data:
+                raise ValueError("its content does not match its digest.")
+            save_id, rank = body["save_id"], body["rank"]
+            if not isinstance(save_id, str) or not isinstance(rank, int):
+                raise TypeError("expected a save id and a rank.")
+            return cls(save_id, rank, Manifest.of_body(as_object(body["share"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"the record is damaged: {error}") from error
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> Self:
+        """Read a record from a folder; raise `StateError` if it is missing or damaged."""
+        try:
+            with open_member_file(folder, name) as file:
+                return cls.parse(file.read())
+        except (UserError, OSError) as error:
+            raise StateError(str(error)) from error
+
+
+def record_name(rank: int) -> str:
+    """Return the name of the file with a rank's record."""
+    return f"record-{rank:05d}.json"
+
+
+def join(records: Iterable[RankRecord]) -> Manifest:
+    """Compute the manifest of a save from the records of all its ranks; raise `StateError` if they do not fit."""
+    shares = [record.share for record in sorted(records, key=lambda record: record.rank)]
+    tensors: dict[str, TensorRecord] = {}
+    files: dict[str, FileRecord] = {}
+    for share in shares:
+        files.update(share.files)
+        for name, record in share.tensors.items():
+            known = tensors.setdefault(name, replace(record, chunks=()))
+            tensors[name] = replace(known, chunks=known.chunks + record.chunks)
+    joined = replace(shares[0], tensors=tensors, files=files)
+    try:
+        joined.check()
+    except ValueError as error:
+        raise StateError(f"the records of the ranks do not fit together: {error}") from error
+    return joined

@@ -1,0 +1,291 @@
+"""Search of a local tier: which steps are complete over the hosts that are left, and which host has which part."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from d9d_dist import DistributedContext, UserError, agree, gather_json, local_region
+from d9d_state import _files
+from d9d_state._member import open_member_file
+from d9d_state.checkpoint._hosts import Hosts
+from d9d_state.checkpoint._rank_record import RankRecord, join, record_name
+from d9d_state.checkpoint._tier_writer import SLOTS
+from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
+from d9d_state.checkpoint.info import CheckpointInfo
+from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name, tensors_name
+from d9d_state.errors import StateError, describe
+
+_LOGGER = logging.getLogger("d9d.state")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TierStep:
+    """Complete step of a tier.
+
+    Attributes:
+        step: Number of completed optimizer steps.
+        save_id: Id of the save.
+        holders: For each rank that saved, the hosts that have its part, with the slot there.
+    """
+
+    step: int
+    save_id: str
+    holders: Mapping[int, Mapping[int, str]]
+
+    def slot_of(self, host: int) -> str | None:
+        """Return the slot in which a host has parts of the step, or `None`."""
+        return next((slots[host] for slots in self.holders.values() if host in slots), None)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TierReader:
+    """Reader of a local tier on one rank; all methods are collective."""
+
+    folder: Path
+    hosts: Hosts
+    ctx: DistributedContext | None
+    group: dist.ProcessGroup | None
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.ctx is None else self.ctx.rank
+
+    @property
+    def _host(self) -> int:
+        return self.hosts.of(self._rank)
+
+    @property
+    def _is_leader(self) -> bool:
+        return self.hosts.ranks[self._host][0] == self._rank
+
+    def steps(self, run_id: str) -> list[TierStep]:
+        """Return the complete steps of a run, newest first; log which parts of other steps are missing."""
+        held = (
+            [
+                [record.save_id, record.share.step, record.share.num_ranks, record.rank, slot]
+                for slot, record in self._records()
+                if record.share.run_id == run_id
+            ]
+            if self._is_leader
+            else None
+        )
+        found: dict[tuple[int, str], tuple[int, dict[int, dict[int, str]]]] = {}
+        for rank, of_rank in enumerate(gather_json(held, self.group, alone=self.group is None)):
+            for save_id, step, num_ranks, part, slot in of_rank or ():
+                _, holders = found.setdefault((step, save_id), (num_ranks, {}))
+                holders.setdefault(part, {})[self.hosts.of(rank)] = slot
+        complete: list[TierStep] = []
+        for (step, save_id), (num_ranks, holders) in sorted(found.items(), reverse=True):
+            missing = sorted(set(range(num_ranks)) - holders.keys())
+            if missing:
+                _LOGGER.warning("skipping step %d in %s: no host has the parts of ranks %s", step, self.folder, missing)
+            else:
+                complete.append(TierStep(step, save_id, holders))
+        return complete
+
+    def open(self, found: TierStep) -> "OpenStep | None":
+        """Verify every part of a step on one of its hosts, or on the next one; `None` if no host has a part undamaged.
+
+        The small files of all ranks are then on every host.
+        """
+        chosen = self._verified(found)
+        if chosen is None:
+            return None
+        slot = self.folder / self._make_slot(found)
+        records: list[RankRecord] = []
+        mine = [rank for rank, host in chosen.items() if self.hosts.spread(host, rank) == self._rank]
+        texts, problem = [], None
+        try:
+            texts = [[_read(slot, name) for name in _small_files(slot, rank)] for rank in mine]
+        except (UserError, OSError) as error:
+            problem = f"step {found.step} could not be read: {describe(error)}"
+        agree(problem, self.group, error=StateError, alone=self.group is None)
+        for of_rank in gather_json(texts, self.group, alone=self.group is None):
+            for record, rank_state, *state in of_rank:
+                records.append(RankRecord.parse(record.encode()))
+                if self._is_leader:
+                    names = (rank_state_name(records[-1].rank), *(STATE_NAME for _ in state))
+                    problem = problem or _write_missing(slot, names, (rank_state, *state))
+        agree(problem, self.group, error=StateError, alone=self.group is None)
+        info = CheckpointInfo(slot, join(records), is_verified=True)
+        return OpenStep(info, found, chosen)
+
+    def fetch(self, step: "OpenStep", tensors: Mapping[str, Tensor]) -> int:
+        """Copy the tensor files that this host needs and does not have from other hosts; return the received bytes.
+
+        A host needs the files with chunks of its ranks' shards. Raises `StateError` on every rank if a file arrives
+        damaged or cannot be written.
+        """
+        manifest, slot = step.info.manifest, step.info.folder
+        needed = sorted(_files_for(manifest, tensors))
+        wanted: dict[int, set[str]] = {}
+        for rank, names in enumerate(gather_json(needed, self.group, alone=self.group is None)):
+            wanted.setdefault(self.hosts.of(rank), set()).update(names)
+        sends: list[dist.Work | None] = []
+        received: dict[str, Tensor] = {}
+        problem = None
+        moves = [
+            (part, host, chosen)
+            for part, chosen in sorted(step.chosen.items())
+            for host, names in sorted(wanted.items())
+            if tensors_name(part) in names and host != chosen
+        ]
+        try:
+            for part, host, _ in moves:
+                if self.hosts.spread(host, part) == self._rank:
+                    name = tensors_name(part)
+                    received[name] = _files.map_file(slot / name, manifest.files[name].size)
+        except OSError as error:
+            problem = f"{slot} cannot hold the parts of other hosts: {describe(error)}"
+        agree(problem, self.group, error=StateError, alone=self.group is None)
+        for part, host, chosen in moves:
+            name, source, target = tensors_name(part), self.hosts.spread(chosen, part), self.hosts.spread(host, part)
+            if target == self._rank:
+                sends.append(dist.irecv(received[name], source, group=self.group))
+            elif source == self._rank:
+                size = manifest.files[name].size
+                data = torch.from_file(str(slot / name), shared=True, size=size, dtype=torch.uint8)
+                sends.append(dist.isend(data, target, group=self.group))
+        for work in sends:
+            if work is not None:
+                work.wait()
+        parts = [part for part in parts_of(manifest) if part.file in received]
+        problems = damage(slot, parts, threads=num_threads(self.ctx))
+        agree("; ".join(problems) or None, self.group, error=StateError, alone=self.group is None)
+        return sum(each.nbytes for each in received.values())
+
+    def forget_other_steps(self, kept: TierStep | None, *, since: int) -> str:
+        """Delete the records of steps after `since`, except those of `kept`; return the slot to overwrite first.
+
+        Steps after `since` are incomplete or belong to a future that the job no longer reaches. Call it on each rank,
+        before a collective that precedes the first write.
+        """
+        newest: dict[str, int] = {}
+        for slot, record in self._records():
+            is_other = kept is not None and record.share.step == kept.step and record.save_id != kept.save_id
+            if record.share.step > since or is_other:
+                if self._is_leader:
+                    _files.remove_file(self.folder / slot / record_name(record.rank))
+            else:
+                newest[slot] = max(newest.get(slot, -1), record.share.step)
+        return min(SLOTS, key=lambda slot: newest.get(slot, -1))
+
+    def _records(self) -> list[tuple[str, RankRecord]]:
+        """Return the readable records in this host's slots whose files have their sizes."""
+        found: list[tuple[str, RankRecord]] = []
+        for slot in SLOTS:
+            folder = self.folder / slot
+            for path in sorted(folder.glob("record-*.json")):
+                try:
+                    record = RankRecord.read(folder, path.name)
+                    for name, file in record.share.files.items():
+                        if (folder / name).stat().st_size != file.size:
+                            raise StateError(f"{name} has another size than its record says.")
+                    found.append((slot, record))
+                except (OSError, StateError) as reason:
+                    _LOGGER.warning("skipping %s: %s", path, reason)
+        return found
+
+    def _verified(self, found: TierStep) -> dict[int, int] | None:
+        """Choose a host for each part, the rank's own host if it has it, and verify all digests there."""
+        bad: set[tuple[int, int]] = set()
+        sound: dict[int, int] = {}
+        while len(sound) < len(found.holders):
+            chosen: dict[int, int] = {}
+            for part, slots in found.holders.items():
+                left = [host for host in sorted(slots) if (part, host) not in bad]
+                if not left:
+                    _LOGGER.warning(
+                        "skipping step %d in %s: every copy of rank %d's part is damaged", found.step, self.folder, part
+                    )
+                    return None
+                at_home = [host for host in left if part in self.hosts.ranks[host]]
+                chosen[part] = sound.get(part, (at_home or left)[0])
+            problems = self._damaged(
+                found, [part for part, host in chosen.items() if host == self._host and part not in sound]
+            )
+            gathered = gather_json(problems, self.group, alone=self.group is None)
+            reported = {
+                int(part): (rank, text) for rank, of_rank in enumerate(gathered) for part, text in of_rank.items()
+            }
+            for part, (rank, text) in reported.items():
+                _LOGGER.warning("rank %d: %s at step %d; a replica is used", rank, text, found.step)
+                bad.add((part, chosen[part]))
+            sound.update({part: host for part, host in chosen.items() if part not in reported})
+        return sound
+
+    def _damaged(self, found: TierStep, parts: list[int]) -> dict[int, str]:
+        """Verify this rank's share of some ranks' files on this host; return a text for each damaged part."""
+        ranks, slot = self.hosts.ranks[self._host], self.folder / str(found.slot_of(self._host))
+        problems: dict[int, str] = {}
+        for part in parts:
+            try:
+                pieces = parts_of(RankRecord.read(slot, record_name(part)).share)
+            except StateError as error:
+                problems[part] = str(error)
+                continue
+            mine = share_of(pieces, rank=ranks.index(self._rank), num_ranks=len(ranks))
+            if texts := damage(slot, mine, threads=num_threads(self.ctx)):
+                problems[part] = "; ".join(texts)
+        return problems
+
+    def _make_slot(self, found: TierStep) -> str:
+        """Return this host's slot of a step; a host without parts uses the slot of its older step. Collective."""
+        slot = found.slot_of(self._host)
+        choice = None
+        if slot is None and self._is_leader:
+            held = {each: max((r.share.step for s, r in self._records() if s == each), default=-1) for each in SLOTS}
+            choice = min(SLOTS, key=lambda each: held[each])
+            _files.make_folder(self.folder / choice)
+            for path in (self.folder / choice).glob("record-*.json"):
+                _files.remove_file(path)
+        choices = gather_json(choice, self.group, alone=self.group is None)
+        return slot or str(choices[self.hosts.ranks[self._host][0]])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """Step of a tier whose digests are verified; `chosen` is the host that each part is read from."""
+
+    info: CheckpointInfo
+    found: TierStep
+    chosen: Mapping[int, int]
+
+
+def _small_files(slot: Path, rank: int) -> list[str]:
+    share = RankRecord.read(slot, record_name(rank)).share
+    return [record_name(rank), rank_state_name(rank), *(name for name in share.files if name == STATE_NAME)]
+
+
+def _read(slot: Path, name: str) -> str:
+    with open_member_file(slot, name) as file:
+        return file.read().decode()
+
+
+def _write_missing(slot: Path, names: tuple[str, ...], texts: tuple[str, ...]) -> str | None:
+    """Write small files of other hosts; return the error text, or `None`."""
+    try:
+        for name, text in zip(names, texts, strict=True):
+            if not (slot / name).is_file() or (slot / name).read_bytes() != text.encode():
+                _files.replace_file(slot / name, text.encode())
+    except OSError as error:
+        return f"{slot} could not be written: {describe(error)}"
+    return None
+
+
+def _files_for(manifest: Manifest, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the files with chunks of this rank's shards."""
+    names: set[str] = set()
+    for name, tensor in tensors.items():
+        region = local_region(tensor, name)
+        names.update(chunk.file for chunk in manifest.tensors[name].chunks if region.intersect(chunk.region))
+    return names
