@@ -206,14 +206,9 @@ def _written_rope(params: ModernBertParams, *, rotary_factor: float | None) -> M
 
 _OTHER_ENTRIES = {
     "position_embedding_type": "all versions of transformers use RoPE",
-    "deterministic_flash_attn": IRRELEVANT["attn_implementation"],
     "gradient_checkpointing": "an argument of parallelize_decoder",
     "initializer_cutoff_factor": "weights are loaded, or drawn from a normal distribution without a cut-off",
     "layer_norm_eps": "norm_eps is the epsilon of all norms",
-    "reference_compile": IRRELEVANT["attn_implementation"],
-    "repad_logits_with_grad": IRRELEVANT["attn_implementation"],
-    "sparse_pred_ignore_index": IRRELEVANT["output_attentions"],
-    "sparse_prediction": IRRELEVANT["output_attentions"],
 }
 
 MODERNBERT = HuggingFaceFamily(
