@@ -151,7 +151,7 @@ def test_a_language_model_among_several_heads_has_its_transform() -> None:
         ({"classifier_pooling": "max"}, "classifier_pooling = 'max'; expected 'cls' or 'mean'"),
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu'; only 'gelu' is supported"),
         ({"mlp_dropout": 0.1}, r"mlp_dropout = 0\.1; only 0\.0 is supported"),
-        ({"num_attention_heads": 3}, "num_attention_heads = 3, which does not divide hidden_size = 8"),
+        ({"num_attention_heads": 3}, "hidden_size = 8, num_attention_heads = 3; expected an even number"),
     ],
 )
 def test_unsupported_configurations_are_refused(entries: dict[str, Any], message: str) -> None:

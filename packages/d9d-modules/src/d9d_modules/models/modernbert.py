@@ -160,10 +160,10 @@ def _check(config: HuggingFaceConfig) -> None:
 
 def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     num_layers, num_heads = values["num_layers"], values["num_heads"]
-    if values["hidden_size"] % num_heads:
+    if values["hidden_size"] % (2 * num_heads):
         raise UserError(
-            f"config.json has num_attention_heads = {num_heads}, which does not divide hidden_size = "
-            f"{values['hidden_size']}; expected a divisor."
+            f"config.json has hidden_size = {values['hidden_size']}, num_attention_heads = {num_heads}; expected an "
+            "even number of features per head, since RoPE rotates pairs."
         )
     types = layer_types_of(config, num_layers, known=FULL_OR_SLIDING)
     if types is None:
