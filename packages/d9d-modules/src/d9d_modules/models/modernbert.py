@@ -18,7 +18,7 @@ from d9d_modules.models.hugging_face_layers import FULL_OR_SLIDING, sliding_laye
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.norm import LayerNorm
 from d9d_modules.pooling import Pooling
-from d9d_modules.sequence_heads import ClassificationHead, HeadTransform
+from d9d_modules.sequence_heads import HeadTransform
 from d9d_modules.swiglu import GeGLU
 from d9d_state import JsonValue, StateMapper, parallel, rename_all, scope, split
 
@@ -40,6 +40,7 @@ class ModernBertParams(LocalGlobalParams):
     """
 
     hugging_face_norms: ClassVar[Mapping[str, str]] = {"attn_norm": "attention_norm", "mlp_norm": "feed_forward_norm"}
+    score_bias: ClassVar[bool] = True
 
     attention_bias: bool = False
     feed_forward_bias: bool = False
@@ -89,13 +90,6 @@ class ModernBertParams(LocalGlobalParams):
         """See `DecoderParams`."""
         std = self.initializer_range
         return HeadTransform(self.hidden_size, norm=self.norm(), bias=self.transform_bias, init_std=std)
-
-    def classification_head(self, num_classes: int, *, pooling: Pooling) -> ClassificationHead:
-        """See `DecoderParams`."""
-        transform, std = self.head_transform(), self.initializer_range
-        return ClassificationHead(
-            self.hidden_size, num_classes, pooling=pooling, transform=transform, bias=True, init_std=std
-        )
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`; queries, keys and values are one fused matrix."""
