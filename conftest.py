@@ -17,9 +17,6 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from hypothesis import core, settings
-from hypothesis.internal.conjecture.providers import HypothesisProvider
-from hypothesis.internal.constants_ast import Constants
 
 # One thread in each process: the tensors are tiny, and a second thread would only wait for its turn on a busy core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +27,11 @@ if sys.dont_write_bytecode:  # else each process of each test compiles torch and
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
     os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=sys.pycache_prefix)
+
+# After the lines above, so that the bytecode of hypothesis is cached too.
+from hypothesis import core, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 
 _LANES = {"integration_tests/test_oracle.py": "oracle", "integration_tests/test_mutants.py": "oracle"}
 _EXCLUDED = pytest.StashKey[Counter[str]]()

@@ -43,20 +43,11 @@ class Scores(BatchTask):
 class VerlEngine:
     """Training engine with the methods of verl's `BaseEngine`. For collectives and options see `Engine.open`.
 
-    `learning_rates` returns the factor of the learning rates after n calls of `lr_scheduler_step`. With `offloads`,
-    the state is in host memory outside of `train_mode` and `eval_mode`.
+    With `offloads`, the state is in host memory outside of `train_mode` and `eval_mode`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: ModelProvider,
-        *,
-        learning_rates: Callable[[int], float] = lambda _: 1.0,
-        offloads: bool = False,
-        **options: Any,
-    ) -> None:
-        self.config, self.model, self.learning_rates, self.options = config, model, learning_rates, options
+    def __init__(self, config: EngineConfig, model: ModelProvider, *, offloads: bool = False, **options: Any) -> None:
+        self.config, self.model, self.options = config, model, options
         self.is_param_offload_enabled = self.is_optimizer_offload_enabled = offloads
         self.num_lr_steps, self.is_pending, self._opened = 0, False, ExitStack()
 
@@ -70,7 +61,6 @@ class VerlEngine:
             self.engine.offload()
 
     def close(self) -> None:
-        """Close the engine. verl has no such call."""
         self._opened.close()
 
     @contextmanager
@@ -100,9 +90,13 @@ class VerlEngine:
         self.is_pending = False
         return self.engine.step().grad_norm.item()
 
+    def learning_rate_factor(self, num_lr_steps: int) -> float:
+        """Return the factor of the learning rates after some calls of `lr_scheduler_step`; override it."""
+        return 1.0
+
     def lr_scheduler_step(self) -> float:
         self.num_lr_steps += 1
-        self.engine.set_learning_rates(self.learning_rates(self.num_lr_steps))
+        self.engine.set_learning_rates(self.learning_rate_factor(self.num_lr_steps))
         return self.engine.optimizer.param_groups[0]["lr"]
 
     def train_batch(self, data: Data, loss_function: LossFunction) -> dict[str, Any]:
@@ -148,12 +142,10 @@ class VerlEngine:
             scores, self.is_pending = self.engine.forward_backward(batches, loss), True
         if not self.is_mp_src_rank_with_outputs():
             return {}
-        rows = [
-            {name: jagged(value[0], part) for name, value in each.items()}
-            for each, part in zip(scores, parts, strict=True)
-        ]
-        outputs = {name: jagged(torch.cat([each[name].values() for each in rows]), data) for name in rows[0]}
+        pairs = list(zip(scores, parts, strict=True))
+        rows = {name: [jagged(each[name][0], part).values() for each, part in pairs] for name in scores[0]}
         metrics = {name: [each[name] for _, each in found] for name in (found[0][1] if found else ())}
+        outputs = {name: jagged(torch.cat(values), data) for name, values in rows.items()}
         return {"model_output": outputs, "loss": [total.item() for total, _ in found], "metrics": metrics}
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
@@ -192,21 +184,16 @@ class VerlEngine:
             Path(local_path).mkdir(parents=True, exist_ok=True)
             (Path(local_path) / "d9d.json").write_text(json.dumps(self.engine.num_steps))
 
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path: str, hdfs_path: object = None, del_local_after_load: bool = False) -> None:
         """Load the newest checkpoint of the run folder, which must be that of `local_path`."""
         _refuse(hdfs_path=hdfs_path, del_local_after_load=del_local_after_load)
         state, expected = self.engine.load(), json.loads((Path(local_path) / "d9d.json").read_text())
         if not isinstance(state, dict) or self.engine.num_steps != expected:
             raise UserError(f"the newest checkpoint is that of step {self.engine.num_steps}; expected step {expected}.")
         self.num_lr_steps = int(str(state["num_lr_steps"]))
-        self.engine.set_learning_rates(self.learning_rates(self.num_lr_steps))
+        self.engine.set_learning_rates(self.learning_rate_factor(self.num_lr_steps))
 
 
 def _refuse(**options: Any) -> None:
-    given = [name for name, value in options.items() if value]
-    if given:
-        raise UserError(
-            f"got {', '.join(given)}; expected none. The engine's `keep_last` removes checkpoints; copy them yourself."
-        )
+    if given := [name for name, value in options.items() if value]:
+        raise UserError(f"got {', '.join(given)}; expected none. `keep_last` removes checkpoints; copy them yourself.")

@@ -246,7 +246,7 @@ def _permute(size: int, dtype: torch.dtype, weight: torch.dtype) -> None:
 def _adamw(weight: torch.dtype, gradient: torch.dtype, average: torch.dtype, rule: IndexRule) -> None:
     numbers = AdamWNumbers(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
     w, g, m, v = (torch.empty(_PARAMETERS, dtype=dtype) for dtype in (weight, gradient, average, average))
-    stochastic.adamw(w, g, m, v, numbers=numbers, key=123456789012345, rule=rule)
+    stochastic.adamw(w, g, m, v, numbers=numbers, key=123456789012345, rule=rule, gate=torch.zeros(()))
 
 
 def _copy(rule: IndexRule) -> None:

@@ -29,7 +29,7 @@ import d9d_dist.data_parallel
 import d9d_dist.gradient_norm
 import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
-import d9d_loop.engine.train_step
+import d9d_loop.engine.step_totals
 import d9d_loop.model.model_build
 import d9d_modules.chunked_cross_entropy
 import d9d_pipeline._channel
@@ -214,7 +214,7 @@ def replicas_keep_the_first_microbatch_only() -> AbstractContextManager[object]:
 
 @caught_by("dense,dp_shard=2,mask=ragged")
 def each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
-    return _collective(d9d_loop.engine.train_step, all_reduce=lambda *args, **kwargs: None)
+    return _collective(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
 
 
 @caught_by("dense,cp_shard=2")
@@ -231,10 +231,10 @@ def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
     """The loss is correct, and gradients are too small."""
 
     def doubled(totals: Tensor, **kwargs: Any) -> None:
-        dist.all_reduce(totals, **kwargs)
+        dist.all_reduce(totals, group=kwargs["group"])
         totals.mul_(2)
 
-    with _collective(d9d_loop.engine.train_step, all_reduce=doubled):
+    with _collective(d9d_loop.engine.step_totals, all_reduce=doubled):
         yield
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -245,11 +246,17 @@ def _own(family: Family, params: Any, reference: nn.Module) -> nn.Module:
 
 
 def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
-    config = _edited(base, key, value)
+    return _outcome(family, _edited(base, key, value), [key])
+
+
+def _outcome(family: Family, config: dict[str, Any], edited: list[str]) -> str:
+    def refused(error: UserError) -> str:
+        return "refused" if any(key in str(error) for key in edited) else f"refused, but not by name: {error}"
+
     try:
         params = family.files.read(config)
     except UserError as error:
-        return "refused" if key in str(error) else f"refused, but not by name: {error}"
+        return refused(error)
     reference = _reference(family, config)
     if reference is None:
         return "transformers cannot"
@@ -257,7 +264,7 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
     try:
         logits = _logits(_own(family, params, reference))
     except UserError as error:
-        return "refused" if key in str(error) else f"refused, but not by name: {error}"
+        return refused(error)
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     return "equal" if error <= family.tolerance else f"logits that differ by {error:.2g}"
 
@@ -283,3 +290,19 @@ def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> N
                 expected = ["transformers cannot", "equal", "refused"]
             assert outcome in expected, f"{key} = {value!r}"
     assert list(outcomes.values()).count("equal") >= 5, outcomes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_combinations_are_applied_or_refused_by_name(name: str) -> None:
+    """Three edits at once, of entries that the family reads."""
+    family, draw = FAMILIES[name], random.Random(0)  # noqa: S311
+    base = _base(name, sliding=False)
+    numbers = (0, 1, 2, 3, 4, 6, 8, 0.5, 2.5, True, False)
+    edits = [(key, value) for key in family.files.used for value in (*PLAUSIBLE.get(key, ()), *numbers)]
+    outcomes: list[str] = []
+    for _ in range(150):
+        chosen = dict(draw.sample(edits, 3))
+        outcomes.append(_outcome(family, {**base, **chosen}, [*chosen]))
+        assert outcomes[-1] in ("transformers cannot", "equal", "refused"), chosen
+    assert outcomes.count("equal") >= 3

@@ -37,6 +37,8 @@ LAYOUTS = {
     "pp, last rank": Case(mesh={"pipeline_parallel": 2}, world_size=2, rank=1, num_microbatches=4),
     "lion": replace(FSDP, settings={"optimizer": {"kind": "lion"}}),
     "muon": replace(FSDP, settings={"optimizer": {"kind": "muon", "groups": [_VECTORS]}}),
+    "schedule-free": replace(FSDP, settings={"optimizer": {"kind": "schedule_free_adamw"}}),
+    "stochastic": replace(FSDP, settings={"optimizer": {"kind": "stochastic_adamw"}}),
 }
 EXPOSED_GATHERS = {
     # The backward pass of a layer starts with its experts, which FSDP gathers only once the layer is reached.

@@ -15,13 +15,14 @@ from engine_rows import Row, adapter_rows, by_hand, run_rows
 from torch import Tensor
 
 import d9d_loop.engine.model_weights
+import d9d_loop.engine.step_totals
 import d9d_loop.engine.token_values
-import d9d_loop.engine.train_step
 import d9d_modules.vocabulary_scores
 import d9d_peft
 from d9d_dist import Region
 from d9d_dist.testing import differences, run_ranks
 from d9d_loop.engine.reference import ReferenceWeights
+from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.engine.token_values import TokenValues
 from d9d_loop.engine.train_step import TrainStep
 from d9d_state.model_stream import gathered_weights
@@ -181,7 +182,7 @@ def _collective(module: Any, **replaced: Any) -> Generator[None]:
 
 
 def _each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
-    return _collective(d9d_loop.engine.train_step, all_reduce=lambda *args, **kwargs: None)
+    return _collective(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
 
 
 def _stand_ins_count() -> AbstractContextManager[object]:
@@ -201,7 +202,7 @@ def _the_weight_is_that_of_the_last_call() -> AbstractContextManager[object]:
 
     def forgetting(self: TrainStep, *args: Any, **options: Any) -> Any:
         if self._totals is not None:
-            self._totals.zero_()
+            self._totals = StepTotals(self._ctx.device)
         return real(self, *args, **options)
 
     return mock.patch.object(TrainStep, "forward_backward", forgetting)

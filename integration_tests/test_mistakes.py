@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig, TrainResult, cli_main
-from d9d_loop.engine.engine import BadStepError
+from d9d_loop.resilience.bad_steps import BadStepError
 
 Batch = dict[str, torch.Tensor]
 

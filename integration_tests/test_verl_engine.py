@@ -1,5 +1,6 @@
 """The adapter of verl's engine interface, driven as verl's workers drive an engine, in every layout."""
 
+import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from verl_engine import VerlEngine
 
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
+from d9d_modules import Qwen3Params
+from d9d_moe import Qwen3MoeParams
 
 NUM_SEQUENCES = 8
 LAYOUTS = {
@@ -22,7 +25,22 @@ LAYOUTS = {
     "cp": {"context_parallel_shard": 2},
     "tp": {"tensor_parallel": 2},
     "pp-dp": {"pipeline_parallel": 2, "data_parallel_replicate": 2},
+    "ep": {"data_parallel_shard": 2, "expert_parallel": 2},
+    "pp-ep": {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2},
 }
+
+
+class HalvingRates(VerlEngine):
+    """Engine whose learning rates are halved by each call of `lr_scheduler_step`."""
+
+    def learning_rate_factor(self, num_lr_steps: int) -> float:
+        return 0.5**num_lr_steps
+
+
+def _decoder(dense: Qwen3Params, *, has_experts: bool) -> Decoder:
+    if not has_experts:
+        return Decoder(dense)
+    return Decoder(dense, Qwen3MoeParams.like(dense, num_experts=4, top_k=2, expert_intermediate_size=32))
 
 
 def _batch(dp_rank: int, dp_size: int) -> dict[str, Any]:
@@ -62,21 +80,20 @@ def _by_hand(model: nn.Module, data: dict[str, Any]) -> dict[str, Any]:
     return {"log_probs": [row.tolist() for row in log_probs], "grad_norm": norm.item()}
 
 
-def _drive(folder: Path, mesh: dict[str, int]) -> dict[str, Any]:
+def _drive(folder: Path, mesh: dict[str, int], has_experts: bool) -> dict[str, Any]:
     """Call the methods in the order of verl's workers: log-probabilities, updates, weights, checkpoint."""
     plain = {"optimizer.kind": "sgd", "optimizer.learning_rate": 0.1}  # Adam would enlarge rounding errors
     arguments = options({"run.folder": folder}, plain, {f"mesh.{key}": value for key, value in mesh.items()})
     config = GrpoConfig.from_cli(EXAMPLES / "grpo.toml", arguments)
-    engine = VerlEngine(
-        config, Decoder(config.model), learning_rates=lambda n: 0.5**n, offloads=True, reference="initial"
-    )
+    model = _decoder(config.model, has_experts=has_experts)
+    engine = HalvingRates(config, model, offloads=True, reference="initial")
     engine.initialize()
     trace: dict[str, Any] = {}
     try:
         assert engine.is_param_offload_enabled
         data = _batch(engine.get_data_parallel_rank(), engine.get_data_parallel_size())
         with engine.eval_mode():
-            trace["by hand"] = None if mesh else _by_hand(deepcopy(engine.engine.model), data)
+            trace["by hand"] = None if mesh or has_experts else _by_hand(deepcopy(engine.engine.model), data)
             trace["infer"] = _plain(engine.infer_batch(data, _loss))
         for step in range(2):
             with engine.train_mode():
@@ -113,7 +130,7 @@ def _plain(outputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_driver_gets_the_numbers_of_a_loop_by_hand(tmp_path: Path) -> None:
-    (trace,) = run_ranks(_drive, tmp_path, {}, world_size=1)
+    (trace,) = run_ranks(_drive, tmp_path, {}, False, world_size=1)
     hand, infer, train = trace["by hand"], trace["infer"], trace["train 0"]
     _assert_close(infer["log_probs"], hand["log_probs"])
     _assert_close(train["log_probs"], hand["log_probs"])
@@ -130,9 +147,11 @@ def test_the_driver_gets_the_numbers_of_a_loop_by_hand(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_numbers_of_one_process(tmp_path: Path, layout: str) -> None:
-    (one,) = run_ranks(_drive, tmp_path / "one", {}, world_size=1)
     mesh = LAYOUTS[layout]
-    ranks = run_ranks(_drive, tmp_path / "many", mesh, world_size=torch.Size(mesh.values()).numel())
+    has_experts = "expert_parallel" in mesh
+    (one,) = run_ranks(_drive, tmp_path / "one", {}, has_experts, world_size=1)
+    world_size = math.prod(size for name, size in mesh.items() if name != "expert_parallel")
+    ranks = run_ranks(_drive, tmp_path / "many", mesh, has_experts, world_size=world_size)
     for call in ("infer", "train 0", "train 1", "reference"):
         parts = [rank[call] for rank in ranks if rank[call]]
         assert len(parts) == mesh.get("data_parallel_shard", 1) * mesh.get("data_parallel_replicate", 1)

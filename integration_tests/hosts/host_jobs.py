@@ -30,7 +30,13 @@ def agent(place: Place, fault: str, culprit: int, **sections: Any) -> None:
         run_id="job",
         rdzv_backend="c10d",
         rdzv_endpoint=f"host0:{PORT}",
-        rdzv_configs={"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "read_timeout": 5},
+        # Long enough that a busy machine loses no agent, and that all three join the first rendezvous.
+        rdzv_configs={
+            "last_call_timeout": 20,
+            "keep_alive_interval": 3,
+            "keep_alive_max_attempt": 5,
+            "read_timeout": 20,
+        },
         max_restarts=2,
         monitor_interval=0.05,
         start_method="fork",

@@ -38,8 +38,6 @@ def why_unsupported() -> str | None:
 class Hosts:
     """Context manager with a few hosts, named host0, host1, ..., which reach each other by name.
 
-    The documentation calls them node0.example.org, ...
-
     Attributes:
         shared: Folder that all hosts see.
         local: Folder of which each host sees its own, as a local disk.
@@ -50,6 +48,7 @@ class Hosts:
         loss: Probability that a packet is lost.
         rate: Bandwidth of each host's link in the syntax of `tc`, such as "100mbit"; `None` for no limit.
         disk_mib: Size of each host's local disk; `None` for a folder of this machine.
+        aliases: More names of each host, with `{}` in place of its number.
         sysctls: Network settings of the kernel, such as `{"net.ipv4.tcp_rto_max_ms": 2000}`.
     """
 
@@ -61,9 +60,11 @@ class Hosts:
         loss: float = 0.0,
         rate: str | None = None,
         disk_mib: int | None = None,
+        aliases: Sequence[str] = (),
         sysctls: dict[str, int] | None = None,
     ) -> None:
         self.names = [f"host{number}" for number in range(num_hosts)]
+        self._aliases = aliases
         self._delay, self._loss, self._rate = delay, loss, rate
         self._disk_mib, self._sysctls = disk_mib, sysctls or {}
         self._open = ExitStack()
@@ -79,7 +80,10 @@ class Hosts:
             self.shared, self.local = self._folder / "shared", self._folder / "local"
             for folder in (self.shared, self.local, *(self._folder / name for name in self.names)):
                 folder.mkdir()
-            addresses = [f"{_address(n)} {name} node{n}.example.org\n" for n, name in enumerate(self.names)]
+            addresses = [
+                f"{_address(number)} {name} {' '.join(alias.format(number) for alias in self._aliases)}\n"
+                for number, name in enumerate(self.names)
+            ]
             (self._folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(addresses), encoding="utf-8")
             for number in range(len(self.names)):
                 self._boot(number)

@@ -1,10 +1,13 @@
+import threading
 import time
 import traceback
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from d9d_dist import MeshConfig
+from d9d_dist.failures import first_failure, leave_store, publish_failure, report_failure
 from d9d_dist.testing import run_ranks
 
 
@@ -54,3 +57,43 @@ def _fail_in_a_group_of_another() -> bool:
 
 def test_a_process_group_started_elsewhere_is_not_destroyed() -> None:
     assert _fail_in_a_group_of_another()
+
+
+def test_the_first_failure_in_the_order_of_the_store_wins() -> None:
+    store = dist.HashStore()
+    assert first_failure(store) is None
+    assert publish_failure(store, 2, "first") == (2, "first")
+    assert publish_failure(store, 1, "second") == (2, "first")
+    assert first_failure(store) == (2, "first")
+
+
+def test_the_host_of_the_store_waits_until_all_other_ranks_have_read_or_ended() -> None:
+    store = dist.HashStore()
+    publish_failure(store, 3, "its process is gone.", num_ended=1)
+    host = threading.Thread(target=leave_store, args=(store,), kwargs={"world_size": 3, "is_host": True})
+    host.start()
+    host.join(0.1)
+    assert host.is_alive()
+    leave_store(store, world_size=3, is_host=False)
+    host.join(4)  # before its own limit of 5 seconds
+    assert not host.is_alive()
+
+
+def test_a_victim_without_a_known_cause_is_no_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection reset by peer")
+    report_failure(error, rank=0, world_size=2, store_place="rank 0 on a:1")
+    assert first_failure(store) is None
+    assert error.__notes__ == [
+        "This rank lost its connection to another rank, which did not report an error: it was killed, or its host is "
+        "down or cut off from the network."
+    ]
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", mock.Mock(side_effect=ValueError))
+    error = dist.DistNetworkError("reset")
+    report_failure(error, rank=1, world_size=2, store_place="rank 0 on a:1")
+    (note,) = error.__notes__
+    assert note.startswith("The job's store, which rank 0 on a:1 hosts, does not answer: that process was killed or is")

@@ -2,6 +2,7 @@ import pytest
 
 from d9d_dist import UserError
 from d9d_loop import cli_main
+from d9d_loop.data import DataError
 from d9d_state import StateError
 
 
@@ -72,3 +73,12 @@ def test_an_error_on_one_rank_is_printed_there(
     with pytest.raises(SystemExit), cli_main():
         raise error
     assert capsys.readouterr().err == "d9d: a sample is missing. (on rank 3)\n"
+
+
+def test_invalid_data_found_by_a_running_job_are_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
+    error = DataError("sample 9 could not be read: chats.jsonl, byte 3: expected a JSON object.")
+    error.__cause__ = UserError("chats.jsonl, byte 3: expected a JSON object.")
+    with pytest.raises(SystemExit) as exit_, cli_main():
+        raise error
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == f"d9d: {error}\n"

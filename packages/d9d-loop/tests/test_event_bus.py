@@ -30,7 +30,7 @@ def test_handlers_get_their_kind_in_order_of_subscription() -> None:
     events.on(EvaluationDone, lambda event: seen.append(f"evaluation {event.values['loss']}"))
     events.on(CheckpointSaved, lambda event: seen.append(f"b{event.step}"))
     events.emit(CheckpointSaved(3))
-    events.emit(EvaluationDone(4, {"loss": 0.5}))
+    events.emit(EvaluationDone(4, {"loss": 0.5}, lambda: None, lambda _: None))
     assert seen == ["a3", "b3", "evaluation 0.5"]
 
 

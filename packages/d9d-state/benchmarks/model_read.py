@@ -63,7 +63,7 @@ def write_folder(folder: Path, num_layers: int) -> None:
 def pread_loop(folder: Path, model: Layers) -> None:
     """Baseline: read every tensor into its destination, one after the other."""
     source = ModelFolder.open(folder)
-    files = {path: os.open(path, os.O_RDONLY) for path in set(source.files.values())}
+    files = {path: os.open(str(path), os.O_RDONLY) for path in set(source.files.values())}
     for index, parameter in enumerate(model.layers):
         for expert in range(NUM_EXPERTS):
             name = f"layers.{index}.experts.{expert}"

@@ -121,6 +121,6 @@ def test_read_error_raises(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch)
 def test_files_are_closed(folder: ModelFolder) -> None:
     with RegionReader(folder) as reader:
         reader.read_into("vector", Region((0,), (1,)), torch.zeros(1, dtype=torch.int32))
-        (descriptor,) = reader._files.values()
+        (file,) = reader._files.values()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+        file.read_into(memoryview(bytearray(1)), 0)

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
     from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
     from d9d_dist.parameter_writes import written_tensors
-    from d9d_dist.planned_device import is_on_host, planned_accelerator
+    from d9d_dist.planned_device import RecordBlock, each_block, is_on_host, planned_accelerator, recorded_blocks
     from d9d_dist.precision import Precision, PrecisionName
     from d9d_dist.process_groups import destroy_process_groups
     from d9d_dist.seeds import seed_everything, stream_key
@@ -135,6 +135,7 @@ __all__ = [
     "Offloaded",
     "Precision",
     "PrecisionName",
+    "RecordBlock",
     "Region",
     "Replicated",
     "RequiresFullSequence",
@@ -172,6 +173,7 @@ __all__ = [
     "defer_weight_grad",
     "destroy_process_groups",
     "digest_values",
+    "each_block",
     "finish_gradient_sync",
     "free_gathered",
     "free_gathered_after_backward",
@@ -208,6 +210,7 @@ __all__ = [
     "planned_accelerator",
     "random_bits_at",
     "read_launch",
+    "recorded_blocks",
     "reduce_from_axis",
     "reduce_scatter",
     "reduce_scatter_to_axis",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from d9d_dist.consensus import name_ranks
-from d9d_dist.errors import StartupTimeoutError
+from d9d_dist.errors import StartupTimeoutError, UserError
 from d9d_dist.failures import leave_store
 from d9d_dist.launch import Launch
 from d9d_dist.peers import hosts_of, publish_self
@@ -26,8 +26,16 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Return the launcher's store, with a key prefix that is unique to this context.
 
     Without the prefix, a second context of the process would read keys of the first, such as addresses of peers.
-    Raises `StartupTimeoutError` if the store is unreachable.
+
+    Raises:
+        UserError: If the launcher did not set the address of the store, or rank 0 cannot listen on it.
+        StartupTimeoutError: If the store is unreachable.
     """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"the launcher set the rank {launch.rank} of {launch.world_size}, but not {' and '.join(missing)}; "
+            "expected the address of rank 0. Start the job with torchrun, or export the variables on all hosts."
+        )
     place = store_place(launch)
     try:
         store = _host_store(launch, timeout) if hosts_store(launch) else _connect(launch, timeout)
@@ -81,7 +89,13 @@ def _host_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Host the store, without torch's wait for the other ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     options: dict[str, Any] = {"timeout": timeout, "multi_tenant": True, "wait_for_workers": False}
-    return dist.TCPStore(address, port, launch.world_size, is_master=True, **options)
+    try:
+        return dist.TCPStore(address, port, launch.world_size, is_master=True, **options)
+    except dist.DistNetworkError as error:
+        raise UserError(
+            f"rank 0 cannot listen on MASTER_ADDR = {address} and MASTER_PORT = {port}: {str(error).splitlines()[0]} "
+            "Use the address of rank 0's host, and a free port."
+        ) from None
 
 
 def _connect(launch: Launch, timeout: timedelta) -> dist.Store:

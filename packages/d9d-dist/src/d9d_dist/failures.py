@@ -9,6 +9,7 @@ all ranks have read the report, because the store ends with its process.
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -38,19 +39,29 @@ def report_failure(error: BaseException, *, rank: int, world_size: int, store_pl
         world_size: Number of ranks.
         store_place: Location of the store for messages, as in `DistributedContext.store_place`.
     """
-    reached = threading.Event()
-
-    def report() -> None:
-        with suppress(RuntimeError, ValueError):
-            _report(dist.distributed_c10d._get_default_store(), error, rank, world_size)
-            reached.set()
-
-    # In a thread, because a request to a host that is cut off has no time limit.
-    thread = threading.Thread(target=report, name="d9d-failure-report", daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS)
-    if not reached.is_set() and is_victim(error):
+    has_reported = within(
+        _STORE_SECONDS, lambda: _report(dist.distributed_c10d._get_default_store(), error, rank, world_size)
+    )
+    if not has_reported and is_victim(error):
         error.add_note(describe_lost_store(store_place))
+
+
+def within(seconds: float, use_store: Callable[[], None]) -> bool:
+    """Call a function that uses the store; return True if it succeeds in time.
+
+    It runs in a thread, because a request to a host that is cut off from the network has no time limit.
+    """
+    has_succeeded = threading.Event()
+
+    def run() -> None:
+        with suppress(RuntimeError, ValueError):
+            use_store()
+            has_succeeded.set()
+
+    thread = threading.Thread(target=run, name="d9d-failure", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return has_succeeded.is_set()
 
 
 def publish_failure(store: dist.Store, rank: int, text: str, *, num_ended: int = 0) -> tuple[int, str]:
@@ -70,6 +81,13 @@ def first_failure(store: dist.Store) -> tuple[int, str] | None:
     return _parse(store.get(FIRST_FAILURE).decode(errors="replace")) if store.check([FIRST_FAILURE]) else None
 
 
+def name_first_failure(error: BaseException, first: tuple[int, str], *, rank: int) -> None:
+    """Add the first failure to the notes of this rank's error, once, unless this rank failed first."""
+    note = f"Rank {first[0]} failed before this rank: {first[1]}"
+    if first[0] != rank and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 def describe(error: BaseException) -> str:
     """Return type and message of an error for the other ranks."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST]
@@ -85,12 +103,14 @@ def describe_lost_store(place: str) -> str:
 
 def leave_store(store: dist.Store, *, world_size: int, is_host: bool) -> None:
     """Mark that this rank needs the store no more. A rank that hosts it waits for the others, for up to 5 seconds."""
-    with suppress(RuntimeError, ValueError):
+
+    def leave() -> None:
         num_read = store.add(_NUM_READ, 1)
-        deadline = time.monotonic() + _STORE_SECONDS
-        while is_host and num_read < world_size and time.monotonic() < deadline:
+        while is_host and num_read < world_size:
             time.sleep(_POLL_SECONDS)
             num_read = store.add(_NUM_READ, 0)
+
+    within(_STORE_SECONDS, leave)
 
 
 def is_victim(error: BaseException) -> bool:
@@ -120,8 +140,8 @@ def _report(store: dist.Store, error: BaseException, rank: int, world_size: int)
             "is down or cut off from the network."
         )
         return
-    if first[0] != rank and first[1] != text:
-        error.add_note(f"Rank {first[0]} failed before this rank: {first[1]}")
+    if first[1] != text:
+        name_first_failure(error, first, rank=rank)
 
 
 def _cause(store: dist.Store, rank: int, world_size: int) -> tuple[int, str] | None:

@@ -15,6 +15,8 @@ from d9d_dist._mesh_axes import axis_names
 from d9d_dist.context import DistributedContext
 from d9d_dist.errors import UserError
 
+_WIDE = frozenset((torch.float64, torch.complex128))
+
 
 @torch.no_grad()
 def global_grad_norm(
@@ -40,12 +42,15 @@ def global_grad_norm(
     Raises:
         UserError: If a gradient is not reduced yet, or its placements differ from those of its parameter.
     """
-    powers = list(_reduced_powers(parameters, ctx, norm_type).values())
-    total = _join(powers, norm_type) if powers else torch.zeros((), device=ctx.device)
+    norms = list(_stage_norms(parameters, ctx, norm_type).values())
+    if len(norms) == 1:
+        norm = norms[0]
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=ctx.device)
     if ctx.size("regular", "pp") > 1:
-        total = total.double()  # dtypes may differ between stages, and a stage may have no parameters
-        dist.all_reduce(total, op=_reduction(norm_type), group=ctx.group_for("regular", "pp"))
-    return _root(total, norm_type)
+        norm = norm.double()  # dtypes may differ between stages, and a stage may have no parameters
+        _all_reduce_norms(norm, norm_type, ctx.group_for("regular", "pp"))
+    return norm
 
 
 @torch.no_grad()
@@ -62,8 +67,7 @@ def grad_norm_parts(
         0-dim tensors by the axes of more than one rank that shard the gradients, e.g. `"dp_cp_shard x tp"`;
         `"replicated"` for gradients that are equal on every rank of a stage.
     """
-    powers = _reduced_powers(parameters, ctx, norm_type)
-    return {name: _root(power, norm_type) for name, power in powers.items()}
+    return _stage_norms(parameters, ctx, norm_type)
 
 
 @final
@@ -80,40 +84,44 @@ class _Part:
     gradients: list[torch.Tensor] = field(default_factory=list)
 
 
-def _reduced_powers(
+def _stage_norms(
     parameters: Iterable[nn.Parameter], ctx: DistributedContext, norm_type: float
 ) -> dict[str, torch.Tensor]:
-    """Return the sum of |g|^p, or the largest |g|, of each part by name; equal on all ranks of a stage."""
+    """Return the norm of each part by name; equal on all ranks of a stage."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    is_wide = {torch.float64, torch.complex128} & {parameter.dtype for parameter in trained}
+    is_wide = _WIDE.intersection(parameter.dtype for parameter in trained)
     dtype = torch.float64 if is_wide else torch.float32
     parts = _group(trained)
-    powers = {part.name: _power(part.gradients, norm_type, dtype, ctx.device) for part in parts}
+    norms = {part.name: _shard_norm(part.gradients, norm_type, dtype, ctx.device) for part in parts}
     # Reductions over different axes commute, so all parts sharded over a group share one all-reduce.
     for group in dict.fromkeys(group for part in parts for group in part.groups):
         names = [part.name for part in parts if group in part.groups]
-        stacked = torch.stack([powers[name] for name in names])
-        dist.all_reduce(stacked, op=_reduction(norm_type), group=group)
-        powers.update(zip(names, stacked.unbind(), strict=True))
-    return powers
+        stacked = torch.stack([norms[name] for name in names])
+        _all_reduce_norms(stacked, norm_type, group)
+        norms.update(zip(names, stacked.unbind(), strict=True))
+    return norms
 
 
 def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
     """Return the parts, in an order that depends only on the parameters and is equal on all ranks of a stage."""
-    spread = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     parts: dict[str, _Part] = {}
-    if len(spread) < len(parameters):
-        plain = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
-        parts["replicated"] = _Part("replicated", (), [gradient for gradient in plain if gradient is not None])
+    plain: list[torch.Tensor] = []
+    if not all(isinstance(parameter, DTensor) for parameter in parameters):
+        parts["replicated"] = _Part("replicated", (), plain)
     by_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Part] = {}
-    for parameter in spread:
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor):
+            if gradient is not None:
+                plain.append(gradient)
+            continue
         place = (parameter.device_mesh, parameter.placements)
         if place not in by_placement:
             part = _Part(*_splits(*place))
             by_placement[place] = parts.setdefault(part.name, part)
             assert by_placement[place].groups == part.groups, "axes of the same name have the same process group"
-        if parameter.grad is not None:
-            by_placement[place].gradients.append(_local_gradient(parameter, parameter.grad))
+        if gradient is not None:
+            by_placement[place].gradients.append(_local_gradient(parameter, gradient))
     return list(parts.values())
 
 
@@ -149,26 +157,20 @@ def _show(placements: Sequence[Placement]) -> str:
     return f"({', '.join(map(repr, placements))})"
 
 
-def _power(
+def _shard_norm(
     gradients: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return the sum of |g|^p, or the largest |g|, over this rank's shards. Shards may be empty."""
+    """Return the norm of this rank's shards, which may be empty."""
     filled = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = torch._foreach_norm(filled, norm_type, dtype=dtype)
-    stacked = torch.stack(norms)
-    return stacked.max() if norm_type == inf else stacked.pow_(norm_type).sum()
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, norm_type, dtype=dtype)), norm_type)
 
 
-def _join(powers: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    stacked = torch.stack(powers)
-    return stacked.max() if norm_type == inf else stacked.sum()
-
-
-def _root(power: torch.Tensor, norm_type: float) -> torch.Tensor:
-    return power if norm_type == inf else power ** (1.0 / norm_type)
-
-
-def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
+def _all_reduce_norms(norms: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> None:
+    """Replace norms over this rank's shards by those over the shards of all ranks, in place. Collective."""
+    if norm_type == inf:
+        dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
+        return
+    dist.all_reduce(norms.pow_(norm_type), group=group)
+    norms.pow_(1.0 / norm_type)

@@ -99,9 +99,9 @@ class GradientSync:
         unplanned = self._plan(partial) if partial else []
         for bucket in [*self._buckets[self._num_started :], *unplanned]:
             bucket.start()
-        buckets = [*self._buckets, *unplanned]
-        for bucket, is_used in zip(buckets, _used_by_any(buckets), strict=True):
-            bucket.finish(is_used)
+        if buckets := [*self._buckets, *unplanned]:
+            for bucket, is_used in zip(buckets, _used_by_any(buckets), strict=True):
+                bucket.finish(is_used)
         self._unused.finish()
         self._num_started = 0
 

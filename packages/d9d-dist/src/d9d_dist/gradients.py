@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
+from math import inf
 
 import torch
 from torch import nn
@@ -79,7 +80,7 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
 
     The factor is, for example, 1 / global weight of the batch. A 0-dim tensor causes no host-device synchronization.
     """
-    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_tensor(gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return
     # A factor of the gradients' dtype uses the fused kernel; below float32 it would be inexact.
@@ -91,7 +92,6 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
     torch._foreach_mul_(gradients, factor)
 
 
-@torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
@@ -121,7 +121,12 @@ def clip_grad_norm_(
     """
     parameters = list(parameters)
     norm = global_grad_norm(parameters, ctx=ctx, norm_type=norm_type) * factor
-    clips = max_norm != float("inf")
-    if clips or isinstance(factor, torch.Tensor) or factor != 1.0:
-        scale_gradients_(parameters, (max_norm / (norm + 1e-6)).clamp_(max=1.0) * factor if clips else factor)
+    if max_norm != inf:
+        if norm.device.type == "cpu":  # Python numbers are cheaper than tensors
+            clip, factor = min(max_norm / (norm.item() + 1e-6), 1.0), float(factor)
+        else:
+            clip = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+        scale_gradients_(parameters, clip * factor)
+    elif isinstance(factor, torch.Tensor) or factor != 1.0:
+        scale_gradients_(parameters, factor)
     return norm

@@ -1,6 +1,6 @@
 """Device that a job is planned for: a dry run computes on fake CPU tensors, with the block sizes of an accelerator."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+RecordBlock = Callable[[], Callable[[int], bool]]
+"""Function that a dry run provides to `each_block`. It starts a block and returns a function that ends the block.
+
+The end receives the number of equal blocks that follow. If the block left the live bytes unchanged, the end records the
+block that many times more, and returns True.
+"""
+
 _PLANS_ACCELERATOR = ContextVar("_PLANS_ACCELERATOR", default=False)
+_RECORD_BLOCK: ContextVar[RecordBlock | None] = ContextVar("_RECORD_BLOCK", default=None)
 
 
 @contextmanager
@@ -27,3 +35,34 @@ def is_on_host(tensor: "Tensor") -> bool:
     Algorithms whose block sizes depend on the device ask this function, so that a dry run has those of the accelerator.
     """
     return tensor.device.type in ("cpu", "meta") and not _PLANS_ACCELERATOR.get()
+
+
+def each_block(num: int, size: int) -> Iterator[slice]:
+    """Yield the slices of `range(num)` in blocks of `size`; the last block may be smaller.
+
+    A dry run (`recorded_blocks`) yields few of the equal blocks: the first one that leaves the live bytes unchanged
+    counts for all that follow. So the body must run the same operators for every block of `size`.
+    """
+    record = _RECORD_BLOCK.get()
+    start = 0
+    while start < num:
+        end = min(start + size, num)
+        if record is None:
+            yield slice(start, end)
+        else:
+            finish = record()
+            yield slice(start, end)
+            equal = (num - end) // size if end - start == size else 0
+            if finish(equal):
+                end += equal * size
+        start = end
+
+
+@contextmanager
+def recorded_blocks(record: RecordBlock) -> Generator[None]:
+    """Make `each_block` record equal blocks once, in the body."""
+    before = _RECORD_BLOCK.set(record)
+    try:
+        yield
+    finally:
+        _RECORD_BLOCK.reset(before)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from d9d_loop.data import DataProvider, DatasetProvider
     from d9d_loop.data.sample_order import SampleOrder
     from d9d_loop.data.samples import Collate, Samples
-    from d9d_loop.engine.engine import BadStepError, Engine
+    from d9d_loop.engine.engine import Engine
     from d9d_loop.engine.train_step import StepResult
     from d9d_loop.event_bus import Events, on_event
     from d9d_loop.events import (
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         StochasticAdamWConfig,
     )
     from d9d_loop.resilience import ExitCode, ResilienceConfig, Stopped
+    from d9d_loop.resilience.bad_steps import BadStepError
     from d9d_loop.task import BatchTask, InferenceTask, Loss, LossFunction, Task
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from d9d_dist import StartupTimeoutError, UserError
+from d9d_loop.data import DataError
 from d9d_loop.resilience import ExitCode, Stopped
 from d9d_loop.user_frames import describe_frame, user_frames
 from d9d_state import StateError
@@ -21,6 +22,7 @@ def cli_main() -> Generator[None]:
     These exceptions print a message to standard error; all others propagate with their traceback.
 
     - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
+    - `DataError` because of a `UserError`, such as an invalid line in a file: exit code 2.
     - `StartupTimeoutError`: exit code 124, as for a rank that hangs. Printed on each rank.
     - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
     - pydantic's `ValidationError`, such as of `TrainerConfig(...)`: exit code 2, with a line for each invalid key.
@@ -51,6 +53,9 @@ def cli_main() -> Generator[None]:
         _say("\n     ".join([f"{error.title} is invalid:", *map(_describe_invalid, error.errors())]))
         raise SystemExit(ExitCode.USER_ERROR) from None
     except Exception as error:
+        if isinstance(error, DataError) and isinstance(error.__cause__, UserError):
+            _say(str(error), everywhere=True)
+            raise SystemExit(ExitCode.USER_ERROR) from None
         if frames := user_frames(error):
             lines = [f"{type(error).__name__}: {error}", *(f"  {describe_frame(each)}" for each in reversed(frames))]
             _say("\n".join([*lines, "The whole traceback:"]), everywhere=True)

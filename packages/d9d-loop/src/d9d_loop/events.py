@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
+from d9d_metrics import Tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +165,18 @@ class EvaluationStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone(Event):
-    """Event after an evaluation.
+    """Event after an evaluation, with the model in evaluation mode, and with the evaluation (averaged) weights.
 
     Attributes:
         values: Loss and task metrics on the evaluation data, by name.
+        forward: Calls the model over all pipeline stages, as in `Finished`.
+        track: Passes further values of this step to the trackers, such as samples of text (strings). Without effect on
+            ranks other than the main process.
     """
 
     values: Mapping[str, float]
+    forward: Callable[..., Any]
+    track: Callable[[Mapping[str, Tracked]], None]
 
 
 @dataclass(frozen=True, slots=True)

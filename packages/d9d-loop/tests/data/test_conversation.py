@@ -63,6 +63,7 @@ def test_tool_calls_have_objects_as_arguments() -> None:
         ({"messages": ["hi"]}, r"message 0 is a str; expected an object with role and content"),
         ({"messages": [{"role": "user"}]}, r"message 0 has the keys role; expected role, and content or tool_calls"),
         ({"conversations": [{"from": "bot", "value": "a"}]}, r"message 0 is from 'bot'; expected one of system, human"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"message 1 has weight 0.5; expected 0, which excludes it"),
         ({"messages": [USER], "tools": "{"}, r"tools is no JSON"),
         ({"messages": [USER], "tools": {}}, r"tools is a dict; expected a list of JSON schemas"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, r"which is no JSON"),
@@ -90,3 +91,9 @@ def test_equal_answers_are_refused() -> None:
         read_pair({"prompt": "hi", "chosen": "hello", "rejected": "hello"})
     with pytest.raises(UserError, match="a sample has the keys prompt; expected chosen and rejected"):
         read_pair({"prompt": "hi"})
+
+
+def test_a_call_of_sharegpt_keeps_its_weight() -> None:
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "weight": 0}
+    (message,) = read_conversation({"conversations": [call]}).messages
+    assert message["weight"] == 0

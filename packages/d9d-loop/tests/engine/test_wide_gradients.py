@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, MeshConfig, full_tensor, parallelize_hsdp, parallelize_replicate
 from d9d_dist.testing import run_ranks
-from d9d_loop import AdamWConfig, Engine, GradientsReady, Loss, Pipeline, StochasticAdamWConfig, Task
+from d9d_loop import AdamWConfig, Engine, GradientConfig, GradientsReady, Loss, Pipeline, StochasticAdamWConfig, Task
 from d9d_loop.optimizers.optimizer import OptimizerSettings
 
 SMALL = 2.0**-9
@@ -35,7 +35,7 @@ def _gradients(ctx: DistributedContext, kind: str, optimizer: OptimizerSettings)
     elif kind == "replicated":
         parallelize_replicate(model, dense["dp_replicate",])
     pipeline = Pipeline({0: model}, ctx=ctx)
-    pipeline.set_grad_dtype("float32")
+    pipeline.set_gradients(GradientConfig(dtype="float32"))
     engine = Engine(pipeline, optimizer.build(model), ctx=ctx, task=_Sum())
     seen: list[Tensor] = []
 

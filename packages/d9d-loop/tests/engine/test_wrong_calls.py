@@ -136,3 +136,26 @@ def test_weights_that_omit_trained_parameters_are_refused(shards: bool, tmp_path
             engine.weights(shards=shards)
         engine.model.get_parameter("bias").requires_grad_(False)
         assert [each[0] for each in engine.weights(shards=shards)] == ["weight"]
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_only_finite_learning_rates_of_at_least_0_are_set(rate: float, tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        engine.forward_backward(BATCHES, TASK.loss)
+        with pytest.raises(UserError, match=rf"learning_rate = {rate}; expected a finite number, 0 or more"):
+            engine.step(rate)
+        with pytest.raises(UserError, match=rf"factor = {rate}; expected a finite number, 0 or more"):
+            engine.set_learning_rates(rate)
+        before = values(engine)
+        assert engine.step(0.0).taken
+        assert all(map(torch.equal, values(engine), before))
+
+
+@pytest.mark.parametrize("batches", [BATCHES[0], iter(BATCHES)], ids=["dict", "iterator"])
+@pytest.mark.parametrize("call", ["forward_backward", "score"])
+def test_batches_are_a_list(call: str, batches: Any, tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        calls = {"forward_backward": (engine.forward_backward, TASK.loss), "score": (engine.score, _read)}
+        method, function = calls[call]
+        with pytest.raises(UserError, match="as batches; expected a list of batches, one for each microbatch"):
+            method(batches, function)

@@ -304,6 +304,10 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "message", "evaluates"),
     [
+        ({"local_every": 5}, "got checkpoint.local_every without checkpoint.local_folder", False),
+        ({"local_folder": "disk"}, "got checkpoint.local_folder without checkpoint.local_every", False),
+        ({"memory_every": 100}, "checkpoint.memory_every = 100 is not less than checkpoint.every = 100", False),
+        ({"replicas": 2}, "checkpoint.replicas = 2 has no effect; expected memory_every or local_every", False),
         ({"keep_every": 150}, "checkpoint.keep_every = 150 is not a multiple of checkpoint.every = 100", False),
         ({"keep_every": 200, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", False),
         ({"keep_best": 1, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", True),

@@ -44,8 +44,8 @@ from d9d_loop import (
     TrainResult,
     validate_config,
 )
-from d9d_loop.engine.engine import BadStepError
 from d9d_loop.resilience import Stopped
+from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_metrics import Metric, Sum, read_metrics
 from d9d_state import (
     CheckpointStore,
@@ -150,7 +150,15 @@ def test_a_run_leaves_everything_it_should(tmp_path: Path) -> None:
     result, weights = _weights(_trainer(tmp_path, evaluate=True))
     run = tmp_path / "run"
     assert (result.steps, result.run_dir, result.export_dir) == (6, run, run / "export")
-    files = ["checkpoints", "config.json", "environment.json", "export", "metrics.jsonl", "report.html"]
+    files = [
+        "checkpoints",
+        "config.json",
+        "environment.json",
+        "export",
+        "journal.jsonl",
+        "metrics.jsonl",
+        "report.html",
+    ]
     assert sorted(path.name for path in run.iterdir()) == files
     assert [info.step for info in CheckpointStore(run / "checkpoints").complete()] == [6, 3]
     assert TrainerConfig.from_cli(run / "config.json", []) == _config(tmp_path)

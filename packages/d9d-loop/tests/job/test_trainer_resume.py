@@ -205,6 +205,35 @@ def test_interrupted_again_and_again(tmp_path: Path, uninterrupted: _Outcome) ->
     _assert_same(_finish(_trainer(tmp_path), tmp_path), uninterrupted)
 
 
+@pytest.mark.parametrize("at", [2, STEPS])
+def test_interrupted_with_steps_in_memory(
+    tmp_path: Path, at: int, uninterrupted: _Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d9d_loop.job.local_tiers.MEMORY", tmp_path / "memory")
+    checkpoint = {"every": STEPS, "memory_every": 1, "replicas": 0}
+    _train_until(_trainer(tmp_path, checkpoint=checkpoint), StepDone, at)
+    assert list((tmp_path / "memory").iterdir())
+    resumed = _finish(_trainer(tmp_path, checkpoint=checkpoint), tmp_path)
+    assert list(resumed.losses) == list(range(at, STEPS + 1))  # nothing but the interrupted step is repeated
+    _assert_same(resumed, uninterrupted)
+    assert not list((tmp_path / "memory").iterdir())
+
+
+def test_checkpoints_in_an_object_store(tmp_path: Path, uninterrupted: _Outcome) -> None:
+    checkpoint = {"every": 2, "folder": f"memory://{tmp_path.name}"}
+    _train_until(_trainer(tmp_path, checkpoint=checkpoint), StepDone, 6)
+    losses: list[int] = []
+    trainer = _trainer(tmp_path, checkpoint=checkpoint)
+    trainer.events.on(StepDone, lambda event: losses.append(event.step))
+    result = trainer.train()
+    assert losses == [5, 6, 7]
+    assert (result.evaluation, result.train_loss) == (
+        uninterrupted.result.evaluation,
+        uninterrupted.result.train_loss,
+    )
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_a_finished_job_trains_nothing_and_gives_the_same_result(tmp_path: Path) -> None:
     first = _finish(_trainer(tmp_path), tmp_path)
     again = _trainer(tmp_path)

@@ -3,17 +3,20 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
+from d9d_loop.jobs.text_data import chat_rows
 from d9d_loop.jobs.text_groups import TextGroups
 from d9d_metrics import read_metrics
 
@@ -126,6 +129,140 @@ def test_a_job_is_the_same_on_four_ranks_and_is_loaded_by_transformers(job: str,
         ours, theirs = (_load(job, tmp_path / ranks / job / "export")(ids)[0] for ranks in ("one", "four"))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert (run / "export" / "tokenizer.json").read_bytes() == (folder / "model" / "tokenizer.json").read_bytes()
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "sft": {"adapter": {"rank": 4, "alpha": 8.0}},
+    "pretrain": {"model": {"family": "qwen3", **SIZES}},
+}
+
+
+def _packed(folder: Path, runs: Path, job: str, **more: Any) -> TextJobConfig:
+    data = {"files": [folder / FILES[job]], "held_out": 0.2, "length": 96, "packing": True}
+    return _config(folder, runs, job, dataset=data, **{**PACKED[job], **more})
+
+
+@pytest.mark.parametrize("job", PACKED)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pipeline_parallel": 2},
+        pytest.param({"context_parallel_shard": 2}, marks=pytest.mark.full),
+        pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.full),
+    ],
+    ids=["pp", "cp", "pp-tp"],
+)
+@pytest.mark.sample("pp-sft")
+def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("d9d_peft")  # has d9d-modules beside it, whose models are trained
+    world_size = prod(mesh.values())
+    if "tensor_parallel" in mesh and job == "sft":
+        mesh = {"pipeline_parallel": 2, "data_parallel_shard": 2}  # one key and value head
+    losses = _losses(_train(_packed(folder, tmp_path / "one", job, checkpoint={"every": 2})))
+    split = _packed(folder, tmp_path / "split", job, mesh=mesh, checkpoint={"every": 2})
+    run_ranks(_train, split, world_size=world_size)
+    assert _losses(tmp_path / "split" / job) == pytest.approx(losses, rel=1e-4)
+    assert losses[-1] < losses[0]
+    ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (_load(job, tmp_path / layout / job / "export")(ids)[0] for layout in ("one", "split"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    export = tmp_path / "split" / job / "export" / "model.safetensors"
+    before = export.read_bytes()
+    (tmp_path / "split" / job / "checkpoints" / "step-00000004").rename(tmp_path / "away")  # as if killed before it
+    run_ranks(_train, split, world_size=world_size)
+    assert export.read_bytes() == before
+
+
+def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    pytest.importorskip("d9d_peft")
+    chats = [{"prompt": f"say {n}", "completion": "yes " * n} for n in range(1, 5)]
+    _write(tmp_path / "few.jsonl", chats)
+    data = {"files": [tmp_path / "few.jsonl"], "length": 160, "packing": True}
+    batch = {"global_size": 1}
+    config = _config(folder, tmp_path, "sft", steps=1, dataset=data, batch=batch, data={"shuffle": False})
+    stream = chat_rows(config).training(seed=0)
+    row = stream.read(stream.cursor().take(1)[0])
+    numbers = row["documents"][row["labels"] != -100].unique()
+    assert len(numbers) > 1
+    run = _train(config)
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    model, total, count = _load("sft", folder / "model"), 0.0, 0
+    texts = {f"<|user|>{each['prompt']}<|end|><|assistant|>": f"{each['completion']}<|end|>" for each in chats}
+    for number in numbers:
+        found = tokenizer.decode(row["input_ids"][row["documents"] == number])
+        prompt = next(each for each in texts if found.startswith(each))
+        ids = tokenizer(prompt + texts[prompt], return_tensors="pt").input_ids
+        labels = ids.clone()
+        labels[:, : len(tokenizer(prompt).input_ids)] = -100
+        num_labels = int((labels != -100).sum())
+        total, count = total + model(ids, labels=labels).loss.item() * num_labels, count + num_labels
+    assert _losses(run)[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def _greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids[-num_tokens:]
+
+
+def _samples(run: Path) -> list[tuple[int, str]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["sample_0"]["text"]) for record in records if "sample_0" in record]
+
+
+def test_prompts_are_answered_at_each_evaluation_as_by_the_exported_model(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    config = _config(folder, tmp_path, "sft", prompts=["count to 3"], evaluation={"every": 2})
+    run = _train(config)
+    (first, _), (last, text) = _samples(run)
+    assert (first, last) == (2, 4)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(run / "export")
+    prompt = "<|user|>count to 3<|end|><|assistant|>"
+    ids = tokenizer(prompt).input_ids
+    answer = _greedy(_load("sft", run / "export"), ids, 48 - len(ids))  # dataset.length
+    assert text == prompt + tokenizer.decode(answer)
+    assert "Samples of text" in (run / "report.html").read_text()
+
+
+@pytest.mark.full
+def test_prompts_are_continued_over_a_pipeline(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("d9d_peft")
+    config = _packed(folder, tmp_path, "pretrain", prompts=["7 plus 7 is "], mesh={"pipeline_parallel": 2})
+    run_ranks(_train, config, world_size=2)
+    run = tmp_path / "pretrain"
+    ids = _greedy(_load("pretrain", run / "export"), list(b"7 plus 7 is "), 64)
+    assert _samples(run)[-1] == (4, "7 plus 7 is " + bytes(each for each in ids if each < 256).decode(errors="ignore"))
+
+
+def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"prompts: 'a{55}.* has \d+ tokens; expected .* dataset.length = 48"):
+        text_trainer(_config(folder, tmp_path, "sft", prompts=["a" * 60]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": ["a"]}, r"prompts are set, but nothing is evaluated; expected dataset.held_out"),
+        ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft or pretrain"),
+        ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* expected dataset.packing = true"),
+        ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
+        (
+            {"model": {"folder": "x", "dtype": "bfloat16"}, "dataset": {"files": ["x"], "packing": True}},
+            r"model.dtype is for models of transformers, but dataset.packing = true uses",
+        ),
+    ],
+)
+def test_what_packing_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    values = {"job": "sft", "steps": 1, "model": {"folder": "x"}, "dataset": {"files": ["x"]}, **changes}
+    values |= {"batch": {"global_size": 1}, "run": {"name": "x"}}
+    with pytest.raises(ValidationError, match=message):
+        TextJobConfig.model_validate(values)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -267,13 +404,51 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
         ({"dataset": {"files": ["absent.jsonl"]}}, r"dataset\.files: absent\.jsonl does not exist"),
         ({"dataset": {"files": []}}, r"dataset\.files has no files"),
         ({"model": {"family": "qwen33"}}, r"model\.family = 'qwen33' is unknown"),
-        ({"model": {"folder": "absent"}}, r"absent"),
+        ({"model": {"folder": "absent"}}, r"model\.folder = absent does not exist; .* hf download"),
+        (
+            {"model": {"family": "qwen3", "hidden_sise": 32}},
+            r"model\.hidden_sise is no entry .* did you mean hidden_size",
+        ),
+        (
+            {"model": {"family": "qwen3", "hidden_size": "big"}},
+            r"\[model\] is no configuration of qwen3: .*hidden_size",
+        ),
+        ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but there are \d+ training samples"),
         ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],
 )
 def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("null.jsonl", b'{"text": null}', r"sample 0 of dataset\.files has text = None; expected a text"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt is no text in UTF-8"),
+        ("data.parquet", b"csv, renamed", r"data\.parquet cannot be read: .* Expected a valid \.parquet file"),
+    ],
+)
+def test_files_without_texts_are_refused(name: str, content: bytes, message: str, folder: Path, tmp_path: Path) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        text_trainer(_config(folder, tmp_path / "runs", "pretrain", dataset={"files": [tmp_path / name]}))
+
+
+def test_a_class_is_a_text_or_an_integer(folder: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "lists.jsonl", [{"text": "a", "label": [1, 2]}])
+    with pytest.raises(UserError, match=r"sample 0 of dataset\.files has label = \[1, 2\]; expected a class"):
+        text_trainer(_config(folder, tmp_path, "classify", dataset={"files": [tmp_path / "lists.jsonl"]}))
+
+
+def test_numbers_of_the_command_line_are_entries_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('job = "pretrain"\nsteps = 1\nrun.name = "x"\nbatch.global_size = 1\n')
+    words = ["--model.family", "qwen3", "--model.hidden_size", "32", "--model.hidden_act", "gelu"]
+    config = TextJobConfig.from_cli(tmp_path / "job.toml", arguments=[*words, "--dataset.files", '["x"]'])
+    assert config.model.entries == {"hidden_size": 32, "hidden_act": "gelu"}
 
 
 def test_only_jobs_that_embed_have_an_embedding(folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from d9d_dist import UserError
 from d9d_loop.losses import Average, PolicyLoss
+from d9d_loop.losses.importance import ImportanceLevel
 
 
 class Sampled:
@@ -143,3 +144,32 @@ def test_a_penalty_needs_a_reference_and_a_reference_a_penalty() -> None:
         sampled.ours(PolicyLoss(kl_weight=0.1))
     with pytest.raises(UserError, match=r"kl_weight = 0.0, and reference log-probabilities are given"):
         sampled.ours(PolicyLoss(), reference_log_probs_BL=sampled.reference)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_values_outside_the_answers_do_not_matter(level: ImportanceLevel) -> None:
+    sampled, loss = Sampled(), PolicyLoss(ratio_level=level, kl_weight=0.1)
+
+    def gradient(outside: float) -> Tensor:
+        def masked(values: Tensor) -> Tensor:
+            return torch.where(sampled.rows.mask, values, outside)
+
+        found = loss(
+            sampled.policy,
+            advantages_BL=masked(sampled.advantages_BL),
+            mask_BL=sampled.rows.mask,
+            document_ids_BL=sampled.rows.document_ids,
+            old_log_probs_BL=masked(sampled.old),
+            reference_log_probs_BL=masked(sampled.reference),
+            importance_BL=masked(sampled.importance),
+        )
+        return torch.autograd.grad(found.total, sampled.policy)[0]
+
+    assert_close(gradient(torch.nan), gradient(0.0), rtol=0, atol=0)
+
+
+def test_values_that_torch_would_broadcast_are_refused() -> None:
+    sampled = Sampled()
+    sampled.advantages_BL = sampled.advantages_BL[:, :1]  # one for each row
+    with pytest.raises(UserError, match=r"advantages_BL has shape \(3, 1\), and the log-probabilities \(3, 24\)"):
+        sampled.ours(PolicyLoss())

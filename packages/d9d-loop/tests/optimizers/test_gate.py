@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_loop.optimizers import JoinedOptimizer, Lion, Muon, ScheduleFreeAdamW, StochasticAdamW
-from d9d_loop.optimizers.gate import gated, takes_gate
+from d9d_loop.optimizers import JoinedOptimizer, Lion, LocalSGD, Muon, ScheduleFreeAdamW, StochasticAdamW
+from d9d_loop.optimizers.gate import counts_steps, gated, takes_gate, uncount_step
 
 
 def _lion(model: nn.Module) -> Optimizer:
@@ -22,9 +22,29 @@ def _muon_and_adamw(model: nn.Module) -> Optimizer:
     return JoinedOptimizer([Muon(matrices, lr=0.01), torch.optim.AdamW(others, fused=True)])
 
 
-def _tensors(optimizer: Optimizer) -> list[Tensor]:
+def _schedule_free(model: nn.Module) -> Optimizer:
+    return ScheduleFreeAdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _stochastic_and_lion(model: nn.Module) -> Optimizer:
+    (name, weight), *others = model.named_parameters()
+    return JoinedOptimizer([StochasticAdamW([(name, weight)], lr=0.01), Lion([each for _, each in others])])
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return LocalSGD(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _sgd_with_momentum(model: nn.Module) -> Optimizer:
+    return LocalSGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+
+
+def _values(optimizer: Optimizer) -> list[Tensor]:
+    """Return parameters, state and the counts of the groups."""
+    counts = [group[key] for group in optimizer.param_groups for key in ("steps", "weight_sum") if key in group]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    return [*parameters, *(value for each in parameters for value in optimizer.state[each].values())]
+    state = [value for each in parameters for value in optimizer.state[each].values()]
+    return [*parameters, *map(torch.as_tensor, (*state, *counts))]
 
 
 def _train(
@@ -45,7 +65,9 @@ def _train(
         else:
             with gated(optimizer, torch.tensor(gate)):
                 optimizer.step()
-        after.append([each.detach().clone() for each in _tensors(optimizer)])
+            if gate == 1.0 and counts_steps(optimizer):
+                uncount_step(optimizer)
+        after.append([each.detach().clone() for each in _values(optimizer)])
     return after
 
 
@@ -53,8 +75,11 @@ def _equal(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+BUILDS = [_lion, _muon_and_adamw, _schedule_free, _stochastic_and_lion, _sgd, _sgd_with_momentum]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("build", [_lion, _muon_and_adamw])
+@pytest.mark.parametrize("build", BUILDS)
 def test_a_gated_step_is_an_ungated_one_or_none(build: Callable[[nn.Module], Optimizer], dtype: torch.dtype) -> None:
     without = _train(build, [None, None, None], dtype)
     assert not any(_equal(before, after) for before, after in pairwise(without))
@@ -65,17 +90,16 @@ def test_a_gated_step_is_an_ungated_one_or_none(build: Callable[[nn.Module], Opt
         assert _equal(got, expected)
 
 
-@pytest.mark.parametrize("build", [_lion, _muon_and_adamw])
+@pytest.mark.parametrize("build", BUILDS)
 def test_the_first_step_can_be_skipped(build: Callable[[nn.Module], Optimizer]) -> None:
     _, after = _train(build, [1.0, 0.0], torch.float32)
     (expected,) = _train(build, [None], torch.float32)
     assert _equal(after, expected)
 
 
-def test_optimizers_that_count_steps_on_the_host_take_no_gate() -> None:
+def test_optimizers_without_fused_kernels_take_no_gate() -> None:
     layer = nn.Linear(2, 2)
-    counting = StochasticAdamW(layer.named_parameters())
-    assert not takes_gate(ScheduleFreeAdamW(layer.parameters()))
-    assert not takes_gate(counting)
-    assert not takes_gate(JoinedOptimizer([counting, Lion(nn.Linear(2, 2).parameters())]))
-    assert not takes_gate(torch.optim.AdamW(layer.parameters(), foreach=True))
+    foreach = torch.optim.AdamW(layer.parameters(), foreach=True)
+    assert not takes_gate(foreach)
+    assert not takes_gate(JoinedOptimizer([foreach, Lion(nn.Linear(2, 2).parameters())]))
+    assert not counts_steps(foreach)

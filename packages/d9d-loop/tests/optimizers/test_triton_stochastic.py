@@ -80,7 +80,12 @@ def _check_adamw(rule: IndexRule, dtype: torch.dtype, average_dtype: torch.dtype
     m64 = 0.8 * m64 + 0.2 * g64
     v64 = 0.9 * v64 + 0.1 * g64**2
     w64 = w64 * (1 - 0.1 * 0.2) - 0.1 * (m64 / (1 - 0.8**3)) / ((v64 / (1 - 0.9**3)).sqrt() + 1e-3)
+    gated, nan = [each.clone() for each in (w, m, v)], torch.full_like(g, torch.nan)
+    for gate, gradient in ((1.0, nan), (0.0, g), (1.0, nan)):
+        flag = torch.tensor(gate, device=device)
+        _triton_stochastic.adamw(gated[0], gradient, *gated[1:], numbers=NUMBERS, key=KEY, rule=rule, gate=flag)
     _triton_stochastic.adamw(w, g, m, v, numbers=NUMBERS, key=KEY, rule=rule)
+    assert all(map(torch.equal, gated, (w, m, v)))
     for number, (found, expected) in enumerate(((w, w64), (m, m64), (v, v64))):
         if found.dtype == torch.float32:
             torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Costs of a step from two runs with few layers equal those of a dry run with all layers."""
+"""Costs of a step from a run with few layers equal those of a dry run with all layers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from d9d_dist import DistributedContext, Launch, StageInfo, parallelize_hsdp
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
 from d9d_loop.planning.dry_run import dry_run, representatives
 from d9d_loop.planning.layer_repeats import Repeats, repeats_of, without_repeats
-from d9d_loop.planning.short_run import RankCost, rank_costs
+from d9d_loop.planning.short_run import short_runs
 from d9d_pipeline import Inputs
 
 WIDTH = 64
@@ -80,8 +80,8 @@ def _trainer(inner: list[int], folder: Any, **mesh: int) -> Trainer:
     ("inner", "mesh"),
     [
         ([128] * 7, {"data_parallel_shard": 4}),
-        ([32, *[256, 96] * 4, 32], {"data_parallel_shard": 2, "data_parallel_replicate": 2}),
-        ([128] * 10, {"pipeline_parallel": 2, "data_parallel_shard": 2}),
+        ([32, *[256, 96] * 6, 32], {"data_parallel_shard": 2, "data_parallel_replicate": 2}),
+        ([128] * 14, {"pipeline_parallel": 2, "data_parallel_shard": 2}),
     ],
     ids=["one kind", "a period of two", "pipeline"],
 )
@@ -91,22 +91,25 @@ def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], 
     plan = trainer.plan_for(Launch(world_size=4, device="cpu"))
     ranks = representatives(plan, 4)
     whole = dry_run(trainer.plan_for, ranks=ranks, world_size=4, precision="bfloat16")
-    found = rank_costs(plan, ranks=ranks, world_size=4, num_microbatches=plan.num_microbatches, precision="bfloat16")
-    for cost, run in zip(found, whole, strict=True):
-        expected = RankCost.of(run)
-        assert max(cost.peaks) == run.forward_backward.peak_bytes
-        for name in RankCost.__slots__:
-            if name != "peaks":
-                assert getattr(cost, name) == getattr(expected, name), name
+    found = short_runs(plan, ranks=ranks, world_size=4, num_microbatches=plan.num_microbatches, precision="bfloat16")
+    for short, run in zip(found, whole, strict=True):
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "attention_calls"):
+            assert getattr(short, name) == getattr(run, name), name
+        for name in ("first", "forward_backward", "update"):
+            one, other = getattr(short, name), getattr(run, name)
+            assert (one.flops, one.peak_bytes) == (other.flops, other.peak_bytes)
+            # Short runs read the norms of the layers that run.
+            assert one.bytes_moved == pytest.approx(other.bytes_moved, rel=1e-4 if name == "update" else 0)
+            assert one.collective_bytes() == other.collective_bytes()
 
 
 def test_the_longest_repeated_part_is_found_and_shortened() -> None:
     layers = Stack(StageInfo(), [32, 32, *[256, 96] * 4, 64]).layers
     assert repeats_of(layers) == Repeats(start=2, period=2, count=4)
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(layers.values()))
-    shorter, kept, middle = without_repeats(model, 1)
+    shorter, kept, third = without_repeats(model, 1)
     inner = [next(layer.parameters()).shape[0] for layer in kept]
     assert inner == [32, 32, 256, 96, 256, 96, 256, 96, 64]
-    assert middle == kept[4:6]
+    assert third == kept[6:8]
     assert len(list(shorter.get_submodule("1").children())) == 9
     assert len(layers) == 11

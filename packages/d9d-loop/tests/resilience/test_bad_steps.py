@@ -10,6 +10,7 @@ from torch import nn
 
 from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.testing import run_ranks
+from d9d_loop.optimizers import ScheduleFreeAdamW
 from d9d_loop.resilience import BadStep, BadStepConfig, StepGuard, bad_steps
 
 _NAN, _INF = math.nan, math.inf
@@ -98,6 +99,30 @@ def test_a_skipped_step_has_no_effect(build: Build, ctx: DistributedContext) -> 
         _go_on(guard, model, losses)
         results.append([*model.parameters(), *(value for each in optimizer.state.values() for value in each.values())])
     assert len(results[0]) == 8
+    for skipped, never in zip(*results, strict=True):
+        assert torch.equal(skipped, never)
+
+
+def test_an_optimizer_that_counts_steps_learns_of_a_skipped_one_before_the_next(
+    ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host reads a decision one step late, so the optimizer has counted the step by then."""
+    monkeypatch.setattr(bad_steps, "_is_on_host", lambda _device: False)
+    results = []
+    for losses in ([_NAN, 1.0, _NAN, 1.0, _NAN], [1.0, 1.0]):
+        torch.manual_seed(0)
+        model = _model()
+        optimizer = ScheduleFreeAdamW(model.parameters(), lr=0.1)
+        guard = StepGuard(optimizer, config=BadStepConfig(), ctx=ctx)
+        for step, loss in enumerate(losses, 1):
+            for number, parameter in enumerate(model.parameters(), 1):
+                parameter.grad = torch.full_like(parameter, _NAN if math.isnan(loss) else number)
+            guard.step(step, loss=torch.tensor(loss), grad_norm=torch.tensor(1.0))
+            guard.poll()
+        guard.poll(settle=True)
+        group = optimizer.param_groups[0]
+        assert group["steps"] == 2
+        results.append([*model.parameters(), torch.tensor(group["weight_sum"])])
     for skipped, never in zip(*results, strict=True):
         assert torch.equal(skipped, never)
 

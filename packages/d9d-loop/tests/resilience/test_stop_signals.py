@@ -8,8 +8,9 @@ import pytest
 from forked_faults import run_forked
 from stopping_loops import saves_for_ever, stops
 
-from d9d_dist import DistributedContext, UserError
-from d9d_loop.resilience import ExitCode, StopConfig, Stopped, StopSignals
+from d9d_dist import DistributedContext, MeshConfig, UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop.resilience import ExitCode, StopConfig, Stopped, StopSignals, stop_signals
 
 
 def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: DistributedContext) -> None:
@@ -73,6 +74,34 @@ def test_ctrl_c_saves_and_has_the_exit_code_of_an_interrupt() -> None:
     assert stopped.code == ExitCode.INTERRUPTED == 130
     assert str(stopped).startswith("stopped by Ctrl-C (SIGINT) after step 7, which is saved.")
     assert signal.SIGINT in StopConfig.model_validate({}).numbers
+
+
+def test_the_message_announces_the_traceback_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert str(Stopped(signal.SIGINT, step=7)).endswith("torchrun ends with exit code 1 and a traceback of its own.")
+
+
+def _fail_and_get_signals(_: None) -> tuple[int, int]:
+    """Return how many of the signals reached the previous handler: during the report of a failure, and afterwards."""
+    received: list[int] = []
+    original = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    with MeshConfig().build() as ctx, pytest.MonkeyPatch.context() as patch:
+        for seconds, count in ((60.0, 0), (0.0, 1)):
+            patch.setattr(stop_signals, "_FAILING_SECONDS", seconds)
+            with pytest.raises(ValueError, match="lost"), StopSignals(ctx):
+                raise ValueError("lost")
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert len(received) == count
+            signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        with StopSignals(ctx):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, original)
+    return len(received), ctx.world_size
+
+
+def test_a_failing_rank_is_not_ended_by_the_launcher_before_it_reports() -> None:
+    assert run_ranks(_fail_and_get_signals, None, world_size=2) == [(2, 2)] * 2
 
 
 @pytest.mark.parametrize(

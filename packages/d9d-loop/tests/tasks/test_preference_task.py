@@ -1,8 +1,10 @@
 from typing import Any
 
+import pytest
 import torch
 from torch.testing import assert_close
 
+from d9d_dist import UserError
 from d9d_loop.losses import PreferenceLoss
 from d9d_loop.tasks import PreferenceTask
 
@@ -32,11 +34,16 @@ def test_metrics_are_margin_and_accuracy_of_the_pairs() -> None:
         assert_close(metrics[name].compute(), value, check_dtype=False)
 
 
-def test_without_reference_log_probabilities_there_is_no_reference() -> None:
+def test_a_loss_has_a_reference_if_and_only_if_it_is_expected() -> None:
     batch, outputs = _batch(), {"log_probs": -torch.rand(2, 6)}
-    del batch["reference_log_probs"]
+    without = PreferenceTask(has_reference=False)
+    with pytest.raises(UserError, match="the batch has the key reference_log_probs; expected it if and only if"):
+        without.loss(outputs, batch)
     zero = PreferenceTask().loss(outputs, {**batch, "reference_log_probs": torch.zeros(2, 6)})
-    assert_close(PreferenceTask().loss(outputs, batch).total, zero.total)
+    del batch["reference_log_probs"]
+    assert_close(without.loss(outputs, batch).total, zero.total)
+    with pytest.raises(UserError, match="the batch has no reference_log_probs; expected it if and only if"):
+        PreferenceTask().loss(outputs, batch)
 
 
 def test_router_losses_are_added_and_are_no_part_of_margins() -> None:

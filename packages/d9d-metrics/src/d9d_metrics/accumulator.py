@@ -49,9 +49,8 @@ class Accumulator:
             UserError: If a count gets a tensor of floating dtype, or a number that is not an integer.
         """
         if self.reduction == "sum":
-            self.value.add_(
-                value.detach() if isinstance(value, Tensor) else value
-            )  # in float64, without a converted copy
+            # In float64, without a converted copy.
+            self.value.add_(value.detach() if isinstance(value, Tensor) and value.requires_grad else value)
             return
         is_tensor = isinstance(value, Tensor)
         if self.reduction == "count" and not _is_integer(value):

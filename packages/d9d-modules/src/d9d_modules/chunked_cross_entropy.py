@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from d9d_dist.planned_device import is_on_host
+from d9d_dist.planned_device import each_block, is_on_host
 from d9d_dist.split_backward import WeightGradHandle, defer_weight_grad
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
@@ -93,11 +93,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         vocabulary = VocabularyBlocks(weights_VD, options.loss, options.softcap)
         num_tokens = tile_size(hidden_TD).tokens
-        tiles = [
-            _forward_tile(hidden_tD, labels_t, vocabulary, with_gradient=options.with_gradient)
-            for hidden_tD, labels_t in zip(hidden_TD.split(num_tokens), labels_T.split(num_tokens), strict=True)
-        ]
-        losses_T, lse_T, unit_TD = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+        losses_T, lse_T = (labels_T.new_empty(labels_T.shape, dtype=wide_dtype(hidden_TD)) for _ in range(2))
+        unit_TD = torch.empty_like(hidden_TD if options.with_gradient else hidden_TD[:0])
+        for tile in each_block(len(labels_T), num_tokens):
+            results = _forward_tile(hidden_TD[tile], labels_T[tile], vocabulary, with_gradient=options.with_gradient)
+            losses_T[tile], lse_T[tile], unit_TD[tile] = results
+            del results
         ctx.save_for_backward(hidden_TD, labels_T, lse_T, unit_TD, *weights_VD)
         ctx.options, ctx.slots = options, slots
         return losses_T
@@ -130,7 +131,7 @@ def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "VocabularyBl
     loss, smoothing = vocabulary.loss, vocabulary.loss.label_smoothing
     sums = _SoftmaxSums(hidden_tD, with_gradient=with_gradient, with_totals=smoothing > 0.0)
     for index in range(len(vocabulary.weights_VD)):
-        for first, rows_vD in vocabulary.blocks(index, num_tokens=len(labels_t)):
+        for first, rows_vD, _ in vocabulary.blocks(index, num_tokens=len(labels_t)):
             sums.add(vocabulary, rows_vD, labels_t - first)
     if loss.mesh is not None:
         sums.add_over_ranks(loss.mesh)
@@ -146,7 +147,7 @@ def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "VocabularyBl
         slope_t = vocabulary.slope(sums.label_t)
         factor_t = torch.full_like(lse_t, 1.0 - smoothing) if slope_t is None else (1.0 - smoothing) * slope_t
         unit_tD.addcmul_(vocabulary.label_rows(labels_t), factor_t.unsqueeze(-1), value=-1.0)
-    return _Tile(losses_t, lse_t, unit_tD.to(hidden_tD.dtype))
+    return _Tile(losses_t, lse_t, unit_tD)
 
 
 def _weight_gradient(
@@ -156,8 +157,7 @@ def _weight_gradient(
     loss, smoothing = vocabulary.loss, vocabulary.loss.label_smoothing
     softmax_scale_T1 = (scale_T * (1.0 + 2.0 * loss.z_loss * lse_T)).unsqueeze(-1)
     gradient_VD = torch.empty_like(vocabulary.weights_VD[index])
-    filled = 0
-    for first, rows_vD in vocabulary.blocks(index, num_tokens=len(labels_T)):
+    for first, rows_vD, rows in vocabulary.blocks(index, num_tokens=len(labels_T)):
         x_Tv = vocabulary.logits(hidden_TD, rows_vD)
         slope_Tv = vocabulary.slope(x_Tv)
         grad_Tv = x_Tv.sub_(lse_T.unsqueeze(-1)).exp_().mul_(softmax_scale_T1)
@@ -167,8 +167,7 @@ def _weight_gradient(
             grad_Tv -= smoothing / vocabulary.size * scale_T.unsqueeze(-1)
         if slope_Tv is not None:
             grad_Tv *= slope_Tv
-        torch.mm(grad_Tv.to(hidden_TD.dtype).T, hidden_TD, out=gradient_VD[filled : filled + len(rows_vD)])
-        filled += len(rows_vD)
+        torch.mm(grad_Tv.to(hidden_TD.dtype).T, hidden_TD, out=gradient_VD[rows])
     return gradient_VD
 
 
@@ -183,12 +182,12 @@ class VocabularyBlocks:
         self._firsts = list(accumulate(sizes[:-1], initial=rank * sum(sizes)))
         self.size = num_ranks * sum(sizes)
 
-    def blocks(self, index: int, *, num_tokens: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield blocks of rows of one weight with their first token id; each gives one tile of logits."""
+    def blocks(self, index: int, *, num_tokens: int) -> Iterator[tuple[int, Tensor, slice]]:
+        """Yield blocks of one weight: the first token id, the rows, and their slice; each gives one tile of logits."""
         weight_VD = self.weights_VD[index]
         size = max(1, tile_size(weight_VD).logits // max(1, num_tokens))
-        for start in range(0, len(weight_VD), size):
-            yield self._firsts[index] + start, weight_VD[start : start + size]
+        for rows in each_block(len(weight_VD), size):
+            yield self._firsts[index] + rows.start, weight_VD[rows], rows
 
     def logits(self, hidden_TD: Tensor, rows_vD: Tensor) -> Tensor:
         """Compute logits [T, v] after the soft-cap, in at least float32."""

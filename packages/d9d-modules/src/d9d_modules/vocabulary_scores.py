@@ -60,7 +60,7 @@ def _score_tile(
     label_t = torch.zeros(len(labels_t), dtype=tiles.wide_dtype(hidden_tD), device=hidden_tD.device)
     lse_t = entropy_t = None
     for index in range(len(vocabulary.weights_VD)):
-        for first, rows_vD in vocabulary.blocks(index, num_tokens=len(labels_t)):
+        for first, rows_vD, _ in vocabulary.blocks(index, num_tokens=len(labels_t)):
             x_tv = vocabulary.logits(hidden_tD, rows_vD)
             own_t1, is_own_t1 = tiles.ids_within(labels_t - first, len(rows_vD))
             label_t += (x_tv.gather(-1, own_t1) * is_own_t1).squeeze(-1)

@@ -30,6 +30,7 @@ from d9d_modules import (
     YarnScaling,
     known_families,
 )
+from d9d_modules.compiling import compile_layers
 from d9d_state import StateMapper, load_model_state, save_model_state
 
 FAMILIES: dict[str, HuggingFaceFamily[Any]] = {
@@ -389,3 +390,22 @@ def test_published_configurations_are_accepted(name: str) -> None:
         expected = [name == "Mistral-7B-v0.1"] * params.num_layers
     assert is_sliding == expected
     assert params.attention_form.is_causal is (name != "embeddinggemma-300m" and config["model_type"] != "modernbert")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_layers_are_one_graph(name: str) -> None:
+    """A graph break is an error with `fullgraph`; the documents are packed."""
+    torch._dynamo.reset()
+    params = draw_params(FAMILIES[name], 2)
+    model, labels = DecoderForCausalLM(params), torch.randint(0, params.vocab_size, (2, 9))
+    positions = torch.tensor([[*range(4), *range(5)]]).expand(2, 9).contiguous()
+    documents = torch.tensor([[0] * 4 + [1] * 5]).expand(2, 9).contiguous()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        losses = model(labels, labels=labels, position_ids=positions, document_ids_BL=documents)
+        return losses, *torch.autograd.grad(losses.sum(), list(model.parameters()), allow_unused=True)
+
+    expected = run()
+    compile_layers(model.backbone.layers, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(), expected)

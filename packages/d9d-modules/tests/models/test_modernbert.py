@@ -59,6 +59,7 @@ def _reference(kind: str, params: ModernBertParams = PARAMS) -> Any:
 
 def _loaded(found: PretrainedDecoder) -> Any:
     model = found.build(StageInfo())
+    assert found.folder is not None
     load_model_state(model, found.folder, found.load_mapper())
     return model
 

@@ -48,8 +48,18 @@ def _folder(path: Path, *, entries: dict[str, Any] | None = None, tensors: dict[
 
 def _loaded(found: PretrainedDecoder) -> Any:
     model = found.build(StageInfo())
+    assert found.folder is not None
     load_model_state(model, found.folder, found.load_mapper())
     return model
+
+
+def test_entries_of_a_configuration_are_a_model_without_weights(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "qwen")
+    found = from_pretrained_config(json.loads((folder / "config.json").read_text()))
+    assert found.params == from_pretrained_config(folder).params
+    assert found.folder is None
+    assert str(found).startswith("new model: family qwen2")
+    assert "no weights" in str(found)
 
 
 def test_a_folder_is_recognized_and_described(tmp_path: Path) -> None:
@@ -60,6 +70,7 @@ def test_a_folder_is_recognized_and_described(tmp_path: Path) -> None:
         f"{tmp_path / 'qwen'}: family qwen2, layers: 2 full_attention; 1.21e-06 B stored numbers (float32); "
         "tensors not used: none"
     )
+    assert found.folder is not None
     model, stored = _loaded(found), load_file(found.folder / "model.safetensors")
     assert torch.equal(model.backbone.layers["1"].attention.k_proj.bias, stored["model.layers.1.self_attn.k_proj.bias"])
     save_model_state(model, tmp_path / "again", found.state_mapper().inverse(), extra_files=found.export_files())

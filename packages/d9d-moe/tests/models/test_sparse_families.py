@@ -29,6 +29,7 @@ from d9d_modules import (
     mtp_from_hugging_face,
     quantization_from_hugging_face,
 )
+from d9d_modules.compiling import compile_layers
 from d9d_moe import (
     DEEPSEEK_V3,
     GLM4_MOE,
@@ -490,3 +491,24 @@ def test_a_released_folder_is_read_as_it_is(tmp_path: Path) -> None:
         "backbone.layers.0.attention.o_proj.weight"
     )
     assert 0 < difference.abs().max() <= 2**-4 * largest
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_layers_are_one_graph(name: str) -> None:
+    """A graph break is an error with `fullgraph`; the documents are packed."""
+    torch._dynamo.reset()
+    params: Any = FAMILIES[name].params(Pick(1))
+    if isinstance(params, SparseParams):  # other widths leave the kernel, for a loop that reads the counts
+        params = replace(params, expert_intermediate_size=8)
+    model, labels = DecoderForCausalLM(params), torch.randint(0, params.vocab_size, (2, 9))
+    positions = torch.tensor([[*range(4), *range(5)]]).expand(2, 9).contiguous()
+    documents = torch.tensor([[0] * 4 + [1] * 5]).expand(2, 9).contiguous()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        losses = model(labels, labels=labels, position_ids=positions, document_ids_BL=documents)
+        return losses, *torch.autograd.grad(losses.sum(), list(model.parameters()), allow_unused=True)
+
+    expected = run()
+    compile_layers(model.backbone.layers, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(), expected)

@@ -177,10 +177,12 @@ class Executor:
         action: Action | None = None
         try:
             for action in self._program.ranks[self._rank]:
+                if stopwatch is None:
+                    self._run(action, step)
+                    continue
                 step.mark_ready()
                 self._run(action, step)
-                if stopwatch is not None:
-                    marks.append((step.ready, stopwatch.mark()))
+                marks.append((step.ready, stopwatch.mark()))
             action = None
             if self._channel is not None:
                 self._channel.finish()

@@ -1,5 +1,6 @@
-"""All file system writes of this package, in one module so that tests can kill the process at each of them.
+"""All writes of this package, in one module so that tests can kill the process at each of them.
 
+For paths in an object store, the functions that order and persist entries of a file system do nothing.
 Only `rename` and `exchange` are atomic; the callers build commits from these steps. Tests replace and count the direct
 calls of `os`.
 """
@@ -14,18 +15,22 @@ import torch
 from torch import Tensor
 
 from d9d_state._digests import Digests, PartRecord
+from d9d_state._member import AnyPath
+from d9d_state.object_path import ObjectPath
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _BLOCK = 1 << 22  # bytes hashed and written at a time
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
+def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
     """Create a new file and fsync it; return the size and digest of each part.
 
     Background threads compute the digests, and the disk writes each block while the next one is hashed and copied. The
     caller must not change a part's memory before this returns.
     """
+    if isinstance(path, ObjectPath):
+        return path.upload(parts)
     with Digests() as digests:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         position = 0
@@ -46,8 +51,10 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRec
     return digests.records()
 
 
-def replace_file(path: Path, data: bytes) -> PartRecord:
+def replace_file(path: AnyPath, data: bytes) -> PartRecord:
     """Create or replace a file atomically, and fsync it; return its size and digest."""
+    if isinstance(path, ObjectPath):
+        return path.upload([data])[0]
     new = path.with_name(f"{path.name}.new")
     remove_file(new)
     (record,) = write_file(new, [data])
@@ -79,9 +86,9 @@ def fsync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: AnyPath) -> None:
     """Create a folder and its missing parents, and fsync each new directory entry."""
-    if not path.is_dir():
+    if isinstance(path, Path) and not path.is_dir():
         make_folder(path.parent)
         try:
             os.mkdir(path)  # noqa: PTH102
@@ -91,8 +98,10 @@ def make_folder(path: Path) -> None:
         fsync_folder(path.parent)
 
 
-def fsync_folder(path: Path) -> None:
+def fsync_folder(path: AnyPath) -> None:
     """Fsync the directory entries of a folder."""
+    if isinstance(path, ObjectPath):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -118,8 +127,11 @@ def exchange(one: Path, other: Path) -> None:
         rename(aside, one)
 
 
-def remove_file(path: Path) -> None:
+def remove_file(path: AnyPath) -> None:
     """Delete a file, if it exists."""
+    if isinstance(path, ObjectPath):
+        path.remove()
+        return
     with suppress(FileNotFoundError):
         os.unlink(path)  # noqa: PTH108
 

@@ -2,11 +2,17 @@
 
 import os
 import stat
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias, final
 
 from d9d_dist import UserError
 from d9d_state.errors import ProcessLimitError, describe, is_limit
+from d9d_state.object_path import ObjectPath
+
+AnyPath: TypeAlias = Path | ObjectPath
+"""Path in a file system or an object store."""
 
 _KINDS = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -28,15 +34,86 @@ def open_member(folder: Path, name: str) -> int:
     except OSError as error:
         if is_limit(error):
             raise ProcessLimitError(f"{path} cannot be opened: {describe(error)}") from error
-        advice = " The folder is incomplete; download or copy it again." if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"{path} cannot be read: {error.strerror}.{advice}") from error
+        raise _unreadable(path, error) from error
     kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
     raise UserError(f"{file} is {kind}; expected a regular file.")
 
 
-def open_member_file(folder: Path, name: str) -> BinaryIO:
-    """Open a regular file directly inside a folder as a binary file object; see `open_member`."""
-    return os.fdopen(open_member(folder, name), "rb")
+def open_member_file(folder: AnyPath, name: str) -> BinaryIO:
+    """Open a regular file directly inside a folder as a binary file object; see `open_member`.
+
+    An object of an object store is read whole.
+    """
+    if isinstance(folder, Path):
+        return os.fdopen(open_member(folder, name), "rb")
+    path = _plain_object(folder, name)
+    try:
+        return BytesIO(path.read_bytes())
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MemberReader:
+    """Reader of byte ranges of a file directly inside a folder. `size` is the size of the file in bytes."""
+
+    size: int
+    source: int | ObjectPath
+
+    def read_into(self, buffer: memoryview, position: int) -> int:
+        """Read up to `len(buffer)` bytes from a position; return their number."""
+        if isinstance(self.source, ObjectPath):
+            return self.source.read_into(buffer, position)
+        return os.preadv(self.source, [buffer], position)
+
+    def read(self, size: int, position: int) -> bytes:
+        """Read up to `size` bytes from a position."""
+        if isinstance(self.source, ObjectPath):
+            return self.source.read_range(position, position + size)
+        return os.pread(self.source, size, position)
+
+    def close(self) -> None:
+        """Close the file."""
+        if isinstance(self.source, int):
+            os.close(self.source)
+
+
+def open_reader(folder: AnyPath, name: str) -> MemberReader:
+    """Open a regular file directly inside a folder for reads of ranges; errors are those of `open_member`."""
+    if isinstance(folder, Path):
+        descriptor = open_member(folder, name)
+        return MemberReader(os.fstat(descriptor).st_size, descriptor)
+    path = _plain_object(folder, name)
+    try:
+        return MemberReader(path.size(), path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _plain_object(folder: ObjectPath, name: str) -> ObjectPath:
+    if not is_plain(name):
+        raise UserError(f"{folder} names the file {name[:200]!r}; expected the plain name of a file in that folder.")
+    return folder / name
+
+
+def _unreadable(path: AnyPath, error: OSError) -> UserError:
+    advice = " The folder is incomplete; download or copy it again." if isinstance(error, FileNotFoundError) else ""
+    return UserError(f"{path} cannot be read: {error.strerror or error}.{advice}")
+
+
+def as_folder(folder: str | AnyPath) -> AnyPath:
+    """Return the path of a folder, or of a URL such as `s3://bucket/run`."""
+    if isinstance(folder, ObjectPath):
+        return folder
+    return ObjectPath.open(folder) if "://" in str(folder) and isinstance(folder, str) else Path(folder)
+
+
+def as_local(path: AnyPath) -> Path:
+    """Return a path of the file system; raise `UserError` for one in an object store."""
+    if isinstance(path, ObjectPath):
+        raise UserError(f"{path} is in an object store; expected a folder. Use `root`, or copy it to a disk.")
+    return path
 
 
 def is_plain(name: str) -> bool:

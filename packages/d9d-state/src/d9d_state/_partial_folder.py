@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from d9d_dist import DistributedContext, agree
 from d9d_state import _files
+from d9d_state._member import AnyPath
 from d9d_state._ranks import is_main
 from d9d_state._shared_folder import sharing_problem
 from d9d_state.errors import StateError, describe
+from d9d_state.object_path import ObjectPath
 
 
 def partial_of(target: Path) -> Path:
@@ -20,17 +22,22 @@ def partial_of(target: Path) -> Path:
 
 
 def make_partial(
-    target: Path, ctx: DistributedContext | None, *, writes: bool = True, group: dist.ProcessGroup | None = None
+    target: AnyPath, ctx: DistributedContext | None, *, writes: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective."""
-    partial, problem = partial_of(target), None
+    """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective.
+
+    In an object store, what a killed save left under the final name is deleted.
+    """
+    partial, problem = partial_path(target), None
     try:
         if is_main(ctx):
             discard_partial(partial)
             _files.make_folder(partial)
-    except OSError as error:
+    except (OSError, StateError) as error:
         problem = f"{target} could not be written: {describe(error)}"
     agree(problem, group, error=StateError, alone=ctx is None)
+    if isinstance(partial, ObjectPath):  # every rank reaches the same store
+        return
     try:
         unshared = sharing_problem(partial, ctx, needed=writes, group=group)
         if unshared is not None:
@@ -42,15 +49,26 @@ def make_partial(
         raise
 
 
-def discard_partial(partial: Path) -> None:
+def partial_path(target: AnyPath) -> AnyPath:
+    """Return the path under which a checkpoint is written.
+
+    In an object store it is the final one: the manifest, written last, completes the checkpoint.
+    """
+    return partial_of(target) if isinstance(target, Path) else target
+
+
+def discard_partial(partial: AnyPath) -> None:
     """Delete a partial folder, if it exists."""
-    if partial.is_dir():
+    if isinstance(partial, ObjectPath):
+        partial.remove_all()
+    elif partial.is_dir():
         _files.remove_folder(partial)
 
 
-def check_sizes(partial: Path, sizes: Mapping[str, int]) -> None:
+def check_sizes(partial: AnyPath, sizes: Mapping[str, int]) -> None:
     """Raise `OSError` or `ValueError` unless this process sees every file with the size that its rank wrote."""
     for name, size in sizes.items():
-        found = os.stat(partial / name).st_size  # noqa: PTH116
+        path = partial / name
+        found = path.size() if isinstance(path, ObjectPath) else os.stat(path).st_size  # noqa: PTH116
         if found != size:
             raise ValueError(f"{partial / name} has {found} bytes; expected {size}.")

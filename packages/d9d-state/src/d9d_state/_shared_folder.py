@@ -10,6 +10,7 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,27 @@ _TOKEN = re.compile(r"\.shared-[0-9a-f]{32}")
 def sharing_problem(
     folder: Path, ctx: DistributedContext | None, *, needed: bool = True, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Return an error text that names the ranks without access to a folder, or `None`. Collective, equal on all ranks.
+    """Return an error text that names the ranks without access to a folder, or `None`. Equal on all ranks.
+
+    Collective: two all-gathers of short texts.
 
     Raises `StateError` on every rank if the main process cannot write to the folder.
     """
     if ctx is None or ctx.world_size == 1:
         return None
-    token = folder / str(gather_json(f".shared-{uuid.uuid4().hex}", group, alone=ctx is None)[0])
-    agree(_attempt_to_make(token) if is_main(ctx) else None, group, error=StateError, alone=ctx is None)
+    name, problem = f".shared-{uuid.uuid4().hex}", None
+    if is_main(ctx):
+        problem = _attempt_to_make(folder / name)
+    # Two rounds in all, because saves between distant hosts wait for each one.
+    name, problem = gather_json([name, problem], group)[0]
+    if problem is not None:
+        agree(problem if is_main(ctx) else None, group, error=StateError)
+    token = folder / name
     why = _why_unseen(token) if needed else None
-    places: list[Any] = gather_json([socket.gethostname(), str(folder), why], group, alone=ctx is None)
-    agree(_attempt_to_remove(token) if is_main(ctx) else None, group, error=StateError, alone=ctx is None)
+    places: list[Any] = gather_json([socket.gethostname(), str(folder), why], group)
+    if is_main(ctx):
+        with suppress(OSError):  # the next job deletes it
+            _files.remove_file(token)
     ranks_of: dict[tuple[str, str, str], list[int]] = {}
     for rank, (host, path, reason) in enumerate(places):
         if reason is not None:
@@ -62,14 +73,6 @@ def _attempt_to_make(token: Path) -> str | None:
         _files.write_file(token, [])
     except OSError as error:
         return f"{token.parent} is not writable: {describe(error)}"
-    return None
-
-
-def _attempt_to_remove(token: Path) -> str | None:
-    try:
-        _files.remove_file(token)
-    except OSError as error:
-        return f"{token} could not be deleted: {describe(error)}"
     return None
 
 

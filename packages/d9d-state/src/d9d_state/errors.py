@@ -14,6 +14,10 @@ class ProcessLimitError(StateError):
     """Failure to open a file because of a process or system limit, such as open files. The file may be intact."""
 
 
+class UnreachableError(ProcessLimitError):
+    """Failure of an object store after several attempts. The object may be intact."""
+
+
 def is_limit(error: OSError) -> bool:
     """Return True if a limit on open files or memory caused the error."""
     return error.errno in _LIMITS

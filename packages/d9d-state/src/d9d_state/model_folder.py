@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
-from d9d_state._member import is_plain, open_member_file
+from d9d_state._member import AnyPath, as_folder, is_plain, open_member_file
 from d9d_state.json_value import parse_json, shortened
 from d9d_state.safetensors_header import StoredTensor, read_header
 from d9d_state.tensor_info import TensorInfo
@@ -27,35 +27,35 @@ class ModelFolder:
     """Index of a folder of safetensors files.
 
     Attributes:
-        path: The folder.
+        path: The folder, or its prefix in an object store.
         tensors: Shape and dtype of every tensor.
         files: Path of each tensor's file.
         starts: Byte offset of each tensor in its file.
     """
 
-    path: Path
+    path: AnyPath
     tensors: Mapping[str, TensorInfo]
-    files: Mapping[str, Path]
+    files: Mapping[str, AnyPath]
     starts: Mapping[str, int]
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
+    def open(cls, path: str | AnyPath) -> Self:
         """Read the header of `model.safetensors`, or of every file in `model.safetensors.index.json`.
 
         Raises:
             UserError: If the folder has neither file, or the index or a header is malformed. Also if the index names a
                 file outside the folder, or a listed tensor is missing from its file.
         """
-        folder = Path(path)
-        if os.path.lexists(folder / INDEX_NAME):
+        folder = as_folder(path)
+        if _exists(folder / INDEX_NAME):
             return cls._indexed(folder, _weight_map(folder))
-        if not os.path.lexists(folder / SINGLE_NAME):
+        if not _exists(folder / SINGLE_NAME):
             raise UserError(f"{folder} contains no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
         file = folder / SINGLE_NAME
         return cls._of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
 
     @classmethod
-    def _indexed(cls, folder: Path, weight_map: Mapping[str, str]) -> Self:
+    def _indexed(cls, folder: AnyPath, weight_map: Mapping[str, str]) -> Self:
         paths = {name: _plain(folder, name) for name in sorted(set(weight_map.values()))}
         headers = {name: read_header(path) for name, path in paths.items()}
         absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]]
@@ -65,7 +65,7 @@ class ModelFolder:
         return cls._of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
 
     @classmethod
-    def _of(cls, folder: Path, places: Mapping[str, tuple[Path, StoredTensor]]) -> Self:
+    def _of(cls, folder: AnyPath, places: Mapping[str, tuple[AnyPath, StoredTensor]]) -> Self:
         return cls(
             folder,
             {name: stored.info for name, (_file, stored) in places.items()},
@@ -74,7 +74,11 @@ class ModelFolder:
         )
 
 
-def _plain(folder: Path, name: str) -> Path:
+def _exists(path: AnyPath) -> bool:
+    return os.path.lexists(path) if isinstance(path, Path) else path.is_file()
+
+
+def _plain(folder: AnyPath, name: str) -> AnyPath:
     if not is_plain(name):
         raise UserError(
             f"the index of {folder} names the file {shortened(name)}; expected the plain name of a file in that folder."
@@ -82,7 +86,7 @@ def _plain(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _weight_map(folder: AnyPath) -> dict[str, str]:
     path = folder / INDEX_NAME
     with open_member_file(folder, INDEX_NAME) as file:
         data = file.read(_MAX_INDEX_BYTES + 1)

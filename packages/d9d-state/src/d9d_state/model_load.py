@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Literal
 
 from torch import Tensor, nn
 
 from d9d_dist import local_region, local_tensor
+from d9d_state._member import AnyPath
 from d9d_state._progress import byte_bar
 from d9d_state.mapper._check import refuse_mismatches, skipped_groups
 from d9d_state.mapper.fill import Destination
@@ -21,7 +21,7 @@ from d9d_state.tensor_info import TensorInfo
 
 def load_model_state(
     model: nn.Module,
-    folder: str | Path,
+    folder: str | AnyPath,
     mapper: StateMapper | None = None,
     *,
     unused: Literal["error", "ignore"] = "error",
@@ -40,7 +40,8 @@ def load_model_state(
     Args:
         model: Materialized module on any device, with plain tensors or `DTensor`s. Values are converted between
             floating-point dtypes.
-        folder: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
+        folder: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists. It
+            may be a URL of an object store, such as `s3://bucket/model`; each rank requests the ranges of its shards.
         mapper: Maps names and shapes on disk to those of the whole model; `None` if they are equal.
         unused: `"error"` refuses tensors in the files that the mapper does not consume; `"ignore"` skips them. A
             pipeline stage without a mapper needs `"ignore"`, because the files also contain the other stages.
@@ -60,7 +61,7 @@ def load_model_state(
 
 def check_model_state(
     model: nn.Module,
-    folder: str | Path,
+    folder: str | AnyPath,
     mapper: StateMapper | None = None,
     *,
     unused: Literal["error", "ignore"] = "error",
@@ -82,7 +83,7 @@ def _destination(name: str, tensor: Tensor) -> Destination:
 
 
 def _checked(
-    model: nn.Module, folder: str | Path, mapper: StateMapper | None, *, unused: Literal["error", "ignore"]
+    model: nn.Module, folder: str | AnyPath, mapper: StateMapper | None, *, unused: Literal["error", "ignore"]
 ) -> tuple[ModelFolder, StateMapper, list[list[str]]]:
     """Check files, mapper and model; return the files, the mapper restricted to the model, and outputs per group."""
     source = ModelFolder.open(folder)

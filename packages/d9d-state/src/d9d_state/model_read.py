@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from d9d_dist import Region
+from d9d_state._member import AnyPath
 from d9d_state._progress import byte_bar
 from d9d_state.mapper._check import refuse_mismatches
 from d9d_state.mapper.fill import Destination
@@ -24,7 +24,7 @@ _UNKNOWN = TensorInfo((), torch.float32)  # placeholder for outputs without a va
 
 
 def read_model_state(
-    folder: str | Path,
+    folder: str | AnyPath,
     mapper: StateMapper | None = None,
     *,
     device: torch.device | str = "cpu",

@@ -4,13 +4,11 @@
 also makes an extra copy. If dtype, strides or device differ, the data passes through a buffer of a few MiB.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
 from threading import Lock
 from typing import Self, final
 
@@ -18,14 +16,16 @@ import torch
 from torch import Tensor
 
 from d9d_dist import Region
-from d9d_state._member import open_member
+from d9d_state._member import AnyPath, MemberReader, open_reader
 from d9d_state._tensor_bytes import bytes_of
 from d9d_state.errors import StateError
 from d9d_state.model_folder import ModelFolder
+from d9d_state.object_path import ObjectPath
 from d9d_state.tensor_info import TensorInfo
 
 _BLOCK = 1 << 22  # bytes per read, and size of the buffer if one is needed
 _GAP = 1 << 12  # bytes; gaps of up to a page between wanted runs are read too, since disks return whole pages
+_OBJECT_GAP = 1 << 16  # bytes; a request to an object store takes longer than the transfer of these
 
 
 @final
@@ -39,7 +39,7 @@ class RegionReader:
         """
         self._folder = folder
         self._pool = pool
-        self._files: dict[Path, int] = {}
+        self._files: dict[AnyPath, MemberReader] = {}
         self._lock = Lock()
         self.num_bytes_read = 0
 
@@ -47,11 +47,11 @@ class RegionReader:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for reader in self._files.values():
+            reader.close()
 
     @property
-    def opened(self) -> list[Path]:
+    def opened(self) -> list[AnyPath]:
         """Paths of the files opened so far, in order."""
         return list(self._files)
 
@@ -68,7 +68,8 @@ class RegionReader:
         truncated, and `UserError` if it no longer exists or is not a regular file.
         """
         assert tuple(target.shape) == region.sizes, f"{name}: target and region have different shapes"
-        blocks = list(_blocks(self._folder.tensors[name], region, target))
+        gap = _OBJECT_GAP if isinstance(self._folder.path, ObjectPath) else _GAP
+        blocks = list(_blocks(self._folder.tensors[name], region, target, gap=gap))
         if self._pool is None or len(blocks) < 2:
             for block in blocks:
                 self._read_block(name, block)
@@ -93,23 +94,23 @@ class RegionReader:
         path, first = self._folder.files[name], self._folder.starts[name]
         raw, position = bytes_of(target), 0
         try:
-            descriptor = self._open(path)
+            reader = self._open(path)
             for offset, size in _runs(self._folder.tensors[name], region):
                 shift, end = first + offset - position, position + size
                 while position < end:
-                    count = os.preadv(descriptor, [raw[position:end]], position + shift)
+                    count = reader.read_into(raw[position:end], position + shift)
                     if count == 0:
                         raise StateError(f"{path} ends before {name} does; it has changed since its header was read.")
                     position += count
         except OSError as error:
-            raise StateError(f"{name} cannot be read from {path}: {error.strerror}.") from error
+            raise StateError(f"{name} cannot be read from {path}: {error.strerror or error}.") from error
         with self._lock:
             self.num_bytes_read += position
 
-    def _open(self, path: Path) -> int:
+    def _open(self, path: AnyPath) -> MemberReader:
         with self._lock:
             if path not in self._files:
-                self._files[path] = open_member(path.parent, path.name)
+                self._files[path] = open_reader(path.parent, path.name)
             return self._files[path]
 
 
@@ -122,11 +123,11 @@ class _Block:
     target: Tensor
 
 
-def _blocks(info: TensorInfo, region: Region, target: Tensor) -> Iterator[_Block]:
+def _blocks(info: TensorInfo, region: Region, target: Tensor, *, gap: int) -> Iterator[_Block]:
     """Cut a region into blocks of at most 4 MiB, along its first dims."""
     if region.num_elements == 0:
         return
-    read = _with_small_gaps(info, region)
+    read = _with_small_gaps(info, region, gap=gap)
     num_bytes = read.num_elements * info.dtype.itemsize
     dim = next((dim for dim, size in enumerate(region.sizes) if size > 1), None)
     if num_bytes <= _BLOCK or dim is None:
@@ -136,16 +137,16 @@ def _blocks(info: TensorInfo, region: Region, target: Tensor) -> Iterator[_Block
     for start in range(0, region.sizes[dim], step):
         size = min(step, region.sizes[dim] - start)
         part = region.replaced(dim, region.offsets[dim] + start, size)
-        yield from _blocks(info, part, target.narrow(dim, start, size))
+        yield from _blocks(info, part, target.narrow(dim, start, size), gap=gap)
 
 
-def _with_small_gaps(info: TensorInfo, region: Region) -> Region:
-    """Enlarge a region by the gaps between its contiguous runs, if the gaps are at most a page."""
+def _with_small_gaps(info: TensorInfo, region: Region, *, gap: int) -> Region:
+    """Enlarge a region by the gaps between its contiguous runs, if they have at most `gap` bytes."""
     offsets, sizes = list(region.offsets), list(region.sizes)
     inner = info.dtype.itemsize
     for dim in reversed(range(len(sizes))):
-        gap = (info.shape[dim] - sizes[dim]) * inner
-        if gap and (gap > _GAP or prod(sizes[:dim]) == 1):
+        found = (info.shape[dim] - sizes[dim]) * inner
+        if found and (found > gap or prod(sizes[:dim]) == 1):
             break
         offsets[dim], sizes[dim] = 0, info.shape[dim]
         inner *= info.shape[dim]

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 from torch import Tensor
 
 from d9d_state._digests import PartRecord
 from d9d_state._files import write_file
+from d9d_state._member import AnyPath
 from d9d_state._tensor_bytes import bytes_of
 from d9d_state.safetensors_layout import FileLayout
 from d9d_state.tensor_info import TensorInfo
@@ -24,7 +24,7 @@ class SafetensorsRecord:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+    path: AnyPath, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> SafetensorsRecord:
     """Write plain tensors to a new safetensors file and fsync it; return the size and digest of each part.
 

@@ -6,20 +6,21 @@ However, it accepts repeated names and any number of dims, and may need 20 times
 scan without allocations comes first.
 """
 
-import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from d9d_dist import UserError
-from d9d_state._member import open_member_file
+from d9d_state._member import AnyPath, open_reader
 from d9d_state.errors import StateError
 from d9d_state.json_value import shortened
 from d9d_state.tensor_info import TensorInfo
@@ -97,25 +98,24 @@ class StoredTensor:
     start: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: AnyPath) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name, in file order.
 
     `path` may be a symlink of the Hugging Face cache. Raises `UserError` if the file is missing, truncated or
     malformed, and `StateError` if a process or system limit prevents opening.
     """
-    with open_member_file(path.parent, path.name) as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
+    with closing(open_reader(path.parent, path.name)) as reader:
+        size, prefix = reader.size, reader.read(8, 0)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if length < 2 or length > min(size - 8, MAX_HEADER_BYTES):
             raise UserError(
                 f"{path} is not a safetensors file: got {size} bytes with a header of {length} bytes; "
                 f"expected a header of 2 to {MAX_HEADER_BYTES} bytes within the file."
             )
-        header = file.read(length)
+        header = reader.read(length, 8)
     try:
         num_tensors = _num_tensors(header)
-        with safe_open(path, framework="pt") as opened:
+        with _local(path, prefix, header, size) as file, safe_open(file, framework="pt") as opened:
             names = opened.offset_keys()
             infos = {name: _info(name, opened.get_slice(name)) for name in names}
         if len(names) != num_tensors:
@@ -132,6 +132,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         tensors[name] = StoredTensor(info, start)
         start += info.num_bytes
     return tensors
+
+
+@contextmanager
+def _local(path: AnyPath, prefix: bytes, header: bytes, size: int) -> Generator[Path]:
+    """Return a file for the library: the file itself, or a sparse one with the start of an object and its size."""
+    if isinstance(path, Path):
+        yield path
+        return
+    with NamedTemporaryFile(prefix="d9d-header-") as file:
+        file.write(prefix)
+        file.write(header)
+        file.truncate(size)
+        file.flush()
+        yield Path(file.name)
 
 
 def _num_tensors(header: bytes) -> int:

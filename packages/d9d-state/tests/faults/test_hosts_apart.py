@@ -106,6 +106,7 @@ def test_job_without_shared_folder_is_refused_at_start(tmp_path: Path, world_siz
 
 def _lock_together(folder: str) -> list[str]:
     with ranks() as ctx, CheckpointStore(folder).locked(ctx):
+        ctx.barrier()  # rank 0 deletes its own file before it comes here
         return sorted(path.name for path in Path(folder).iterdir())
 
 

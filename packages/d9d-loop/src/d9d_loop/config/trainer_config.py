@@ -120,6 +120,11 @@ class CheckpointConfig(Section):
     """Interval and retention of checkpoints. A checkpoint is kept if any of the `keep_` rules selects it."""
 
     every: PositiveInt = Field(default=100, description="Steps between checkpoints; the last step is always saved.")
+    folder: str | None = Field(
+        default=None,
+        description="Folder or URL of an object store (s3://...), in which each run has a folder of checkpoints; null: "
+        "`checkpoints` in the run folder.",
+    )
     background: bool = Field(
         default=True,
         description="Write checkpoints in the background, from a copy in host memory. The job waits for the last "

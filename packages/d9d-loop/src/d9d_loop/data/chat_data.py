@@ -33,6 +33,7 @@ class ChatData(DataProvider):
         kind: `chats`, `pairs`, or `scored_pairs` for reward models; see `ChatStream` and `PairStream`.
         too_long: What happens to longer conversations; see `ChatStream`.
         window: Number of conversations packed together. More leave less padding, and take longer at the start.
+        shuffle: If False, read each epoch in order; the rows of a window are shuffled nevertheless.
 
     Raises:
         UserError: If a file is missing, the folder has no chat template, or the row length is too small.
@@ -50,16 +51,18 @@ class ChatData(DataProvider):
         kind: Literal["chats", "pairs", "scored_pairs"] = "chats",
         too_long: TooLong = "refuse",
         window: int = 1024,
+        shuffle: bool = True,
     ) -> None:
         self._train = _samples(train)
         self._held_out = None if held_out is None else _samples(held_out)
         self._tokenizer = tokenizer if isinstance(tokenizer, ChatTokenizer) else read_chat_tokenizer(tokenizer)
         self._kind, self._row_length, self._window = kind, row_length, window
         self._too_long: TooLong = too_long
+        self._shuffle = shuffle
 
     def training(self, *, seed: int) -> SampleStream:
         """Return packed rows, endless and shuffled."""
-        return self._packed(IndexedStream(self._train, seed=seed), seed=seed)
+        return self._packed(IndexedStream(self._train, seed=seed, shuffle=self._shuffle), seed=seed)
 
     def evaluation(self) -> SampleStream | None:
         """Return packed rows of one epoch of the held-out data, or `None`."""

@@ -123,6 +123,10 @@ def _message(number: int, value: Any) -> Message:
             f"message {number} has the keys {', '.join(value)}; expected role, and content or tool_calls (or, in the "
             "form of ShareGPT, from and value)."
         )
+    if message.get("weight", 1) not in (0, 1):
+        raise UserError(
+            f"message {number} has weight {message['weight']!r}; expected 0, which excludes it from training, or 1."
+        )
     message.setdefault("content", "")
     if "tool_calls" in message:
         message["tool_calls"] = [_tool_call(number, call) for call in message["tool_calls"]]
@@ -136,9 +140,10 @@ def _from_sharegpt(number: int, value: Mapping[str, Any]) -> Message:
             f"message {number} is from {value['from']!r}; expected one of {', '.join(_SHAREGPT_ROLES)}. Rename it."
         )
     content = value.get("value")
+    more = {key: value[key] for key in ("weight",) if key in value}
     if value["from"] == "function_call":
-        return {"role": role, "tool_calls": [{"type": "function", "function": _json(number, content)}]}
-    return {"role": role, "content": content, **{key: value[key] for key in ("weight",) if key in value}}
+        return {"role": role, "tool_calls": [{"type": "function", "function": _json(number, content)}], **more}
+    return {"role": role, "content": content, **more}
 
 
 def _tool_call(number: int, call: Any) -> Any:

@@ -165,13 +165,13 @@ class StreamLoader:
 
     def _jobs(self) -> Iterator[ReadJob]:
         """Yield this rank's read jobs, step by step, and append the end of each step to `_places`."""
-        size = self._share.microbatch_size
+        size, global_size, starts = self._share.microbatch_size, self._share.global_size, self._share.starts()
         position, cursor = self._used.position, self._stream.cursor(self._used.stream)
         while True:
-            entries = cursor.take(self._share.global_size)
+            entries = cursor.take(global_size)
             if not entries:
                 return
-            jobs = [ReadJob(position + start, entries[start : start + size]) for start in self._share.starts()]
+            jobs = [ReadJob(position + start, entries[start : start + size]) for start in starts]
             own = [job for job in jobs if job.entries]
             self._places.append((_Place(position + len(entries), cursor.state_dict()), len(own)))
             yield from own

@@ -4,8 +4,10 @@ The Trainer is its first client. Post-training methods with an outer loop of the
 use it directly.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal, Self, final, overload
 
 from pydantic import JsonValue
@@ -15,10 +17,10 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, Region, StageInfo, UserError
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
-from d9d_loop.engine.engine_parts import engine_parts
 from d9d_loop.engine.microbatches import MicrobatchAgreement
 from d9d_loop.engine.model_weights import ModelWeights
 from d9d_loop.engine.offloading import StateOffloading
+from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.reference import Reference, ReferenceModel
 from d9d_loop.engine.scorer import ReadTokens, Scorer
 from d9d_loop.engine.token_values import TokenValues
@@ -31,13 +33,10 @@ from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.averaging import free_gathered_parameters
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
+from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
 from d9d_state import StateMapper
-
-
-class BadStepError(RuntimeError):
-    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
 
 
 @final
@@ -115,7 +114,6 @@ class Engine:
         self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
 
     @classmethod
-    @contextmanager
     def open(
         cls,
         config: EngineConfig,
@@ -125,7 +123,7 @@ class Engine:
         optimizer: OptimizerProvider | None = None,
         pipeline_schedule: Schedule | None = None,
         reference: Reference | None = None,
-    ) -> Generator[Self]:
+    ) -> AbstractContextManager[Self]:
         """Start the process group, build an engine with its initial weights, and close both after the body. Collective.
 
             with Engine.open(config, model=MyProvider(), task=MyTask()) as engine:
@@ -145,22 +143,10 @@ class Engine:
             UserError: If the configuration, model or environment is invalid. Most checks run before the process group
                 starts.
         """
-        with engine_parts(
-            config, model=model, task=task, optimizer=optimizer, pipeline_schedule=pipeline_schedule
-        ) as parts:
-            yield cls(
-                parts.pipeline,
-                parts.optimizer,
-                ctx=parts.ctx,
-                task=task,
-                max_norm=config.gradients.max_norm,
-                num_microbatches=2 * parts.pipeline.num_stages if parts.pipeline.num_stages > 1 else 1,
-                guard=parts.guard,
-                events=parts.events,
-                state_mapper=parts.state_mapper,
-                reference=reference,
-                checkpoints=parts.checkpoints,
-            )
+        build: Callable[..., Self] = partial(cls, reference=reference)
+        return opened_engine(
+            config, build, model=model, task=task, optimizer=optimizer, pipeline_schedule=pipeline_schedule
+        )
 
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.
@@ -288,21 +274,24 @@ class Engine:
                 groups of different learning rates, see `set_learning_rates`.
 
         Raises:
-            UserError: If there was no forward and backward since the last step.
+            UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
+                finite.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
         if learning_rate is not None:
+            _check_rate("learning_rate", learning_rate)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
         result = self._step.update(self.num_steps + 1)
         self.num_steps += 1
-        if self.guard is not None and self._polls_guard:
-            self._apply_decisions(self.guard)
+        self._apply_decisions()
         return result
 
-    def _apply_decisions(self, guard: StepGuard) -> None:
-        while (bad := guard.poll()) is not None:
+    def _apply_decisions(self, *, settle: bool = False) -> None:
+        if self.guard is None or not self._polls_guard:
+            return
+        while (bad := self.guard.poll(settle=settle)) is not None:
             self.events.emit(BadStepFound(bad.step, bad.kind, bad.decision, bad.why))
             if bad.decision == "stop":
                 raise BadStepError(bad.why)
@@ -346,12 +335,14 @@ class Engine:
 
         Raises:
             UserError: If the engine has no checkpoints, or gradients were not used by a `step` yet.
+            BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
         self._require_training("save()")
         checkpoints = self._require_checkpoints()
         if self._step.is_pending:
             raise UserError("got save() with accumulated gradients, which checkpoints omit; expected step() before it.")
+        self._apply_decisions(settle=True)
         checkpoints.save(self.num_steps, state, background=background)
 
     def load(self) -> JsonValue:
@@ -381,6 +372,7 @@ class Engine:
 
     def set_learning_rates(self, factor: float) -> None:
         """Set the learning rate of each parameter group to `factor` times that of the optimizer as it was built."""
+        _check_rate("factor", factor)
         for group, built in zip(self.optimizer.param_groups, self._built_rates, strict=True):
             group["lr"] = built * factor
 
@@ -391,3 +383,8 @@ class Engine:
         gradient reduction.
         """
         self._step.replay(batches, loss, watch)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0.0 <= value < math.inf:
+        raise UserError(f"{name} = {value}; expected a finite number, 0 or more.")

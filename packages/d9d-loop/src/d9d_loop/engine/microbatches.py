@@ -48,8 +48,13 @@ class MicrobatchAgreement:
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different
-                numbers of batches.
+                numbers of batches. On this rank, if `batches` is no sequence.
         """
+        if not isinstance(batches, Sequence):
+            raise UserError(
+                f"got a {type(batches).__name__} as batches; expected a list of batches, one for each microbatch. Pass "
+                "[batch] for one batch."
+            )
         if batches:
             self._example, self._has_example = batches[-1], True
         counts = gather_json([self._ctx.coordinate("batch", "dp"), len(batches), self._has_example])

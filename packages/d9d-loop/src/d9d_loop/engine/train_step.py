@@ -1,12 +1,11 @@
 """One optimizer step: forward, backward, gradient reduction, clipping and update."""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, UserError, clip_grad_norm_
 from d9d_loop.engine.step_executors import StepExecutors
+from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.engine.wide_gradients import converted_gradients, wide_gradients
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
@@ -81,7 +81,7 @@ class TrainStep:
         if ctx.size("regular", "pp") > 1:  # pipeline ranks may have created different numbers of groups
             ctx.align_groups()
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
-        self._totals: Tensor | None = None
+        self._totals: StepTotals | None = None
         self._has_failed = False
 
     @property
@@ -123,17 +123,16 @@ class TrainStep:
             self._refuse_batch_norm()
         if self._totals is None:
             self._events.emit(StepStarted(number))
-            self._totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
+            self._totals = StepTotals(self._ctx.device)
         else:  # the gradients of an earlier call: later ones are added to the reduced sum
             self.executors.gradient_sync.finish()
-        total, weight = self._totals.unbind()  # views, so that one all-reduce sums both
+        totals = self._totals
 
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
             if microbatch >= num_own:
                 return _zero_loss(outputs)
             taken = _checked(loss(outputs, batches[microbatch]))
-            total.add_(taken.total.detach())
-            weight.add_(taken.weight)
+            totals.add(taken)
             if values is not None:
                 values[microbatch] = taken.tokens
             return taken.total
@@ -169,21 +168,14 @@ class TrainStep:
         if self._totals is None:
             raise UserError("got step() without gradients; expected forward_backward() before each step.")
         totals, self._totals = self._totals, None
-        total, weight = totals.unbind()
         self._events.emit(BackwardDone(number, self._model))
-        # Overlaps with the gradient reduction, because each collective costs at least the latency of the slowest link.
-        reduction = None
-        if self._losses_group.size() > 1:
-            reduction = dist.all_reduce(totals, group=self._losses_group, async_op=True)
+        totals.start_reduction(self._losses_group)
         self.executors.gradient_sync.finish()
         self._shared.add_gradients()
-        if reduction is not None:
-            reduction.wait()
-        per_weight = _inverse(weight)
+        loss, weight, per_weight = totals.finish()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
-        loss = total * per_weight
-        with converted_gradients(self._wide):
+        with converted_gradients(self._wide) if self._wide else nullcontext():
             if self._guard is None:
                 self._optimizer.step()
                 taken = torch.ones_like(grad_norm, dtype=torch.bool)
@@ -225,19 +217,6 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:  # also those without an optimizer, whose gradients would accumulate
             parameter.grad = None
-
-
-def _inverse(weight: Tensor) -> Tensor:
-    """Return 1 / weight, but 0 for weight 0, because 0 / 0 would be NaN. A NaN weight gives NaN.
-
-    A negative weight raises `UserError` on a CPU; on accelerators it gives NaN, so that the step is bad.
-    """
-    if weight.device.type == "cpu":  # Python numbers are cheaper than tensors, and as exact
-        number = weight.item()
-        if number < 0:
-            raise UserError(f"the loss weight of the step is {number}; expected 0 or more. Check Loss.weight.")
-        return torch.tensor(1.0 / number if number > 0 else 0.0 * number, dtype=weight.dtype)
-    return torch.where(weight > 0, 1.0 / weight, torch.where(weight < 0, torch.nan, 0.0 * weight))
 
 
 def _checked(loss: object) -> Loss:

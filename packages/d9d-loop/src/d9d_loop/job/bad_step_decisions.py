@@ -3,11 +3,11 @@
 from functools import partial
 from typing import Any
 
-from d9d_loop.engine.engine import BadStepError
 from d9d_loop.events import BadStepFound
 from d9d_loop.isolated_random import isolated_random
 from d9d_loop.job.job_parts import Job
 from d9d_loop.resilience import BadStep, find_non_finite
+from d9d_loop.resilience.bad_steps import BadStepError
 
 
 def apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:

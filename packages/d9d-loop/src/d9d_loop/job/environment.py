@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ import torch
 
 from d9d_dist import DistributedContext
 from d9d_loop.job.progress import peak_memory
+from d9d_loop.report.run_history import read_history
 
 _PACKAGES = ("d9d-loop", "d9d-dist", "d9d-modules", "d9d-moe", "d9d-peft", "transformers", "numpy")
 
@@ -31,6 +33,8 @@ def write_environment(folder: Path, ctx: DistributedContext, *, started: datetim
         "torch": torch.__version__,
         **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
     }
+    if (history := read_history(folder)) is not None:
+        described["history"] = asdict(history)
     (folder / "environment.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.train_step import StepResult
+from d9d_loop.evaluation_mode import evaluation_mode
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
     CheckpointStarted,
@@ -33,6 +34,7 @@ from d9d_loop.job.garbage import GarbageCollection
 from d9d_loop.job.job_end import finish_job, train_result
 from d9d_loop.job.job_parts import Job
 from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.job.journal import Journal
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
@@ -63,7 +65,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         StateError: On every rank, if there are checkpoints, but none is valid.
     """
     config, task = plan.config, plan.task
-    pipeline = _build_pipeline(plan, ctx)
+    pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
+    pipeline.set_gradients(config.gradients)
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(pipeline.model)
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
@@ -87,7 +90,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
     engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events)
-    watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
+    journal = Journal(config.run.dir, ctx)
+    watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
     events.watch(watchdog.phase)
     stop = config.resilience.stop
     return Job(
@@ -103,18 +107,11 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         record=record,
         reports=_build_reports(plan, record, metrics, ctx),
         profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
+        journal=journal,
         garbage=GarbageCollection(config.host.collect_garbage_every),
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
     )
-
-
-def _build_pipeline(plan: JobPlan, ctx: DistributedContext) -> Pipeline:
-    gradients = plan.config.gradients
-    pipeline = build_pipeline(plan.model, ctx, progress=plan.config.logging.progress)
-    pipeline.set_grad_dtype(gradients.dtype)
-    pipeline.reduces_each_microbatch = gradients.reduce_each_microbatch
-    return pipeline
 
 
 def build_engine(
@@ -206,10 +203,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
     engine.num_steps = record.step
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
-    with writes_together(config.run.dir, job.ctx):
-        if job.ctx.is_main_process:
-            write_config(plan.resolved, config.run.dir)
-            _draw_plans(plan)
+    _write_start(job)
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
@@ -235,6 +229,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             job.profiler.step(done)
             job.garbage.collect(done)
             job.reports.step(result)
+            job.journal.progress(record.step)
             if timeline is not None and job.ctx.is_main_process:
                 with job.reports.not_training():
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
@@ -264,6 +259,16 @@ def evaluate_job(job: Job) -> TrainResult:
     with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         job.record.evaluation = job.evaluate()
     return train_result(job, export_dir=None)
+
+
+def _write_start(job: Job) -> None:
+    """Write the files of the start of a job, and its record in the journal. Collective."""
+    folder = job.plan.config.run.dir
+    with writes_together(folder, job.ctx):
+        if job.ctx.is_main_process:
+            write_config(job.plan.resolved, folder)
+            _draw_plans(job.plan)
+    job.journal.started(job.record.step)
 
 
 def _draw_plans(plan: JobPlan) -> None:
@@ -307,9 +312,11 @@ def _evaluate(job: Job) -> None:
     job.events.emit(EvaluationStarted(record.step))
     with job.reports.not_training(), job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         record.evaluation = job.evaluate()
-    job.reports.evaluation()
-    # A copy, so that a handler cannot change the record.
-    job.events.emit(EvaluationDone(record.step, dict(record.evaluation)))
+        job.reports.evaluation()
+        # A copy, so that a handler cannot change the record.
+        values, forward = dict(record.evaluation), job.engine.pipeline.callable()
+        with evaluation_mode(job.engine.model):
+            job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track))
 
 
 def _check_replicas(job: Job) -> None:

@@ -161,9 +161,11 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
         )
 
 
-def checkpoint_folder(config: TrainerConfig) -> Path:
-    """Return the folder of a job's checkpoints."""
-    return config.run.dir / "checkpoints"
+def checkpoint_folder(config: TrainerConfig) -> str | Path:
+    """Return the folder of a job's checkpoints, or its URL."""
+    if config.checkpoint.folder is None:
+        return config.run.dir / "checkpoints"
+    return f"{config.checkpoint.folder.rstrip('/')}/{config.run.dir.name}"
 
 
 def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue) -> bool:

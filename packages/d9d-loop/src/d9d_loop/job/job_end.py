@@ -17,6 +17,7 @@ def finish_job(job: Job) -> TrainResult:
         result = train_result(job, export_dir=_export(job) if job.plan.config.export else None)
         forward = job.engine.pipeline.callable()
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))
+    job.journal.ended(job.record.step, "finished")
     return result
 
 

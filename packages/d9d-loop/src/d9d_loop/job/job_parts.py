@@ -9,6 +9,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.job.evaluation import Evaluator
 from d9d_loop.job.garbage import GarbageCollection
 from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.job.journal import Journal
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
@@ -33,6 +34,7 @@ class Job:
         record: Progress of the job.
         reports: Passes values to trackers and the progress display.
         profiler: Profiles the configured steps.
+        journal: Records starts, progress and failures of the run.
         garbage: Collects Python's garbage at fixed steps.
         watchdog: Ends the job if a rank hangs.
         stop: Makes ranks agree on stop signals.
@@ -50,6 +52,7 @@ class Job:
     record: Record
     reports: Reports
     profiler: Profiler
+    journal: Journal
     garbage: GarbageCollection
     watchdog: HangWatchdog
     stop: StopSignals

@@ -138,7 +138,7 @@ class JobState:
             return Record()
         if expected is not None and self._frozen_digest != expected:
             raise UserError(
-                f"{info.folder} has only trainable parameters, and the frozen parameters of this job differ from those "
+                f"{info.root} has only trainable parameters, and the frozen parameters of this job differ from those "
                 "it was saved with; expected the same initial_weights, or without them the same seed. Use those that "
                 "the run started from, or --run.name for a new run."
             )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, GradientSync, set_grad_dtype
+from d9d_loop.config.trainer_config import GradientConfig
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
@@ -29,7 +30,6 @@ class Pipeline:
     Attributes:
         model: This rank's part of the model, for the optimizer, checkpoints and export.
         stages: This rank's stage modules by global stage index.
-        reduces_each_microbatch: True to reduce FSDP gradients in each backward of training; see `Executor`.
         shared: Sums the gradients and copies the values of parameters that several stages share.
 
     Args:
@@ -53,7 +53,7 @@ class Pipeline:
         self._schedule = schedule or OneForwardOneBackward()
         self._messages = messages
         self._programs: dict[int, Program] = {}
-        self.reduces_each_microbatch = False
+        self._reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
@@ -80,7 +80,7 @@ class Pipeline:
 
     def training(self, num_microbatches: int) -> Executor:
         """Return an executor of training steps."""
-        return self._executor(self.program(num_microbatches), reduce_each_microbatch=self.reduces_each_microbatch)
+        return self._executor(self.program(num_microbatches), reduce_each_microbatch=self._reduces_each_microbatch)
 
     def gradient_sync(self, num_microbatches: int) -> GradientSync:
         """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups."""
@@ -88,14 +88,12 @@ class Pipeline:
         splits = self.program(num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
 
-    def set_grad_dtype(self, name: str | None) -> None:
-        """Accumulate gradients in a dtype, such as "float32"; see `d9d_dist.set_grad_dtype`. `None` changes nothing.
-
-        Call it before the first forward.
-        """
-        if name is not None:
+    def set_gradients(self, config: GradientConfig) -> None:
+        """Set the dtype in which gradients accumulate, and how often FSDP reduces them, before the first forward."""
+        self._reduces_each_microbatch = config.reduce_each_microbatch
+        if config.dtype is not None:
             for stage in self.stages.values():
-                set_grad_dtype(stage.parameters(), getattr(torch, name))
+                set_grad_dtype(stage.parameters(), getattr(torch, config.dtype))
 
     def evaluation(self, num_microbatches: int) -> Executor:
         """Return an executor of forward passes."""

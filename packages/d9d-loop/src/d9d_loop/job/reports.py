@@ -18,7 +18,7 @@ from d9d_loop.job.environment import write_environment
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.progress import Progress, peak_memory
 from d9d_loop.report.run_report import write_report
-from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers
+from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracked, Tracker, build_trackers
 
 
 class Reports:
@@ -116,6 +116,10 @@ class Reports:
         self._collector.flush()
         self._tracker.log(self._record.step, {f"evaluation_{name}": value for name, value in values.items()})
         self.progress.evaluation(self._record.step, values)
+
+    def track(self, values: Mapping[str, Tracked]) -> None:
+        """Track further values of the record's step."""
+        self._tracker.log(self._record.step, values)
 
     def on_rollback(self) -> None:
         """Set trackers and progress bar back to the record's step after a rollback, discarding later tracked values."""

@@ -1,7 +1,8 @@
 """Start and end of a planned training job: rehearsal, process group, lock of the run folder, messages of a failure."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
@@ -14,7 +15,7 @@ from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.resilience import Stopped, check_health
-from d9d_state import CheckpointStore
+from d9d_state import CheckpointStore, locked_folder
 
 
 def train(plan: JobPlan, *, plan_with: Callable[..., JobPlan], events: Events) -> TrainResult:
@@ -52,11 +53,16 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
         tiers = local_tiers(config)
         store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention, tiers=tiers)
         # On any exit, the store finishes a pending save before the folder is unlocked.
-        with store.locked(ctx), store:
+        with store.locked(ctx), _locked_for_export(config, ctx), store:
             job = build_job(plan, store=store, ctx=ctx, events=events)
             if plan.changes and ctx.is_main_process:
                 print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
-            return evaluate_job(job) if config.evaluation.only else run_job(job)
+            if config.evaluation.only:
+                return evaluate_job(job)
+            result = run_job(job)
+            if isinstance(result, Stopped):
+                job.journal.ended(result.step, f"stopped by {result.by.name}")
+            return result
     except BaseException as error:
         if isinstance(error, UserError):
             # The error may occur on this rank only; because of the note, `cli_main` prints it on this rank, too.
@@ -64,7 +70,26 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
         if isinstance(error, KeyboardInterrupt):
             error.add_note(_what_is_saved(config))
         _report_failure(error, job, events)
+        if job is not None:
+            notes = getattr(error, "__notes__", ())
+            job.journal.failed("\n".join([f"{type(error).__name__}: {error}", *notes]))
         raise
+
+
+@contextmanager
+def _locked_for_export(config: TrainerConfig, ctx: DistributedContext) -> Generator[None]:
+    """If checkpoints are elsewhere, lock the run folder, which all ranks must see for the export. Collective."""
+    if config.checkpoint.folder is None or not config.export:
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_folder(config.run.dir, ctx))
+        except UserError as error:
+            raise UserError(
+                f"{error} The export is written there; hosts that share no folder need export = false."
+            ) from error
+        yield
 
 
 def _report_failure(error: BaseException, job: Job | None, events: Events) -> None:

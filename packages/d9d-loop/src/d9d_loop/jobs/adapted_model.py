@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
@@ -19,7 +18,7 @@ class AdaptedModel(ModelProvider):
     """Another provider's model with LoRA or DoRA adapters. Requires d9d-peft.
 
     Args:
-        base: Provider of the base model; `late_init` must be False.
+        base: Provider of the base model.
         adapter: Kind, targets and rank of the adapters.
     """
 
@@ -50,19 +49,15 @@ class AdaptedModel(ModelProvider):
         The values of the adapters are drawn, also if the base is on `meta`; its weights are then quantised while they
         are loaded.
         """
-        model = self._base.build(stage)
-        self._base_mapper = self._base.state_mapper(model)  # the base may derive it from the model's names
-        self._changes: StateMapper = self._peft.inject(self._method, model)
-        for module in model.modules():
-            if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
-                module.to_empty(device=torch.device("cpu"))
-                module.reset_parameters()
+        model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
+        changes = self._peft.inject(self._method, model, is_part=is_part)
         if self._is_quantized:
-            chosen = self._adapter
-            self._changes = sequential(
-                self._changes,
-                self._peft.quantize_base(model, chosen.target, block_format=chosen.base, block_size=chosen.block_size),
+            quantized = self._peft.quantize_base(
+                model, chosen.target, block_format=chosen.base, block_size=chosen.block_size
             )
+            changes = sequential(changes, quantized)
+        if not is_part:  # the whole model is built first, and its names are used to read and write files
+            self._base_mapper, self._changes = self._base.state_mapper(model), changes
         return model
 
     @property

@@ -1,5 +1,6 @@
 """Configuration of a job on text: what `d9d-train sft.toml` reads."""
 
+import json
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -45,8 +46,18 @@ class LanguageModelConfig(Section):
 
     @property
     def entries(self) -> dict[str, Any]:
-        """Entries of `config.json` that differ from those of the folder, or from the defaults of the family."""
-        return dict(self.model_extra or {})
+        """Entries of `config.json` that differ from those of the folder, or from the defaults of the family.
+
+        Their types are unknown, so numbers of the command line are texts here; they are parsed.
+        """
+        return {name: _parsed(value) for name, value in (self.model_extra or {}).items()}
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 class TextDataConfig(Section):
@@ -61,6 +72,11 @@ class TextDataConfig(Section):
     )
     length: PositiveInt = Field(default=1024, description="Maximum length of a sample, in tokens.")
     too_long: TooLong = Field(default="truncate", description="What happens to longer samples.")
+    packing: bool = Field(
+        default=False,
+        description="Pack several samples into rows of `length` tokens, for d9d's own model of the family. Each token "
+        "attends only to its own sample.",
+    )
     text_field: str = Field(default="text", description="Field with the text, in pretraining and classification.")
     label_field: str = Field(default="label", description="Field with the class, in classification.")
 
@@ -110,6 +126,53 @@ class TextJobConfig(TrainerConfig):
     dataset: TextDataConfig
     adapter: AdapterConfig | None = None
     embedding: EmbeddingConfig | None = None
+    prompts: tuple[str, ...] = Field(
+        default=(),
+        description="Texts that the model continues (pretrain) or answers (sft) at each evaluation, greedily, for "
+        "report.html and the trackers.",
+    )
+
+    @model_validator(mode="after")
+    def _has_what_packing_needs(self) -> Self:
+        if not self.dataset.packing:
+            axes = ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate", "expert_parallel")
+            split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
+            if split:
+                raise ValueError(
+                    f"{split[0]} needs d9d's own model of the family; expected dataset.packing = true, which uses it "
+                    "in the jobs sft and pretrain. Set it, or split the job by mesh.data_parallel_shard"
+                )
+            return self
+        if self.job not in ("sft", "pretrain"):
+            raise ValueError(f"dataset.packing = true, but job = {self.job}; expected sft or pretrain. Remove it")
+        model = self.model
+        refused = [f"model.{name}" for name in ("dtype", "tensor_parallel_plan") if getattr(model, name) is not None]
+        refused += [] if model.folder is None else [f"model.{name}" for name in model.entries]
+        if refused:
+            raise ValueError(
+                f"{refused[0]} is for models of transformers, but dataset.packing = true uses d9d's own model of the "
+                "family; expected no dtype, tensor_parallel_plan or changes to the folder's config.json. Remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_prompts_need(self) -> Self:
+        if not self.prompts:
+            return self
+        if self.job not in ("sft", "pretrain"):
+            raise ValueError(f"prompts are set, but job = {self.job}; expected sft or pretrain. Remove them")
+        if not (self.dataset.evaluation_files or self.dataset.held_out):
+            raise ValueError(
+                "prompts are set, but nothing is evaluated; expected dataset.held_out or dataset.evaluation_files. Set "
+                "one of them, or remove prompts"
+            )
+        for axis in ("context_parallel_shard", "context_parallel_replicate"):
+            if getattr(self.mesh, axis) != 1:
+                raise ValueError(
+                    f"prompts are set with mesh.{axis} = {getattr(self.mesh, axis)}; expected 1, because samples are "
+                    "not split over context-parallel ranks. Remove prompts"
+                )
+        return self
 
     @model_validator(mode="after")
     def _has_embedding_only_to_embed(self) -> Self:

@@ -3,7 +3,7 @@
 B: samples, L: padded length.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -12,9 +12,13 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data import (
+    ChatData,
     ChatTokenizer,
     DataProvider,
+    DocumentStream,
     IndexedStream,
+    PackedSamples,
+    PackedStream,
     SampleStream,
     TokenFile,
     TokenWindows,
@@ -42,6 +46,14 @@ class TextTokenizer(Protocol):
         """Return the tokens of a text."""
         ...
 
+    def prompt(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of the beginning of a text, with those that the tokenizer adds if `special`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        ...
+
 
 @final
 class ByteTokenizer:
@@ -53,6 +65,15 @@ class ByteTokenizer:
     def __call__(self, text: str) -> list[int]:
         """Return the bytes of a text and the end token."""
         return [*text.encode(), _BYTES]
+
+    def prompt(self, text: str, *, special: bool) -> list[int]:
+        """Return the bytes of a text."""
+        del special
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of bytes, without end tokens and without bytes that are not valid UTF-8."""
+        return bytes(each for each in ids if each < _BYTES).decode(errors="ignore")
 
 
 @final
@@ -72,6 +93,14 @@ class FileTokenizer:
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return self._tokenizer.encode(text).ids
+
+    def prompt(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of the beginning of a text."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
@@ -139,13 +168,23 @@ class _Converted:
         return self._convert(self._samples[index])
 
 
-def chat_rows(config: TextJobConfig) -> TextRows:
-    """Return the conversations of a job; only the assistant's turns are labels. See `read_conversation`."""
+def chat_rows(config: TextJobConfig) -> DataProvider:
+    """Return the conversations of a job, packed if it says so; only the assistant's turns are labels."""
     folder = config.model.tokenizer or config.model.folder
     if folder is None:
         raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
     tokenizer = read_chat_tokenizer(folder)
     training, evaluation = samples_of(config)
+    if config.dataset.packing:
+        return ChatData(
+            training,
+            tokenizer=tokenizer,
+            row_length=config.dataset.length,
+            held_out=evaluation,
+            too_long=config.dataset.too_long,
+            shuffle=config.data.shuffle,
+        )
+    check_size(training, config)
     return TextRows(training, evaluation, convert=_ChatRow(tokenizer, config), shuffle=config.data.shuffle)
 
 
@@ -156,12 +195,13 @@ def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
     """
     training, evaluation = samples_of(config)
     field = config.dataset.label_field
-    found = {_field(training[index], field, index) for index in range(len(training))}
+    found = {_label(training[index], field, index) for index in range(len(training))}
     names = sorted(found, key=lambda label: (0, label, "") if isinstance(label, int) else (1, 0, str(label)))
     if len(names) < 2:
         raise UserError(
             f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
         )
+    check_size(training, config)
     numbers = {name: number for number, name in enumerate(names)}
     rows = _LabelledRow(text_tokenizer(config), numbers, config)
     return TextRows(training, evaluation, convert=rows, shuffle=config.data.shuffle), [str(name) for name in names]
@@ -178,6 +218,7 @@ class TextWindows(DataProvider):
         self._training = TokenWindows(training, length=length)
         self._evaluation = None if evaluation is None else TokenWindows(evaluation, length=length)
         self._shuffle = config.data.shuffle
+        check_size(self._training, config)
 
     def training(self, *, seed: int) -> SampleStream:
         """Return the training samples in their order."""
@@ -186,6 +227,26 @@ class TextWindows(DataProvider):
     def evaluation(self) -> Samples | None:
         """Return the held-out samples."""
         return self._evaluation
+
+
+@final
+class PackedTexts(DataProvider):
+    """Texts of a job packed into rows of equal length; longer ones are split without losing tokens."""
+
+    draws = False
+
+    def __init__(self, config: TextJobConfig) -> None:
+        self._training, self._evaluation = _token_files(config)
+        self._length, self._shuffle = config.dataset.length, config.data.shuffle
+
+    def training(self, *, seed: int) -> SampleStream:
+        """Return the packed rows, without end."""
+        documents = DocumentStream(self._training, max_length=self._length, seed=seed, shuffle=self._shuffle)
+        return PackedStream(documents, row_length=self._length, seed=seed)
+
+    def evaluation(self) -> Samples | None:
+        """Return the rows of the held-out texts."""
+        return None if self._evaluation is None else PackedSamples(self._evaluation, row_length=self._length)
 
 
 def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
@@ -200,7 +261,7 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
         if samples is None:
             files.append(None)
             continue
-        texts = [_field(samples[index], data.text_field, index).encode() for index in range(len(samples))]
+        texts = [_text(samples[index], data.text_field, index).encode() for index in range(len(samples))]
         files.append(
             cached_token_file(
                 texts,
@@ -213,6 +274,15 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
     training, evaluation = files
     assert training is not None
     return training, evaluation
+
+
+def check_size(samples: Sized, config: TextJobConfig) -> None:
+    """Raise `UserError` if there are fewer samples than a batch has, so that a step would repeat samples."""
+    if len(samples) < config.batch.global_size:
+        raise UserError(
+            f"batch.global_size = {config.batch.global_size}, but there are {len(samples)} training samples; expected "
+            f"at most that many. Use --batch.global_size {len(samples)} or less, or more data."
+        )
 
 
 def samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:
@@ -231,6 +301,26 @@ def _field(sample: Mapping[str, Any], field: str, index: int) -> Any:
             "dataset.text_field or dataset.label_field."
         )
     return sample[field]
+
+
+def _text(sample: Mapping[str, Any], field: str, index: int) -> str:
+    text = _field(sample, field, index)
+    if not isinstance(text, str):
+        raise UserError(
+            f"sample {index} of dataset.files has {field} = {text!r:.60}; expected a text. Correct the sample, or set "
+            "dataset.text_field."
+        )
+    return text
+
+
+def _label(sample: Mapping[str, Any], field: str, index: int) -> str | int:
+    label = _field(sample, field, index)
+    if not isinstance(label, str | int):
+        raise UserError(
+            f"sample {index} of dataset.files has {field} = {label!r:.60}; expected a class, which is a text or an "
+            "integer. Correct the sample, or set dataset.label_field."
+        )
+    return label
 
 
 @final

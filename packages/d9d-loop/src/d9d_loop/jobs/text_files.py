@@ -23,7 +23,13 @@ class PlainTexts:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        return {self._field: self._paths[index].read_text(encoding="utf-8")}
+        path = self._paths[index]
+        try:
+            return {self._field: path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path} is no text in UTF-8: {error}; expected .jsonl, .parquet, .csv or UTF-8. Convert the file."
+            ) from None
 
 
 @final
@@ -49,7 +55,8 @@ def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples
         text_field: Field that holds the content of plain text files.
 
     Raises:
-        UserError: If a path does not exist, the formats differ, or `datasets` is needed and not installed.
+        UserError: If a path does not exist or cannot be read, the formats differ, or `datasets` is needed and not
+            installed.
     """
     for path in paths:
         if not path.exists():
@@ -71,9 +78,16 @@ def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples
         )
     import datasets
 
-    if kind == "folder":
-        return datasets.load_from_disk(str(paths[0]))
-    return datasets.load_dataset(_TABLES[kind], data_files=[str(path) for path in paths], split="train")
+    try:
+        if kind == "folder":
+            return datasets.load_from_disk(str(paths[0]))
+        return datasets.load_dataset(_TABLES[kind], data_files=[str(path) for path in paths], split="train")
+    except Exception as error:  # of any library that datasets uses
+        what = "a dataset of save_to_disk" if kind == "folder" else f"a valid {kind} file"
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"{key}: {paths[0]} cannot be read: {why} Expected {what}. Name other files, or write them again."
+        ) from error
 
 
 def split_samples(samples: Samples, held_out: float, *, key: str) -> tuple[Samples, Samples | None]:

@@ -15,7 +15,7 @@ from d9d_dist import UserError
 from d9d_loop.data import DataProvider, IndexedStream, SampleStream, pad_sequences
 from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import TextTokenizer, samples_of, text_tokenizer
+from d9d_loop.jobs.text_data import TextTokenizer, check_size, samples_of, text_tokenizer
 
 
 @final
@@ -31,6 +31,8 @@ class TextGroups(DataProvider):
             for samples in samples_of(config)
         ]
         self._training, self._evaluation = groups
+        if self._training is not None:
+            check_size(self._training, config)
         self._shuffle = config.data.shuffle
 
     def training(self, *, seed: int) -> SampleStream:

@@ -1,6 +1,8 @@
 """Trainer of a job on text, from its configuration alone."""
 
 import shutil
+from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from d9d_loop.job.trainer import Trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
 from d9d_loop.jobs.embed_task import Embed
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import TextWindows, chat_rows, labelled_rows, text_tokenizer
+from d9d_loop.jobs.text_data import PackedTexts, TextWindows, chat_rows, labelled_rows, text_tokenizer
 from d9d_loop.jobs.text_groups import TextGroups
+from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, NextToken
 from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.model.pretrained_model import pretrained_model
 from d9d_loop.task import Task
+from d9d_loop.tasks import NextTokenTask
 
 _NEW_HEADS = ("score.*", "classifier.*", "*.classifier.*")
 _OTHER_HEADS = ("lm_head.*", "cls.*")
@@ -39,9 +44,40 @@ def text_trainer(config: TextJobConfig) -> Trainer:
             f"job = {config.job} needs the package transformers, which is not installed: pip install "
             "'d9d-loop[transformers]'."
         )
+    _check_folders(config)
+    data, task, model = _parts(config)
+    adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
+    settings = config if adapted is None else config.model_copy(update={"export": False})
+    trainer = Trainer(settings, model=adapted or model, data=data, task=task)
+    source = config.initial_weights or model.initial_weights
+    if adapted is not None and config.export:
+        trainer.events.on(Finished, lambda done: adapted.export(done, source))
+    if config.prompts:
+        trainer.events.subscribe(TextSamples(config))
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and config.export:
+        trainer.events.on(Finished, lambda done: _copy_tokenizer(done, tokenizer))
+    return trainer
+
+
+def _check_folders(config: TextJobConfig) -> None:
+    for key, path in (("folder", config.model.folder), ("tokenizer", config.model.tokenizer)):
+        if path is not None and not path.exists():
+            raise UserError(
+                f"model.{key} = {path} does not exist; expected a folder in the Hugging Face layout. Nothing is "
+                f"downloaded: hf download NAME --local-dir {path}"
+            )
+
+
+def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
+    """Return the data, the task and the model of a job."""
     data: DataProvider
     task: Task = NextToken()
-    if config.job == "sft":
+    model: ModelProvider
+    if config.dataset.packing:
+        data, model = chat_rows(config) if config.job == "sft" else PackedTexts(config), _own_model(config)
+        task = NextTokenTask()
+    elif config.job == "sft":
         data, model = chat_rows(config), _model(config, "AutoModelForCausalLM")
     elif config.job == "pretrain":
         data, model = TextWindows(config), _model(config, "AutoModelForCausalLM")
@@ -53,16 +89,7 @@ def text_trainer(config: TextJobConfig) -> Trainer:
         data, classes = labelled_rows(config)
         task = Classify()
         model = _model(config, "AutoModelForSequenceClassification", classes, new=_NEW_HEADS, unused=_OTHER_HEADS)
-    adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
-    settings = config if adapted is None else config.model_copy(update={"export": False})
-    trainer = Trainer(settings, model=adapted or model, data=data, task=task)
-    source = config.initial_weights or model.initial_weights
-    if adapted is not None and config.export:
-        trainer.events.on(Finished, lambda done: adapted.export(done, source))
-    tokenizer = config.model.tokenizer
-    if tokenizer is not None and config.export:
-        trainer.events.on(Finished, lambda done: _copy_tokenizer(done, tokenizer))
-    return trainer
+    return data, task, model
 
 
 def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = None, **heads: Any) -> ModelProvider:
@@ -83,12 +110,38 @@ def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = N
         entries = {"is_causal": False, **entries}
     if chosen.folder is not None:
         return hugging_face_model(chosen.folder, auto, **heads, **options, **entries)
-    if chosen.family not in transformers.CONFIG_MAPPING:
+    return hugging_face_model(_new_config(config, entries), auto, **options)
+
+
+def _own_model(config: TextJobConfig) -> ModelProvider:
+    """Return the provider of d9d's own decoder for the job's family, which supports packed rows and pipelines."""
+    chosen = config.model
+    found = chosen.folder or _new_config(config, chosen.entries).to_dict()
+    try:
+        return pretrained_model(found)
+    except ModuleNotFoundError as error:
+        raise UserError(f"dataset.packing = true: {error}.") from None
+
+
+def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
+    """Return the configuration of a new model of a family of `transformers`, for the job's tokenizer."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    family = str(config.model.family)
+    if family not in CONFIG_MAPPING:
+        raise UserError(f"model.family = {family!r} is unknown; expected a model_type of transformers, such as qwen3.")
+    defaults = AutoConfig.for_model(family)
+    known = {*defaults.to_dict(), *defaults.attribute_map}
+    for name in (name for name in config.model.entries if not hasattr(defaults, name)):
+        near = get_close_matches(name, known, n=1)
         raise UserError(
-            f"model.family = {chosen.family!r} is unknown; expected a model_type of transformers, such as qwen3."
+            f"model.{name} is no entry of {family}'s config.json" + (f"; did you mean {near[0]}?" if near else ".")
         )
-    made: Any = transformers.AutoConfig.for_model(str(chosen.family), **{**_vocabulary(config), **entries})
-    return hugging_face_model(made, auto, **options)
+    try:
+        return AutoConfig.for_model(family, **{**_vocabulary(config), **entries})
+    except Exception as error:  # its validation has errors of its own
+        cause = str(error.__cause__ or error).strip()
+        raise UserError(f"[model] is no configuration of {family}: {cause}. Correct the entry.") from None
 
 
 def _vocabulary(config: TextJobConfig) -> dict[str, Any]:

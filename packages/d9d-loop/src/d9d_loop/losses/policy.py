@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import UserError
-from d9d_loop.losses.document_sums import num_replicas, sum_per_document
+from d9d_loop.losses.document_sums import check_shapes, num_replicas, sum_per_document
 from d9d_loop.losses.importance import ImportanceLevel
 from d9d_loop.losses.kl_divergence import KlForm, kl_divergence
 from d9d_loop.task import Loss
@@ -121,14 +121,23 @@ class PolicyLoss:
             cp: See `sum_per_document`, which is called if sequences matter.
 
         Raises:
-            UserError: If `reference_log_probs_BL` does not match `kl_weight`.
+            UserError: If `reference_log_probs_BL` does not match `kl_weight`, or the shapes differ.
         """
         if (reference_log_probs_BL is not None) != (self.kl_weight > 0.0):
             raise UserError(
                 f"kl_weight = {self.kl_weight}, and reference log-probabilities are "
                 f"{'given' if reference_log_probs_BL is not None else 'missing'}; expected both or neither."
             )
-        log_probs_BL = torch.where(mask_BL, log_probs_BL, 0.0)
+        check_shapes(
+            log_probs_BL,
+            advantages_BL=advantages_BL,
+            mask_BL=mask_BL,
+            old_log_probs_BL=old_log_probs_BL,
+            reference_log_probs_BL=reference_log_probs_BL,
+            importance_BL=importance_BL,
+            auxiliary_losses_BL=auxiliary_losses_BL,
+        )
+        log_probs_BL, advantages_BL = (torch.where(mask_BL, each, 0.0) for each in (log_probs_BL, advantages_BL))
         old_BL = log_probs_BL.detach() if old_log_probs_BL is None else torch.where(mask_BL, old_log_probs_BL, 0.0)
         lengths_BN = sum_per_document(mask_BL.to(log_probs_BL.dtype), document_ids_BL, cp=cp)
         lengths_BL = lengths_BN.gather(1, document_ids_BL).clamp(min=1.0)
@@ -138,7 +147,7 @@ class PolicyLoss:
             log_ratio_BL = sums_BN.gather(1, document_ids_BL) / lengths_BL
         losses_BL = self._losses(log_ratio_BL.exp(), log_probs_BL, advantages_BL)
         if importance_BL is not None:
-            losses_BL = losses_BL * importance_BL
+            losses_BL = losses_BL * torch.where(mask_BL, importance_BL, 1.0)
         if reference_log_probs_BL is not None:
             reference_BL = torch.where(mask_BL, reference_log_probs_BL, 0.0)
             losses_BL = losses_BL + self.kl_weight * kl_divergence(log_probs_BL, reference_BL, form=self.kl_form)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from d9d_dist import UserError
-from d9d_loop.losses.document_sums import num_replicas, sum_per_document, take_pairs
+from d9d_loop.losses.document_sums import check_shapes, num_replicas, sum_per_document, take_pairs
 from d9d_loop.task import Loss
 
 PreferenceKind: TypeAlias = Literal["sigmoid", "squared", "hinge"]
@@ -125,6 +125,7 @@ class PreferenceLoss:
 
         The reward margin that DPO reports is `beta * h`; its accuracy is the share of pairs with h above 0.
         """
+        check_shapes(log_probs_BL, reference_log_probs_BL=reference_log_probs_BL, mask_BL=mask_BL)
         ratios_BL = log_probs_BL if reference_log_probs_BL is None else log_probs_BL - reference_log_probs_BL
         # where, not a product: a log-probability outside the mask may be infinite.
         scores_BN = sum_per_document(torch.where(mask_BL, ratios_BL, 0.0), document_ids_BL, cp=cp)

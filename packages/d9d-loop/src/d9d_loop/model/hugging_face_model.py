@@ -203,7 +203,10 @@ def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> 
             "run `hf download NAME --local-dir FOLDER` first."
         )
     config_class = getattr(model_class, "config_class", None) or AutoConfig
-    config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    try:
+        config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be used: {error} Correct or download it again.") from error
     if "is_causal" in unknown:  # no configuration declares it, but the masks of transformers read it
         config.is_causal = unknown.pop("is_causal")
     if unknown:

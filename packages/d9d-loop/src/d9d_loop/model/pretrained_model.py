@@ -19,8 +19,8 @@ class RecognizedModel(Protocol):
     """Model of a recognized folder, such as `d9d_modules.PretrainedDecoder`."""
 
     @property
-    def folder(self) -> Path:
-        """Folder of the configuration and the weights."""
+    def folder(self) -> Path | None:
+        """Folder of the configuration and the weights; None for a new model."""
         ...
 
     def build(self, stage: StageInfo) -> nn.Module:
@@ -45,7 +45,11 @@ class RecognizedModel(Protocol):
 
 
 def pretrained_model(
-    folder: str | Path, *, from_scratch: bool = False, parallelize: Mapping[str, Any] | None = None, **options: Any
+    folder: str | Path | Mapping[str, Any],
+    *,
+    from_scratch: bool = False,
+    parallelize: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> ModelProvider:
     """Return a provider of d9d's own model for a Hugging Face folder; its family is recognized by `config.json`.
 
@@ -53,7 +57,8 @@ def pretrained_model(
     `hugging_face_model`. Needs d9d-modules, and d9d-moe for sparse families.
 
     Args:
-        folder: Folder with `config.json`, or the name of a model in the local cache of Hugging Face.
+        folder: Folder with `config.json`, the name of a model in the local cache of Hugging Face, or the entries of a
+            `config.json` for a new model.
         from_scratch: If True, draw the initial weights instead of loading those of the folder.
         parallelize: Options of `d9d_modules.parallelize_decoder`, such as `{"checkpointing": "selective"}`.
         options: Options of `d9d_modules.from_pretrained_config`, such as `head="classification", num_classes=3`.
@@ -109,7 +114,8 @@ class PretrainedProvider(ModelProvider):
     def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
         """See `ModelProvider`; another folder than the recognized one is read as an export."""
         del model
-        is_recognized = folder.resolve() == self.recognized.folder.resolve()
+        own = self.recognized.folder
+        is_recognized = own is not None and folder.resolve() == own.resolve()
         return self.recognized.load_mapper() if is_recognized else self.recognized.state_mapper()
 
     def export_files(self) -> Mapping[str, JsonValue]:

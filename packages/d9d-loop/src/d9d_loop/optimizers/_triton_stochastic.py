@@ -57,8 +57,18 @@ def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
     )
 
 
-def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule) -> None:
-    """Run one AdamW step in place. All tensors are contiguous and of shape [N].
+def adamw(
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    numbers: AdamWNumbers,
+    key: int,
+    rule: IndexRule,
+    gate: Tensor | None = None,
+) -> None:
+    """Run one AdamW step in place, unless `gate`, 0-dim, is 1. All other tensors are contiguous and of shape [N].
 
     The weights `w` and the average `m` of the gradients `g` are float32 or bfloat16. The average `v` of the squared
     gradients has the dtype of `m`.
@@ -69,6 +79,7 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, 
         g,
         _storage(m),
         _storage(v),
+        g if gate is None else gate,
         1.0 - numbers.lr * numbers.weight_decay,
         numbers.step_size,
         1.0 - numbers.beta1,
@@ -80,6 +91,7 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, 
         *rule,
         size,
         RUNS=_runs(rule, size),
+        GATED=gate is not None,
         ROUND_W=w.dtype == torch.bfloat16,
         ROUND_AVERAGES=m.dtype == torch.bfloat16,
         BLOCK=_BLOCK,
@@ -160,6 +172,7 @@ def _adamw_kernel(
     g_ptr,
     m_ptr,
     v_ptr,
+    gate_ptr,
     decay,
     step_size,
     share1,
@@ -173,6 +186,7 @@ def _adamw_kernel(
     stride,
     size,
     RUNS: tl.constexpr,
+    GATED: tl.constexpr,
     ROUND_W: tl.constexpr,
     ROUND_AVERAGES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -180,6 +194,8 @@ def _adamw_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = start + tl.arange(0, BLOCK)
     mask = i < size
+    if GATED:
+        mask = tl.where(tl.load(gate_ptr) > 0, i < 0, mask)
     w, g = _load(w_ptr, i, mask, ROUND_W), tl.load(g_ptr + i, mask=mask, other=0.0).to(tl.float32)
     m, v = _load(m_ptr, i, mask, ROUND_AVERAGES), _load(v_ptr, i, mask, ROUND_AVERAGES)
     m += share1 * (g - m)

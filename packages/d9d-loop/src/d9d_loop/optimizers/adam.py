@@ -23,7 +23,8 @@ class _OnLocalShards(torch.optim.Adam):
         groups = self.param_groups
         self.param_groups = self._joined_groups()
         try:
-            return super().step()
+            # Not `super().step()`: torch adds its hooks to this class and, in some processes, to AdamW as well.
+            return torch.optim.Adam.step(self)
         finally:
             self.param_groups = groups
 

@@ -14,14 +14,14 @@ from d9d_loop.optimizers.joined import JoinedOptimizer
 def takes_gate(optimizer: Optimizer) -> bool:
     """Return True if a flag on the device can skip the steps of an optimizer.
 
-    These are Lion, Muon, and optimizers whose kernels obey `found_inf`, the protocol of `torch.amp.GradScaler`: torch's
-    fused ones. Schedule-Free and stochastic AdamW count their steps on the host.
+    These are d9d's own optimizers, and those whose kernels obey `found_inf`, the protocol of `torch.amp.GradScaler`:
+    torch's fused ones.
     """
     match optimizer:
         case JoinedOptimizer():
             return all(map(takes_gate, optimizer.optimizers))
         case GroupwiseOptimizer():
-            return optimizer.takes_gate
+            return True
         case _:
             has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False)
             return has_protocol and all(group.get("fused", True) for group in optimizer.param_groups)
@@ -47,3 +47,24 @@ def gated(optimizer: Optimizer, gate: Tensor) -> Generator[None]:
                 stack.callback(delattr, flags, "found_inf")
                 stack.callback(delattr, flags, "grad_scale")
         yield
+
+
+def uncount_step(optimizer: Optimizer) -> None:
+    """Let an optimizer that counts steps on the host forget the last one, which the gate skipped."""
+    match optimizer:
+        case JoinedOptimizer():
+            for each in optimizer.optimizers:
+                uncount_step(each)
+        case GroupwiseOptimizer():
+            optimizer.uncount_step()
+
+
+def counts_steps(optimizer: Optimizer) -> bool:
+    """Return True if `uncount_step` must be called after a skipped step, before the next one."""
+    match optimizer:
+        case JoinedOptimizer():
+            return any(map(counts_steps, optimizer.optimizers))
+        case GroupwiseOptimizer():
+            return optimizer.counts_steps
+        case _:
+            return False

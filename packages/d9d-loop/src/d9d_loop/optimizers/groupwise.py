@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -15,12 +16,13 @@ class GroupwiseOptimizer(Optimizer, ABC):
     """Optimizer whose step calls `update` for each parameter group.
 
     Attributes:
-        takes_gate: True if `update` obeys `gate`.
+        counts_steps: True if the host counts the steps, so that a step that the gate skipped must be uncounted.
         gate: 0-dim tensor on the device: 1 skips the steps, without host-device synchronization; `None` for no gate.
     """
 
-    takes_gate: ClassVar[bool] = False
+    counts_steps: ClassVar[bool] = False
     gate: Tensor | None = None
+    _restore_counts: Sequence[Callable[[], object]] = ()
 
     @final
     @torch.no_grad()
@@ -32,17 +34,33 @@ class GroupwiseOptimizer(Optimizer, ABC):
         `closure` recomputes the loss; it is called once, with gradients enabled.
         """
         loss = loss_of(closure)
+        self._restore_counts = []
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if trained:
                 self.update(group, trained)
         return loss
 
+    @final
+    def uncount_step(self) -> None:
+        """Restore the counts of the host before the last step, which the gate skipped. Call it before the next step."""
+        for restore in self._restore_counts:
+            restore()
+        self._restore_counts = ()
+
+    @final
+    def count(self, counts: dict[str, Any], **new: float) -> None:
+        """Set counts of steps; `uncount_step` restores them if the step has a gate."""
+        if self.gate is not None:
+            before = {name: counts[name] for name in new}
+            self._restore_counts = [*self._restore_counts, partial(counts.update, before)]
+        counts.update(new)
+
     @abstractmethod
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Update one or more parameters of a group; all of them have gradients, and their state is in `self.state`.
 
-        Parameters are plain tensors or DTensors.
+        Parameters are plain tensors or DTensors. If `gate` is 1, they and their tensors in the state keep their values.
         """
 
 

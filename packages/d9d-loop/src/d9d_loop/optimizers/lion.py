@@ -24,8 +24,6 @@ class Lion(GroupwiseOptimizer):
         weight_decay: Decoupled weight decay, typically 3 to 10 times larger than for AdamW.
     """
 
-    takes_gate = True
-
     def __init__(
         self, params: ParamsT, *, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:

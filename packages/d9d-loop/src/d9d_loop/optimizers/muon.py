@@ -53,8 +53,6 @@ class Muon(GroupwiseOptimizer):
         UserError: If a parameter has fewer than two dims.
     """
 
-    takes_gate = True
-
     def __init__(
         self,
         params: ParamsT,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from d9d_dist import local_tensor
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts, scale_
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts, scale_, update_unless
 
 
 @final
@@ -28,6 +28,8 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
         betas: beta1, the weight of x in y, which must not be 0; and beta2, the decay of v.
         weight_decay: Decoupled weight decay, applied to y.
     """
+
+    counts_steps = True
 
     def __init__(
         self,
@@ -49,28 +51,32 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
             if not self.state[parameter]:
                 self.state[parameter] = {"z": parameter.detach().clone(), "exp_avg_sq": torch.zeros_like(parameter)}
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        group["steps"] += 1
-        group["largest_lr"] = max(lr, group["largest_lr"])
-        group["weight_sum"] += group["largest_lr"] ** 2
+        largest_lr = max(lr, group["largest_lr"])
+        weight_sum = group["weight_sum"] + largest_lr**2
+        self.count(group, steps=group["steps"] + 1, largest_lr=largest_lr, weight_sum=weight_sum)
         # While a warm-up is at learning rate 0, the weights do not change and the step has weight 0.
-        c = group["largest_lr"] ** 2 / group["weight_sum"] if group["weight_sum"] > 0 else 0.0
+        c = largest_lr**2 / weight_sum if weight_sum > 0 else 0.0
         y = local_parts(parameters)
         if not y:
             return
         gradients = local_parts([parameter.grad for parameter in parameters])
         z = local_parts([self.state[parameter]["z"] for parameter in parameters])
         squares = local_parts([self.state[parameter]["exp_avg_sq"] for parameter in parameters])
-        scale_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
-        denominators = torch._foreach_div(squares, 1.0 - beta2 ** group["steps"])
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, group["eps"])
-        directions = torch._foreach_div(gradients, denominators)
-        torch._foreach_add_(directions, y, alpha=group["weight_decay"])
-        # y' = (1 - beta1) z' + beta1 ((1 - c) x + c z'), with beta1 x = y - (1 - beta1) z and z' = z - lr direction
-        torch._foreach_lerp_(y, z, weight=c)
-        torch._foreach_add_(y, directions, alpha=lr * (beta1 * (1.0 - c) - 1.0))
-        torch._foreach_add_(z, directions, alpha=-lr)
+
+        def update(y: list[Tensor], z: list[Tensor], squares: list[Tensor], gradients: list[Tensor]) -> None:
+            scale_(squares, beta2)
+            torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
+            denominators = torch._foreach_div(squares, 1.0 - beta2 ** group["steps"])
+            torch._foreach_sqrt_(denominators)
+            torch._foreach_add_(denominators, group["eps"])
+            directions = torch._foreach_div(gradients, denominators)
+            torch._foreach_add_(directions, y, alpha=group["weight_decay"])
+            # y' = (1 - beta1) z' + beta1 ((1 - c) x + c z'), with beta1 x = y - (1 - beta1) z and z' = z - lr direction
+            torch._foreach_lerp_(y, z, weight=c)
+            torch._foreach_add_(y, directions, alpha=lr * (beta1 * (1.0 - c) - 1.0))
+            torch._foreach_add_(z, directions, alpha=-lr)
+
+        update_unless(self.gate, update, (y, z, squares), (gradients,))
 
     @contextmanager
     @torch.no_grad()

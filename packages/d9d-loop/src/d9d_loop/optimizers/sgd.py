@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts, update_unless
 
 
 @final
@@ -32,22 +32,26 @@ class LocalSGD(GroupwiseOptimizer):
 
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Update the local shards with `torch.optim.sgd.sgd`."""
-        values = local_parts(parameters)
-        buffers: list[Tensor | None] = [None] * len(values)
+        gradients, changed = local_parts([parameter.grad for parameter in parameters]), [local_parts(parameters)]
         if group["momentum"]:
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            buffers = [*local_parts([self.state[parameter]["momentum_buffer"] for parameter in parameters])]
-        sgd(
-            values,
-            local_parts([parameter.grad for parameter in parameters]),
-            buffers,
-            foreach=True,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
+            changed.append(local_parts([self.state[parameter]["momentum_buffer"] for parameter in parameters]))
+
+        def update(values: list[Tensor], *others: list[Tensor]) -> None:
+            *buffers, gradients = others
+            sgd(
+                values,
+                gradients,
+                [*buffers[0]] if buffers else [None] * len(values),
+                foreach=True,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+
+        update_unless(self.gate, update, changed, (gradients,))

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from d9d_dist import UserError, canonical_name, local_tensor, random_bits_at, stream_key
 from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, replace_
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules
 from d9d_loop.optimizers.stochastic_copy import CHUNK, draw, has_kernel, round_stochastically
 
@@ -34,6 +34,8 @@ class StochasticAdamW(GroupwiseOptimizer):
     Raises:
         UserError: If the parameters have no names, or a dtype other than bfloat16, float32 or float64.
     """
+
+    counts_steps = True
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class StochasticAdamW(GroupwiseOptimizer):
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
                 state["step"] = 0
-            state["step"] += 1
+            self.count(state, step=state["step"] + 1)
             numbers = AdamWNumbers(group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"])
             self._update(parameter, state, numbers)
 
@@ -76,19 +78,29 @@ class StochasticAdamW(GroupwiseOptimizer):
         gradient, begin = local_tensor(parameter.grad).reshape(-1), 0
         for count, rule in self._rules[parameter]:
             parts = (tensor[begin : begin + count] for tensor in (flat[0], gradient, *flat[1:]))
-            _step(*parts, numbers=numbers, key=key, rule=rule)
+            _step(*parts, numbers=numbers, key=key, rule=rule, gate=self.gate)
             begin += count
         for tensor, values in zip(stored, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(values.view(tensor.shape))
 
 
-def _step(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule) -> None:
-    """Update 1-dim tensors in place, with the Triton kernel if it is available."""
+def _step(
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    numbers: AdamWNumbers,
+    key: int,
+    rule: IndexRule,
+    gate: Tensor | None,
+) -> None:
+    """Update 1-dim tensors in place unless the gate is 1, with the Triton kernel if it is available."""
     if has_kernel(w.device) and w.dtype != torch.float64:
         from d9d_loop.optimizers import _triton_stochastic  # noqa: PLC0415  (Triton is optional)
 
-        _triton_stochastic.adamw(w, g, m, v, numbers=numbers, key=key, rule=rule)
+        _triton_stochastic.adamw(w, g, m, v, numbers=numbers, key=key, rule=rule, gate=gate)
         return
     for begin in range(0, w.numel(), CHUNK):
         part = slice(begin, min(begin + CHUNK, w.numel()))
@@ -96,7 +108,8 @@ def _step(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, 
         updated = _adamw(w[part], g[part], m[part], v[part], numbers)
         for number, (stored, value) in enumerate(zip((w, m, v), updated, strict=True)):
             rounds = stored.dtype == torch.bfloat16
-            stored[part] = round_stochastically(value, draw(bits, number)) if rounds else value
+            new = round_stochastically(value, draw(bits, number)) if rounds else value
+            replace_(stored[part], new, gate=gate)
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: AdamWNumbers) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ for every job whose operators do not depend on values.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from d9d_loop.job.job import build_engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.model_build import parallelize_stages
-from d9d_loop.planning.step_record import Marks, StepRecord, answered, recorded
+from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
 from d9d_loop.task import to_inputs
 from d9d_pipeline import Messages, stage_output
@@ -47,8 +47,11 @@ class DryRun:
         parameter_bytes: Local parameters and buffers.
         gradient_bytes: Local gradients at the end of the backward pass.
         optimizer_bytes: Local optimizer state.
+        num_microbatches: Microbatches of the recorded step.
         forward_backward: Record of the forward and backward passes of all microbatches.
         update: Record of the gradient reduction that the backward pass does not do, of clipping, and of the optimizer.
+        num_first: Microbatches of the first step.
+        first: Record of the forward and backward passes of the first step.
     """
 
     rank: int
@@ -56,8 +59,11 @@ class DryRun:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    num_microbatches: int
     forward_backward: StepRecord
     update: StepRecord
+    num_first: int
+    first: StepRecord
 
     @property
     def state_bytes(self) -> int:
@@ -66,8 +72,25 @@ class DryRun:
 
     @property
     def activation_bytes(self) -> int:
-        """Peak of the bytes that forward and backward allocate beyond gradients that they leave behind."""
-        return max(0, self.forward_backward.peak_bytes - self.gradient_bytes)
+        """Peak of the bytes that a step allocates beyond parameters, gradients and optimizer state."""
+        return max(0, self.forward_backward.peak_bytes - self.gradient_bytes, self.update.peak_bytes)
+
+    def collective_bytes(self, num_microbatches: int) -> dict[tuple[str, int], int]:
+        """Return the bytes of a step's collectives by name and group size; linear in the number of microbatches.
+
+        Some collectives run for each microbatch, others once for each step: the two recorded steps tell which.
+        """
+        step, first, once = (each.collective_bytes() for each in (self.forward_backward, self.first, self.update))
+        more = num_microbatches - self.num_microbatches
+        each = max(1, self.num_microbatches - self.num_first)
+        return {key: step[key] + more * (step[key] - first[key]) // each + once[key] for key in step | once}
+
+    @property
+    def attention_calls(self) -> tuple[int, int]:
+        """Calls of attention's forward and backward kernels."""
+        names = [each.name for each in self.forward_backward.operations if "scaled_dot_product" in each.name]
+        backward = sum("backward" in name for name in names)
+        return len(names) - backward, backward
 
 
 def dry_run(
@@ -109,7 +132,7 @@ def _dry_run_one(
     precision: PrecisionName | None,
 ) -> DryRun:
     with placed(plan_for, rank, world_size, precision) as (plan, ctx):
-        return run_rank(plan, ctx, messages=messages, fake=fake)
+        return run_rank(plan, ctx, messages=messages, fake=fake, batch=fake_batch(plan, ctx, fake))
 
 
 def run_rank(
@@ -118,40 +141,56 @@ def run_rank(
     *,
     messages: Messages | None,
     fake: FakeTensorMode,
-    marks: Marks | None = None,
+    batch: Any,
+    marks: RepeatMarks | None = None,
+    repeat: Sequence[nn.Module] = (),
 ) -> DryRun:
-    """Run two steps of a planned job as the rank of `ctx`, and record the second.
+    """Run two steps of a planned job as the rank of `ctx`, and record them.
 
-    The first step has as few microbatches as the schedule supports. `marks` divide the memory of the recorded one.
+    The first step has as few microbatches as the schedule supports. `batch` is a microbatch of fake tensors. The
+    parts of a step that belong to the layers `repeat` count repeatedly: `marks` mark them.
     """
+    marks = marks or RepeatMarks(0)
     stages = stages_on_fake(plan, ctx, fake)
     pipeline = Pipeline(
         stages, ctx=ctx, schedule=plan.model.schedule, shared_names=plan.model.shared_names, messages=messages
     )
-    pipeline.set_grad_dtype(plan.config.gradients.dtype)
-    pipeline.reduces_each_microbatch = plan.config.gradients.reduce_each_microbatch
+    pipeline.set_gradients(plan.config.gradients)
     with fake:
         optimizer = plan.optimizer(pipeline.model)
     guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
     engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
-    batches = [fake_batch(plan, ctx, fake)] * plan.num_microbatches
+    batches = [batch] * plan.num_microbatches
+    num_first = _fewest_microbatches(pipeline, plan.num_microbatches)
+    repeated = [parameter for layer in repeat for parameter in layer.parameters()]
+
+    def counted(size: Callable[[nn.Module], int]) -> int:
+        return size(pipeline.model) + marks.num_dropped * sum(map(size, repeat))
+
     with fake:
+        with recorded(marks) as first:
+            engine.accumulate(batches[:num_first], plan.task.loss)
         with answered():
-            engine.accumulate(batches[: _fewest_microbatches(pipeline, plan.num_microbatches)], plan.task.loss)
             engine.step()
         with recorded(marks) as forward_backward:
             engine.accumulate(batches, plan.task.loss)
-        gradients = gradient_bytes(pipeline.model)
-        with recorded() as update:
+        gradients = counted(gradient_bytes)
+        states = pytree.tree_leaves([optimizer.state.get(parameter) for parameter in repeated])
+        marks.add_state(leaf for leaf in (*repeated, *states) if isinstance(leaf, Tensor))
+        marks.add_state(parameter.grad for parameter in repeated if parameter.grad is not None)
+        with recorded(marks) as update:
             engine.step()
     return DryRun(
         rank=ctx.rank,
         stages=tuple(stages),
-        parameter_bytes=parameter_bytes(pipeline.model),
+        parameter_bytes=counted(parameter_bytes),
         gradient_bytes=gradients,
-        optimizer_bytes=optimizer_bytes(optimizer),
+        optimizer_bytes=optimizer_bytes(optimizer) + marks.num_dropped * optimizer_bytes(optimizer, repeated),
+        num_microbatches=plan.num_microbatches,
         forward_backward=forward_backward,
         update=update,
+        num_first=num_first,
+        first=first,
     )
 
 
@@ -187,10 +226,10 @@ def gradient_bytes(model: nn.Module) -> int:
     return sum(_local_bytes(each.grad) for each in model.parameters() if each.grad is not None)
 
 
-def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of this rank's optimizer state."""
-    leaves = pytree.tree_leaves(list(optimizer.state.values()))
-    return sum(_local_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+def optimizer_bytes(optimizer: Optimizer, parameters: Iterable[Tensor] | None = None) -> int:
+    """Return the bytes of this rank's optimizer state, of some parameters or of all."""
+    states = optimizer.state.values() if parameters is None else map(optimizer.state.get, parameters)
+    return sum(_local_bytes(leaf) for leaf in pytree.tree_leaves(list(states)) if isinstance(leaf, Tensor))
 
 
 @contextmanager

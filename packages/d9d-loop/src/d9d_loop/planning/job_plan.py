@@ -7,14 +7,14 @@ from typing import Any, final
 from d9d_dist import Launch, MeshConfig, UserError, planned_accelerator
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.dry_run import representatives
+from d9d_loop.planning.dry_run import DryRun, representatives
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, search_layouts
 from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
-from d9d_loop.planning.short_run import RankCost, rank_costs
+from d9d_loop.planning.short_run import short_runs
 from d9d_loop.planning.step_model import StepTime, step_time
 from d9d_pipeline import Program, build, simulate
 
@@ -174,19 +174,19 @@ def plan_cluster(
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
     precision = "parameters" if plan.config.precision == "parameters" else "bfloat16"
     with planned_accelerator():
-        costs = rank_costs(plan, ranks=ranks, world_size=world_size, num_microbatches=shown, precision=precision)
-    layout = _layout(plan, shape, length, costs[0])
-    names = ("first stage", "last stage") if len(costs) == 2 else ("first stage", "second stage", "last stage")
+        runs = short_runs(plan, ranks=ranks, world_size=world_size, num_microbatches=shown, precision=precision)
+    layout = _layout(plan, shape, length, runs[0])
+    names = ("first stage", "last stage") if len(runs) == 2 else ("first stage", "second stage", "last stage")
     made = ClusterPlan(
         hardware=hardware,
         layout=layout,
         shape=shape,
-        memory=tuple(_rank_memory(each, name) for each, name in zip(costs, names, strict=False)),
+        memory=tuple(_rank_memory(each, name) for each, name in zip(runs, names, strict=False)),
         time=step_time(shape, layout, hardware),
         steps=plan.steps,
         collectives={
-            f"{name} over {size}": total * plan.num_microbatches // shown
-            for (name, size), total in costs[0].collectives.items()
+            f"{name} over {size}": total
+            for (name, size), total in runs[0].collective_bytes(plan.num_microbatches).items()
         },
         goodput=goodput(world_size, failures_per_device_day=hardware.failures_per_device_day),
         sensitivity=sensitivity(shape, layout, hardware),
@@ -273,20 +273,19 @@ def describe(layout: PlanLayout) -> str:
     return ", ".join(parts)
 
 
-def _rank_memory(cost: RankCost, name: str) -> RankMemory:
-    state = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
+def _rank_memory(run: DryRun, name: str) -> RankMemory:
     return RankMemory(
         name=name,
-        rank=cost.rank,
-        parameters=cost.parameter_bytes,
-        gradients=cost.gradient_bytes,
-        optimizer=cost.optimizer_bytes,
-        activations=cost.activation_bytes,
-        reserve=CONTEXT_BYTES + FRAGMENTATION * (state + cost.activation_bytes),
+        rank=run.rank,
+        parameters=run.parameter_bytes,
+        gradients=run.gradient_bytes,
+        optimizer=run.optimizer_bytes,
+        activations=run.activation_bytes,
+        reserve=CONTEXT_BYTES + FRAGMENTATION * (run.state_bytes + run.activation_bytes),
     )
 
 
-def _layout(plan: JobPlan, shape: DecoderShape, length: int, cost: RankCost) -> PlanLayout:
+def _layout(plan: JobPlan, shape: DecoderShape, length: int, run: DryRun) -> PlanLayout:
     mesh = plan.model.mesh
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     layout = PlanLayout(
@@ -303,12 +302,12 @@ def _layout(plan: JobPlan, shape: DecoderShape, length: int, cost: RankCost) -> 
         shard_ranks=shards,
         reduces_each_microbatch=plan.config.gradients.reduce_each_microbatch,
     )
-    return replace(layout, recompute=_recompute(cost))
+    return replace(layout, recompute=_recompute(run))
 
 
-def _recompute(cost: RankCost) -> Recompute:
+def _recompute(run: DryRun) -> Recompute:
     """Return what the job recomputes: a whole forward runs attention's forward kernel twice for each backward one."""
-    forward, backward = cost.attention_calls
+    forward, backward = run.attention_calls
     return "full" if backward and forward >= 2 * backward else "none"
 
 

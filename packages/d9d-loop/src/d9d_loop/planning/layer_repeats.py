@@ -1,7 +1,7 @@
 """Repeated layers of a model: which layers are equal, and copies of the model with fewer of them.
 
-The cost of a step is linear in the number of equal layers, so `short_run.py` records two copies of different depth
-instead of the whole model.
+The cost of a step is linear in the number of equal layers, so `short_run.py` records a copy with four of them instead
+of the whole model.
 """
 
 import copy
@@ -55,7 +55,7 @@ def without_repeats(model: nn.Module, drop: int) -> tuple[nn.Module, list[nn.Mod
     """Copy a model without `drop` of the repeats of its layers.
 
     Returns:
-        The copy; its layers; and of these the middle ones, which are neither of the first repeat nor of the last.
+        The copy; its layers; and of these the third repeat.
     """
     found = layer_list(model)
     if found is None:
@@ -73,8 +73,8 @@ def without_repeats(model: nn.Module, drop: int) -> tuple[nn.Module, list[nn.Mod
     shorter._modules.clear()
     shorter._modules.update(kept)
     all_kept = list(shorter.children())
-    middle = all_kept[repeats.start + repeats.period : first_dropped - repeats.period]
-    return copied, all_kept, middle
+    third = repeats.start + 2 * repeats.period
+    return copied, all_kept, all_kept[third : third + repeats.period]
 
 
 @final
@@ -85,7 +85,7 @@ class ShortProvider(ModelProvider):
         provider: Provider of the whole model.
         drop: Number of repeats that each stage lacks.
         whole: Returns a whole stage by its index.
-        on_layers: Called with the layers of each parallelized stage, and with the middle ones of them.
+        on_layers: Called with the layers of each parallelized stage, and with their third repeat.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class ShortProvider(ModelProvider):
 
     def build(self, stage: StageInfo) -> nn.Module:
         """Return the shorter copy of a stage."""
-        module, layers, middle = without_repeats(self._whole(stage.index), self._drop)
-        self._layers[id(module)] = layers, middle
+        module, layers, repeat = without_repeats(self._whole(stage.index), self._drop)
+        self._layers[id(module)] = layers, repeat
         return module
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:

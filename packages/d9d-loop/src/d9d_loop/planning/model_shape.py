@@ -1,6 +1,8 @@
 """Sizes of a job's decoder, read from its parameters and from the operators of one forward pass without values."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +34,25 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     found = layer_list(model)
     if found is None:
         raise _unknown("a ModuleList or ModuleDict of layers")
-    probe = without_repeats(model, repeats_of(found[1]).count - 1)[0].to("meta")
+    probe, layers, _ = without_repeats(model, repeats_of(found[1]).count - 1)
+    probe.to("meta")
+    layers[-1].register_forward_hook(_stop)
     with fake:
         allocate(probe, device=torch.device("cpu"))
-        with torch.no_grad(), recorded() as record:
+        with torch.no_grad(), recorded() as record, suppress(_LastLayerDone):
             probe(*inputs.first, **inputs.shared)
     whole = [x for x in pytree.tree_leaves((inputs.first, inputs.shared)) if isinstance(x, Tensor) and x.dim() > 1]
     if not whole:
         raise _unknown("a tensor of token ids with a batch and a sequence dim in the task's inputs")
     return _shape(model, list(found[1].children()), record.operations), whole[0].shape[1]
+
+
+class _LastLayerDone(Exception):  # noqa: N818 - no error
+    """The forward pass has run all layers; the planner needs no output head and no loss."""
+
+
+def _stop(*_: Any) -> None:
+    raise _LastLayerDone
 
 
 def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[Operation]) -> DecoderShape:

@@ -1,19 +1,18 @@
-"""Dry runs of large jobs: two copies of the model with few layers run, and the costs of all layers follow.
+"""Dry runs of large jobs: a copy of the model with four repeats of its equal layers runs, and counts as all.
 
-    C(0) = C(k) + k (C(k - 1) - C(k))
+    C = C(4) + k R
 
-C(d): cost of a step without d of the repeats of equal layers (`layer_repeats.py`). It is linear in d: each repeat has
-the same operators, collectives, parameters and saved activations. Of a step's memory, the peak of each part between two
-layers is linear, and the step's peak is the largest of them. The parts of middle layers lie between those of the first
-and the last repeat.
+C(4): cost of a step with four repeats (`layer_repeats.py`). R: cost of the third repeat, k: number of dropped ones. All
+repeats between the second and the last have the same operators, collectives, parameters and saved activations. FSDP2
+prefetches the weights of the first one elsewhere, so the backward pass of the second one has other collectives.
+`RepeatMarks` start the parts of a step that belong to the third repeat, and the record counts them k times more.
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from dataclasses import replace
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,80 +23,15 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.built_model import build_model
 from d9d_loop.planning.dry_run import DryRun, fake_batch, placed, run_rank, stages_on_fake
 from d9d_loop.planning.layer_repeats import ShortProvider, layer_list, repeats_of
-from d9d_loop.planning.step_record import Marks, answered
+from d9d_loop.planning.step_record import RepeatMarks, answered
 from d9d_loop.task import to_inputs
 from d9d_pipeline import Messages, stage_output
 
-_FEWEST = 2
-"""Fewest repeats that run: the first and the last."""
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCost:
-    """What one rank allocates and does in a step: the totals of a `DryRun`. Sizes are in bytes.
-
-    Attributes:
-        rank: Global rank.
-        peaks: Largest sums of live bytes in the parts of forward and backward.
-        update_peak: Largest sum of live bytes of gradient reduction, clipping and optimizer.
-        collectives: Bytes of forward and backward by name of the collective and group size.
-        attention_calls: Calls of attention's forward and backward kernels.
-    """
-
-    rank: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    peaks: tuple[int, ...]
-    update_peak: int
-    flops: int
-    bytes_moved: int
-    collectives: Counter[tuple[str, int]]
-    attention_calls: tuple[int, int]
-
-    @classmethod
-    def of(cls, run: DryRun) -> Self:
-        """Return the totals of a dry run."""
-        record = run.forward_backward
-        attention = [each.name for each in record.operations if "scaled_dot_product" in each.name]
-        backward = sum("backward" in name for name in attention)
-        return cls(
-            rank=run.rank,
-            parameter_bytes=run.parameter_bytes,
-            gradient_bytes=run.gradient_bytes,
-            optimizer_bytes=run.optimizer_bytes,
-            peaks=tuple(record.peaks),
-            update_peak=run.update.peak_bytes,
-            flops=record.flops,
-            bytes_moved=record.bytes_moved,
-            collectives=record.collective_bytes(),
-            attention_calls=(len(attention) - backward, backward),
-        )
-
-    def extended(self, deeper: "RankCost", dropped: int) -> "RankCost":
-        """Return the cost with `dropped` more repeats; `deeper` has one repeat more than this one."""
-
-        def extend(a: Any, b: Any) -> Any:
-            if isinstance(a, Counter):
-                return Counter({key: extend(a[key], b[key]) for key in a.keys() | b.keys()})
-            if isinstance(a, tuple):
-                return tuple(map(extend, a, b))
-            return a + dropped * (b - a)
-
-        names = [name for name in self.__slots__ if name != "rank"]
-        return replace(self, **{name: extend(getattr(self, name), getattr(deeper, name)) for name in names})
-
-    @property
-    def activation_bytes(self) -> int:
-        """Peak of the bytes that a step allocates beyond parameters, gradients and optimizer state."""
-        return max(0, max(self.peaks) - self.gradient_bytes, self.update_peak - self.optimizer_bytes)
-
-
-def rank_costs(
+def short_runs(
     plan: JobPlan, *, ranks: Sequence[int], world_size: int, num_microbatches: int, precision: PrecisionName
-) -> tuple[RankCost, ...]:
-    """Return the costs of a step of `num_microbatches` on some ranks of a planned job.
+) -> tuple[DryRun, ...]:
+    """Return what `dry_run` returns for some ranks of a planned job, for a step of `num_microbatches`.
 
     Args:
         plan: The plan of any rank.
@@ -116,7 +50,7 @@ def rank_costs(
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         messages = runs.messages()
-        return tuple(runs.cost(rank, messages) for rank in ranks)
+        return tuple(runs.run(rank, messages) for rank in ranks)
 
 
 @final
@@ -128,21 +62,15 @@ class _ShortRuns:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stages: dict[int, nn.Module] = {}
 
-    def cost(self, rank: int, messages: Messages | None) -> RankCost:
-        """Return the cost of a rank's step with all layers."""
+    def run(self, rank: int, messages: Messages | None) -> DryRun:
+        """Run a rank's step, and count all layers."""
         with self._placed(rank) as (plan, ctx):
-            drop = self._droppable(plan.model.program.stages_of(ctx.coordinate("regular", "pp")))
-
-            def run(dropped: int) -> RankCost:
-                marks = Marks()
-                short = self._shortened(dropped, marks)
-                return RankCost.of(run_rank(short, ctx, messages=messages, fake=self._fake, marks=marks))
-
-            if drop < _FEWEST:
-                return run(0)
-            fewer, more = run(drop), run(drop - 1)
-            # Layers whose passes overlap in another order, such as deferred weight gradients, have other parts.
-            return fewer.extended(more, drop) if len(fewer.peaks) == len(more.peaks) else run(0)
+            stages = plan.model.program.stages_of(ctx.coordinate("regular", "pp"))
+            marks = RepeatMarks(self._droppable(stages, kept=4))
+            repeat: list[nn.Module] = []
+            short = self._shortened(marks, repeat)
+            batch = fake_batch(plan, ctx, self._fake)
+            return run_rank(short, ctx, messages=messages, fake=self._fake, batch=batch, marks=marks, repeat=repeat)
 
     def messages(self) -> Messages | None:
         """Return the metadata of the messages between stages; `None` without a pipeline.
@@ -160,7 +88,7 @@ class _ShortRuns:
                 outputs[index] = outputs[index - 1]
                 continue
             with self._placed(pipeline_rank * (self._world_size // len(program.ranks))) as (plan, ctx):
-                short = self._shortened(self._droppable(program.stages_of(pipeline_rank)), Marks())
+                short = self._shortened(RepeatMarks(self._droppable(program.stages_of(pipeline_rank), kept=1)), [])
                 inputs = to_inputs(plan.task.inputs(fake_batch(plan, ctx, self._fake)))
                 stage = stages_on_fake(short, ctx, self._fake)[index]
                 with self._fake, answered():
@@ -184,34 +112,35 @@ class _ShortRuns:
             )
         return self._stages[index]
 
-    def _droppable(self, indices: Sequence[int]) -> int:
-        """Return the number of repeats that all of these stages can lack."""
+    def _droppable(self, indices: Sequence[int], *, kept: int) -> int:
+        """Return the number of repeats that all of these stages can lack, if each keeps some."""
         found = [layer_list(self._whole(index)) for index in indices]
-        return min(0 if each is None else max(0, repeats_of(each[1]).count - _FEWEST) for each in found)
+        return min(0 if each is None else max(0, repeats_of(each[1]).count - kept) for each in found)
 
-    def _shortened(self, drop: int, marks: Marks) -> JobPlan:
-        """Return the plan of the job whose stages lack some repeats; `marks` are set where layers start."""
+    def _shortened(self, marks: RepeatMarks, repeat: list[nn.Module]) -> JobPlan:
+        """Return the plan of the job whose stages lack some repeats; fill `repeat` with the layers that are marked."""
         plan, model = self._plan, self._plan.model
 
-        def on_layers(layers: Sequence[nn.Module], middle: Sequence[nn.Module]) -> None:
+        def on_layers(layers: Sequence[nn.Module], second: Sequence[nn.Module]) -> None:
+            repeat.extend(second)
             for layer in layers:
-                _mark_layer(layer, marks, is_kept=not any(layer is each for each in middle))
+                _mark_layer(layer, marks, is_repeat=layer in repeat)
 
-        provider = ShortProvider(model.provider, drop, self._whole, on_layers)
+        provider = ShortProvider(model.provider, marks.num_dropped, self._whole, on_layers)
         built = model.built
         if model.program.num_stages == 1:
             built = replace(built, module=provider.build(StageInfo()))
         return replace(plan, model=replace(model, provider=provider, built=built))
 
 
-def _mark_layer(layer: nn.Module, marks: Marks, *, is_kept: bool) -> None:
+def _mark_layer(layer: nn.Module, marks: RepeatMarks, *, is_repeat: bool) -> None:
     def on_forward(module: nn.Module, args: Any) -> None:
-        marks.set(is_kept=is_kept)
+        marks.set(is_repeat=is_repeat)
 
     def on_output(module: nn.Module, args: Any, output: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if tensors:
-            tensors[0].register_hook(lambda gradient: marks.set(is_kept=is_kept))
+            tensors[0].register_hook(lambda gradient: marks.set(is_repeat=is_repeat))
 
     layer.register_forward_pre_hook(on_forward, prepend=True)
     layer.register_forward_hook(on_output)

@@ -6,18 +6,21 @@ run. Under `FakeTensorMode` it also answers the host's reads of tensors, which h
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from d9d_dist import DeferredWeightGrads, recorded_blocks
 from d9d_loop.planning.collective_log import Collective, collective_of
 
 
@@ -49,13 +52,11 @@ class StepRecord:
         operations: Operator calls that compute, in order. Views and allocations are excluded.
         collectives: Collectives, in order.
         peak_bytes: Largest sum of the bytes of storages that were allocated in the step and alive at the same time.
-        peaks: Largest sum between two successive marks, without the parts that `Marks` excludes. One without marks.
     """
 
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     peak_bytes: int = 0
-    peaks: list[int] = field(default_factory=list)
 
     @property
     def flops(self) -> int:
@@ -76,16 +77,54 @@ class StepRecord:
 
 
 @final
-class Marks:
-    """Marks of a recorded step, which divide its memory into parts. `set` starts a part."""
+class RepeatMarks:
+    """Marks of one repeat of equal layers: the record counts it as often as the dry run's model lacks it.
 
-    def __init__(self) -> None:
+    Args:
+        num_dropped: Number of repeats that the model lacks.
+    """
+
+    def __init__(self, num_dropped: int) -> None:
+        self.num_dropped, self.is_repeat = num_dropped, False
         self.recorder: StepRecorder | None = None
+        self._shares: dict[int, float] = {}
 
-    def set(self, *, is_kept: bool) -> None:
-        """Start a part of the step, if it is recorded; the peak of the part is kept or excluded."""
-        if self.recorder is not None:
-            self.recorder.start_part(is_kept=is_kept)
+    def set(self, *, is_repeat: bool) -> None:
+        """Start a part of the step: True if it belongs to the repeat, which may have several layers."""
+        if self.recorder is not None and not (is_repeat and self.is_repeat):
+            self.recorder.end_part()
+        self.is_repeat = is_repeat
+
+    def add_state(self, tensors: Iterable[Tensor]) -> None:
+        """Let memory that an update derives from these tensors belong to the repeat."""
+        for tensor in tensors:
+            self._shares[_storage_key(tensor)] = 1.0
+
+    def share(self, tensor: Tensor) -> float:
+        """Return the share of a tensor's bytes that belongs to the repeat, outside of its parts of the step."""
+        if not self._shares:
+            return 0.0
+        return self._shares.get(_storage_key(tensor), 0.0)
+
+    def derive(self, result: Any, args: Any, *, joins: bool) -> None:
+        """Set the shares of an operator's results; of lists, each result has the share of the inputs at its place."""
+        if not self._shares:
+            return
+        if isinstance(result, list | tuple):
+            lists = [each for each in args if isinstance(each, list | tuple)]
+            for index, each in enumerate(result):
+                self.derive(each, [inputs[index] for inputs in lists if index < len(inputs)], joins=False)
+        elif isinstance(result, Tensor):
+            inputs = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            shares = [self.share(tensor) for tensor in inputs]
+            share = fmean(shares) if joins else max(shares, default=0.0)
+            # A number that is derived from all layers, such as the gradient norm, exists once.
+            self._shares[_storage_key(result)] = share if result.dim() or share == 1 else 0.0
+
+
+def _storage_key(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata
 
 
 @final
@@ -96,18 +135,42 @@ class StepRecorder(TorchDispatchMode):
         record: What was recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, marks: RepeatMarks) -> None:
         super().__init__()
         self.record = StepRecord()
+        self._marks = marks
         self._live: dict[int, int] = {}
         self._total = self._part_peak = 0
-        self._is_kept = True
+        self._part_start = (0, 0, 0)
 
-    def start_part(self, *, is_kept: bool) -> None:
-        """End the current part of the step, and start another one."""
-        if self._is_kept:
-            self.record.peaks.append(self._part_peak)
-        self._part_peak, self._is_kept = self._total, is_kept
+    def start_block(self) -> Callable[[int], bool]:
+        """Start a block of `d9d_dist.each_block`; return the function that ends it and records the equal ones."""
+        start = self._place()
+
+        def end(num_equal: int) -> bool:
+            if self._total != start[0]:
+                return False
+            self._repeat(start, num_equal)
+            return True
+
+        return end
+
+    def end_part(self) -> None:
+        """End a part of the step; if it belongs to the repeat, count it for the dropped ones, too."""
+        dropped = self._marks.num_dropped
+        if self._marks.is_repeat and dropped:
+            grown = dropped * (self._total - self._part_start[0])
+            self._repeat(self._part_start, dropped)
+            self._total += grown
+            self.record.peak_bytes = max(self.record.peak_bytes, self._part_peak + grown)
+        self._part_start, self._part_peak = self._place(), self._total
+
+    def _place(self) -> tuple[int, int, int]:
+        return self._total, len(self.record.operations), len(self.record.collectives)
+
+    def _repeat(self, start: tuple[int, int, int], times: int) -> None:
+        self.record.operations += self.record.operations[start[1] :] * times
+        self.record.collectives += self.record.collectives[start[2] :] * times
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,37 +180,55 @@ class StepRecorder(TorchDispatchMode):
             return _answer(args[0])
         result = func(*args, **kwargs)
         collective = collective_of(func, args, kwargs, result)
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._marks.derive(result, args, joins=func._schema.name in ("aten::cat", "aten::stack"))
+        inputs, outputs = (
+            [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), result)
+        )
         if collective is not None:
             self.record.collectives.append(collective)
         elif not func.is_view and func.namespace not in ("c10d", "_c10d_functional", "prim"):
-            self._add(func, args, kwargs, result, outputs)
+            self._add((func, args, kwargs, result), inputs, outputs)
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
         for leaf in outputs:
-            self._track(leaf)
+            self._track(leaf, known)
         return result
 
-    def _add(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
+    def _add(self, call: tuple[Any, Any, Any, Any], tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        func, args, kwargs, result = call
         name = func._schema.name.partition("::")[2]
         if name.startswith(("empty", "new_empty", "detach", "alias")):
             return
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = {id(tensor): tensor for tensor in (*tensors, *outputs)}
+        unique = {id(tensor): tensor for tensor in (*tensors, *outputs)}
+        # `_equal_chunks` returns one tensor for all equal parts, of which `cat` reads each.
+        repeated = tensors[len({id(tensor) for tensor in tensors}) :] if name == "cat" else []
         count = flop_registry.get(func.overloadpacket)
-        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in known.values())
+        flops = 0 if count is None else self._counted(int(count(*args, **kwargs, out_val=result)), outputs[0])
+        num_bytes = sum(
+            self._counted(tensor.numel() * tensor.element_size(), tensor) for tensor in (*unique.values(), *repeated)
+        )
         shapes = (tuple(tuple(tensor.shape) for tensor in each) for each in (tensors, outputs))
         self.record.operations.append(Operation(name, flops, num_bytes, *shapes))
 
-    def _track(self, tensor: Tensor) -> None:
+    def _counted(self, number: int, tensor: Tensor) -> int:
+        """Return a number of a tensor, with those of the dropped repeats."""
+        return round(number * (1 + self._marks.num_dropped * self._marks.share(tensor)))
+
+    def _track(self, tensor: Tensor, known: Container[int]) -> None:
+        """Count the memory of a result, unless it is that of an input that was allocated before the record."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
+            if key in known:
+                return
             weakref.finalize(storage, self._free, key)
-        self.resized(storage)
+            self._live[key] = 0
+        self._set_size(key, self._counted(storage.nbytes(), tensor))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Update the size of a storage. FSDP resizes storages without a dispatched operator."""
-        size, key = storage.nbytes(), storage._cdata
+        self._set_size(storage._cdata, storage.nbytes())
+
+    def _set_size(self, key: int, size: int) -> None:
         self._total += size - self._live.get(key, 0)
         self._live[key] = size
         self._part_peak = max(self._part_peak, self._total)
@@ -158,15 +239,21 @@ class StepRecorder(TorchDispatchMode):
 
 
 @contextmanager
-def recorded(marks: Marks | None = None) -> Generator[StepRecord]:
-    """Record the body; yield the record, which is complete after the body. `marks` divide its memory into parts."""
-    recorder = StepRecorder()
-    marks = marks or Marks()
-    marks.recorder = recorder
-    with recorder, _answered_lists(), _watched_resizes(recorder.resized):
+def recorded(marks: RepeatMarks | None = None) -> Generator[StepRecord]:
+    """Record the body; yield the record, which is complete after the body. `marks` mark parts that count repeatedly."""
+    marks = marks or RepeatMarks(0)
+    marks.recorder = recorder = StepRecorder(marks)
+    with (
+        recorder,
+        _equal_chunks(),
+        _answered_lists(),
+        _watched_resizes(recorder.resized),
+        _marked_deferrals(marks),
+        recorded_blocks(recorder.start_block),
+    ):
         yield recorder.record
+    recorder.end_part()
     marks.recorder = None
-    recorder.start_part(is_kept=False)
 
 
 class _Answers(TorchDispatchMode):
@@ -183,7 +270,7 @@ class _Answers(TorchDispatchMode):
 @contextmanager
 def answered() -> Generator[None]:
     """Answer the host's reads of fake tensors in the body, as `recorded` does, and record nothing."""
-    with _Answers(), _answered_lists():
+    with _Answers(), _equal_chunks(), _answered_lists(), recorded_blocks(lambda: lambda num_equal: True):
         yield
 
 
@@ -198,6 +285,26 @@ def _zeros(shape: tuple[int, ...]) -> Any:
 
 
 @contextmanager
+def _equal_chunks() -> Generator[None]:
+    """Make `torch.chunk` return one part for all equal parts of a fake tensor, without autograd.
+
+    FSDP2 splits weights that it gathered into one part for each rank, of which a large job has thousands.
+    """
+    original = torch.chunk
+
+    def chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Sequence[Tensor]:
+        if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or tensor.shape[dim] % chunks:
+            return original(tensor, chunks, dim)
+        return [tensor.narrow(dim, 0, tensor.shape[dim] // chunks)] * chunks
+
+    torch.chunk = chunk  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        torch.chunk = original
+
+
+@contextmanager
 def _answered_lists() -> Generator[None]:
     """Answer `tolist` of fake tensors, which reads flags of bad steps; torch's own reads one scalar after another."""
     original = FakeTensor.tolist
@@ -206,6 +313,27 @@ def _answered_lists() -> Generator[None]:
         yield
     finally:
         FakeTensor.tolist = original
+
+
+@contextmanager
+def _marked_deferrals(marks: RepeatMarks) -> Generator[None]:
+    """Let a deferred weight gradient belong to the part of the step that deferred it."""
+    original = DeferredWeightGrads.put
+
+    def put(later: DeferredWeightGrads, weight: Tensor, work: Callable[[], Tensor]) -> None:
+        is_repeat = marks.is_repeat
+
+        def marked() -> Tensor:
+            marks.set(is_repeat=is_repeat)
+            return work()
+
+        original(later, weight, marked)
+
+    DeferredWeightGrads.put = put  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        DeferredWeightGrads.put = original
 
 
 @contextmanager

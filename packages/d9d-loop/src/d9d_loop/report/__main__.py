@@ -16,7 +16,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="file to write; default: %(default)s")
     options = parser.parse_args(arguments)
     with cli_main():
-        options.output.write_text(render_report([read_run(run) for run in options.runs]), encoding="utf-8")
+        runs = [read_run(run) for run in options.runs]
+        options.output.write_text(render_report(runs), encoding="utf-8")
+        for run in runs:
+            if run.history is not None:
+                print(f"{run.name}: {run.history.describe()}")
         print(options.output)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from d9d_dist import UserError
+from d9d_loop.report.run_history import RunHistory, read_history
 from d9d_metrics import read_metrics
 
 _PICTURES = ("schedule.png", "schedule_measured.png", "lr_schedule.png")
@@ -27,6 +28,7 @@ class RunFolder:
         environment: Versions, devices and times; empty if there are none.
         pictures: PNG pictures as data URLs, by file name.
         profile: Text of the profile's summary; empty without a profile.
+        history: Interruptions and the effective training time ratio; `None` without a journal.
     """
 
     name: str
@@ -36,6 +38,7 @@ class RunFolder:
     environment: Mapping[str, Any] = field(default_factory=dict)
     pictures: Mapping[str, str] = field(default_factory=dict)
     profile: str = ""
+    history: RunHistory | None = None
 
 
 def read_run(folder: Path) -> RunFolder:
@@ -58,6 +61,7 @@ def read_run(folder: Path) -> RunFolder:
         environment=_json(folder / "environment.json"),
         pictures={name: _data_url(folder / name) for name in _PICTURES if (folder / name).is_file()},
         profile="\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("profile/*/summary.md"))),
+        history=read_history(folder),
     )
 
 

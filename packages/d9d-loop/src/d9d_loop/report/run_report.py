@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_loop.report.run_folder import RunFolder, read_run
+from d9d_loop.report.run_history import RunHistory
 from d9d_loop.report.svg_chart import line_chart
 
 _FIRST = ("loss", "learning_rate", "grad_norm")
@@ -30,6 +31,7 @@ def render_report(runs: Sequence[RunFolder]) -> str:
     for run in runs:
         heading = f"{run.name}: " if len(runs) > 1 else ""
         body += [_pictures(run, heading), _samples(run, heading)]
+        body += [_section(f"{heading}Interruptions", _interruptions(run.history))]
         body += [_section(f"{heading}Time breakdown", f"<pre>{escape(run.profile)}</pre>" if run.profile else "")]
         body += [_section(f"{heading}Environment", _table(run.environment))]
         body += [_section(f"{heading}Configuration", _table(dict(_flat(run.config))))]
@@ -110,6 +112,24 @@ def _samples(run: RunFolder, heading: str) -> str:
         for step, name, text in run.samples[-8:]
     )
     return _section(f"{heading}Samples of text", "".join(shown))
+
+
+def _interruptions(history: RunHistory | None) -> str:
+    if history is None or not history.interruptions:
+        return ""
+    columns = ("step", "lost_steps", "rank", "cause", "detection_seconds", "recovery_seconds")
+    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in columns)
+    rows = (
+        "".join(f"<td>{escape(_shown(getattr(each, name)))}</td>" for name in columns) for each in history.interruptions
+    )
+    ratio = f"{100 * history.effective_ratio:.1f} % of {history.total_seconds:.0f} s were training that was kept."
+    return f"<p>{ratio}</p><table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def _shown(value: float | str | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def _section(title: str, content: str) -> str:

@@ -9,6 +9,7 @@ Python numbers, which are cheaper than tensors.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, final
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
-from d9d_loop.optimizers.gate import gated, takes_gate
+from d9d_loop.optimizers.gate import counts_steps, gated, takes_gate, uncount_step
 from d9d_loop.resilience.loss_window import LossWindow
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
@@ -41,6 +42,10 @@ class BadStep:
     why: str
 
 
+class BadStepError(RuntimeError):
+    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
+
+
 @final
 class StepGuard:
     """Guard that runs the optimizer steps, except bad ones."""
@@ -48,8 +53,10 @@ class StepGuard:
     def __init__(self, optimizer: Optimizer, *, config: BadStepConfig, ctx: DistributedContext) -> None:
         self._optimizer, self._config, self._ctx = optimizer, config, ctx
         self._is_on_host = _is_on_host(ctx.device)
+        self._flags = torch.tensor(False), torch.tensor(True)
         self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
+        self._undecided: Callable[[], list[float]] | None = None  # of the last step, if the optimizer counts steps
         self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
         self._rolled_back_from: set[int] = set()
         self._in_a_row = self._num_rollbacks = 0
@@ -69,7 +76,7 @@ class StepGuard:
         """
         is_skipped = step in self._skipped_on_replay
         if self._is_on_host:
-            return torch.tensor(self._step_on_host(step, loss.item(), grad_norm.item(), is_skipped=is_skipped))
+            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), is_skipped=is_skipped)]
         limit = self._losses.limit(step)
         return self._step_on_device(step, loss, grad_norm, limit=limit, is_skipped=is_skipped)
 
@@ -99,11 +106,26 @@ class StepGuard:
         if is_skipped:
             return torch.zeros_like(gate, dtype=torch.bool)
         if takes_gate(self._optimizer):
+            self._uncount_skipped_step()
+            if counts_steps(self._optimizer):
+                self._undecided = values
             with gated(self._optimizer, gate):
                 self._optimizer.step()
         elif not gate:  # host-device synchronization
             self._optimizer.step()
         return gate == 0
+
+    def _uncount_skipped_step(self) -> None:
+        """Let an optimizer that counts steps on the host forget the step before if it was skipped.
+
+        Waits for the decision on that step, which `poll` then reads without waiting.
+        """
+        if self._undecided is None:
+            return
+        non_finite, spike, *_ = self._undecided()
+        self._undecided = None
+        if non_finite or (spike and self._skips_spikes):
+            uncount_step(self._optimizer)
 
     @property
     def _skips_spikes(self) -> bool:
@@ -118,6 +140,8 @@ class StepGuard:
         Args:
             settle: If True, synchronize with the device and cover the latest step too: before a save, and at the end.
         """
+        if settle:
+            self._uncount_skipped_step()
         unknown = 0 if settle or self._is_on_host else 1
         while len(self._pending) > unknown:
             judged = self._classify(self._pending.pop(0))
@@ -131,6 +155,7 @@ class StepGuard:
         When the steps are repeated, the updates of a spike and of the `spike_skip_before` steps before it are skipped.
         """
         self._pending.clear()
+        self._undecided = None
         self._in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,7 +241,7 @@ def _copy_to_host_async(values: torch.Tensor) -> Callable[[], list[float]]:
         copied.synchronize()
         return on_host.tolist()
 
-    return wait
+    return cache(wait)
 
 
 def _is_on_host(device: torch.device) -> bool:

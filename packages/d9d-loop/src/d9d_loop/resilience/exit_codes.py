@@ -1,8 +1,11 @@
 """Exit codes of unfinished jobs, by which a launch script decides what to do next."""
 
+import os
 import signal
 from enum import IntEnum
 from typing import final
+
+_IN_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class ExitCode(IntEnum):
@@ -47,4 +50,10 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         by = "Ctrl-C (SIGINT)" if self.by is signal.SIGINT else self.by.name
-        return f"stopped by {by} after step {self.step}, which is saved. The same command resumes the job."
+        saved = f"stopped by {by} after step {self.step}, which is saved. The same command resumes the job."
+        # torchrun raises the signal as an exception once all ranks have ended; ranks cannot prevent it.
+        return (
+            f"{saved} torchrun ends with exit code 1 and a traceback of its own."
+            if _IN_TORCHRUN in os.environ
+            else saved
+        )

@@ -9,13 +9,12 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import final
 
 from d9d_dist import DistributedContext
 from d9d_dist.consensus import name_ranks
-from d9d_dist.failures import describe_lost_store, is_victim
+from d9d_dist.failures import describe_lost_store, is_victim, name_first_failure, within
 from d9d_dist.peers import Peer
 from d9d_dist.side_channel import SideChannel
 from d9d_loop.resilience.hang_report import describe_hang
@@ -87,16 +86,18 @@ class HangPoller:
 
     def leave_store(self) -> None:
         """Mark that this process, which is about to exit, needs the store no more; see `SideChannel.leave`."""
-        _within(self._channel.leave, seconds=2 * _REPORT_INTERVALS * self.interval)
+        self._channel.leave()
 
     def explain(self, error: BaseException) -> None:
-        """Find the lost rank if the error of this rank is a broken connection, and publish it for all ranks.
+        """Find the rank that failed first if the error of this rank is a broken connection; note it in the error.
 
         Other errors are published when the context is left: earlier, the other ranks would exit while this one still
         finishes a save with them.
         """
-        do = self._call_roll if is_victim(error) else self._answer
-        _within(do, seconds=2 * _ROLL_INTERVALS * self.interval)
+        if is_victim(error):
+            within(2 * _ROLL_INTERVALS * self.interval, lambda: self._find_cause(error))
+        else:
+            within(_READ_INTERVALS * self.interval, self._answer)
 
     def _poll(self) -> None:
         while not self.alarm.wait(self.interval) and not self._end.is_set():
@@ -148,6 +149,11 @@ class HangPoller:
         if not self._has_answered:
             self._channel.write(f"present/{self._rank}", "")
             self._has_answered = True
+
+    def _find_cause(self, error: BaseException) -> None:
+        self._call_roll()
+        if (failure := self._channel.first_failure()) is not None:
+            name_first_failure(error, failure, rank=self._rank)
 
     def _call_roll(self) -> None:
         """Find the ranks that do not answer, and publish them as the first failure, unless there is one."""
@@ -209,15 +215,3 @@ class HangPoller:
 
 def _describe_dead(peer: Peer) -> str:
     return f"its {peer.describe()} is gone."
-
-
-def _within(do: Callable[[], None], *, seconds: float) -> None:
-    """Run a function that uses the store, for a limited time: a host that is cut off never answers."""
-
-    def run() -> None:
-        with suppress(RuntimeError):
-            do()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,17 +52,22 @@ class HangWatchdog:
     The main thread calls `beat` once per step, which only stores a few numbers. Without progress, the process exits
     with `ExitCode.HANG` at most 2 seconds after the timeout. If another rank fails, or its process on the same machine
     dies, the main thread may exit by itself. Otherwise, this process exits with `ExitCode.PEER_LOST` at most 2 seconds
-    later.
+    later. If a connection to another machine breaks, finding the lost rank takes at most 2 seconds more. A rank that
+    hosts the job's store exits up to 5 seconds after the others.
 
     Beyond 1024 ranks these 2 seconds grow with the number of ranks, which limits the load on the store. All ranks must
     enter phases together: the first rank to time out ends the job.
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
+        enabled: False to watch nothing.
+        on_exit: Called with the reason before the watchdog ends the process.
     """
 
-    def __init__(self, ctx: DistributedContext, *, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(
+        self, ctx: DistributedContext, *, enabled: bool = True, on_exit: Callable[[str], None] | None = None
+    ) -> None:
+        self._enabled, self._on_exit = enabled, on_exit
         self._rank, self._timeout = ctx.rank, ctx.timeouts.step.total_seconds()
         self._startup = ctx.timeouts.startup.total_seconds()
         self._progress = _Progress(0, "start-up", time.monotonic(), self._startup)
@@ -199,6 +204,8 @@ class HangWatchdog:
             print(f"The stacks of rank {self._rank}:", file=out, flush=True)
             faulthandler.dump_traceback(file=out, all_threads=True)
         out.flush()
+        if self._on_exit is not None:
+            self._on_exit(text)
         if self._poller is not None:
             self._poller.leave_store()
         os._exit(code)

@@ -27,6 +27,7 @@ from d9d_dist import DistributedContext, UserError
 _Handler: TypeAlias = "signal._HANDLER"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _END = b"\0"  # 0 is not a signal number
+_FAILING_SECONDS = 10.0  # a launcher sends SIGKILL if a rank takes longer to report its failure (torchrun: after 30 s)
 
 
 @final
@@ -82,10 +83,17 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Restore the previous signal handlers; after `leave`, ignore the signals instead."""
+        """Restore the previous signal handlers; after `leave`, ignore the signals instead.
+
+        After an error with several ranks, ignore them for ten seconds: a launcher that sees a rank fail signals the
+        others, which would die before they report the failure and its cause.
+        """
         if threading.current_thread() is threading.main_thread():
+            is_failing = error is not None and self._group is not None
+            until = time.monotonic() + _FAILING_SECONDS
             for number, handler in self._handlers.items():
-                signal.signal(number, signal.SIG_IGN if self._is_leaving else handler)
+                after = partial(_restore_later, before=handler, until=until) if is_failing else handler
+                signal.signal(number, signal.SIG_IGN if self._is_leaving else after)
             signal.set_wakeup_fd(self._wakeup_before)
             self._handlers = {}
             # Closing the socket would not end the thread, since a forked process may hold it open.
@@ -191,6 +199,13 @@ def _run_fork_hook(signals: "weakref.ref[StopSignals]", do: Callable[[StopSignal
     alive = signals()
     if alive is not None and alive._handlers:
         do(alive)
+
+
+def _restore_later(number: int, _frame: FrameType | None, *, before: _Handler, until: float) -> None:
+    """Ignore a signal until a time of `time.monotonic`; then restore the previous handler, and signal again."""
+    if time.monotonic() >= until:
+        signal.signal(number, before)
+        os.kill(os.getpid(), number)
 
 
 def _signal(number: int) -> signal.Signals | None:

@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from d9d_dist import UserError
 from d9d_loop.losses.preference import PreferenceLoss
 from d9d_loop.task import Loss
 from d9d_loop.tasks.packed_inputs import PackedBatch, PackedTask, mesh_of, packed_inputs, score_arguments
@@ -21,19 +22,23 @@ class PreferenceTask(PackedTask):
     """Preference loss of packed pairs, for a decoder whose forward takes `scores`.
 
     A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which `Engine.score` returns in
-    `Engine.reference`. Without this key, the loss has no reference (SimPO).
+    `Engine.reference`.
 
     The metrics are `reward_margin`, the mean of `beta * h`, and `reward_accuracy`, the share of pairs with a positive
     margin. Router losses of the model are added, and do not change the margins.
 
     Args:
         loss: Loss of a pair.
+        has_reference: False for a loss without a reference, such as SimPO: batches then have no `reference_log_probs`.
+
+    Raises:
+        UserError: In `loss`, if the batch does not match `has_reference`.
     """
 
     weight_unit = "pairs"
 
-    def __init__(self, loss: PreferenceLoss = DPO) -> None:
-        self._loss = loss
+    def __init__(self, loss: PreferenceLoss = DPO, *, has_reference: bool = True) -> None:
+        self._loss, self._has_reference = loss, has_reference
 
     def inputs(self, batch: PackedBatch) -> Inputs:
         """Return the arguments of d9d's decoders, for scores."""
@@ -41,6 +46,12 @@ class PreferenceTask(PackedTask):
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
         """Return the sum of the losses of the pairs."""
+        if self._has_reference != (batch.get("reference_log_probs") is not None):
+            raise UserError(
+                f"the batch has {'no' if self._has_reference else 'the key'} reference_log_probs; expected it if and "
+                "only if has_reference is True. Score the batch inside Engine.reference() and add the key, or pass "
+                "PreferenceTask(has_reference=False) for a loss without a reference, such as SimPO."
+            )
         return self._loss(**score_arguments(outputs, batch))
 
     def metrics(self) -> Mapping[str, Metric]:

@@ -68,7 +68,7 @@ def known_families() -> Mapping[str, HuggingFaceFamily[Any]]:
 
 
 def from_pretrained_config(
-    folder: str | Path,
+    folder: str | Path | HuggingFaceConfig,
     *,
     head: PretrainedHead = "language_model",
     num_classes: int | None = None,
@@ -79,7 +79,8 @@ def from_pretrained_config(
     """Recognize the family of a Hugging Face folder by its `config.json`. Reads no weights and downloads nothing.
 
     Args:
-        folder: Folder with `config.json`, or the name of a model in the local cache of Hugging Face.
+        folder: Folder with `config.json`, the name of a model in the local cache of Hugging Face, or the entries of a
+            `config.json` for a model without stored weights.
         head: Head of the model to build.
         num_classes: Number of classes of the classification head.
         pooling: Pooling of the classification or embedding head; None for that of the family.
@@ -90,10 +91,7 @@ def from_pretrained_config(
         UserError: If the folder has no valid `config.json`. If the family is unknown; the message names the nearest
             family and the entries that differ. If the family does not support an entry; see `HuggingFaceFamily.read`.
     """
-    path = _local_folder(folder)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(config, Mapping):
-        raise UserError(f"{path / 'config.json'} contains {type(config).__name__}; expected an object.")
+    path, config = (None, folder) if isinstance(folder, Mapping) else _read_folder(folder)
     known = {**known_families(), **{family.model_type: family for family in families}}
     family = known.get(str(config.get("model_type")))
     if family is None:
@@ -120,14 +118,15 @@ class PretrainedDecoder:
     """Model of a recognized folder, with the methods of a `d9d_loop.ModelProvider`.
 
     Attributes:
-        folder: Folder with `config.json` and, unless only the configuration is of interest, safetensors files.
+        folder: Folder with `config.json` and, unless only the configuration is of interest, safetensors files. None
+            for a configuration without a folder.
         config: Parsed `config.json`.
         family: Family of the model.
         params: Hyperparameters of the model.
         head: Head of the model.
     """
 
-    folder: Path
+    folder: Path | None
     config: HuggingFaceConfig
     family: HuggingFaceFamily[Any]
     params: DecoderParams
@@ -143,9 +142,8 @@ class PretrainedDecoder:
         weights = f"{num_parameters / 1e9:.3g} B stored numbers ({', '.join(dtypes)})" if dtypes else "no weights"
         unused = ", ".join(self.unused) or "none"
         layers = ", ".join(f"{count} {kind}" for kind, count in mixers.items())
-        return (
-            f"{self.folder}: family {self.family.model_type}, layers: {layers}; {weights}; tensors not used: {unused}"
-        )
+        where = self.folder or "new model"
+        return f"{where}: family {self.family.model_type}, layers: {layers}; {weights}; tensors not used: {unused}"
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -208,8 +206,9 @@ class PretrainedDecoder:
 
     @cached_property
     def _stored(self) -> Mapping[str, TensorInfo]:
-        has_weights = any(self.folder.glob("model*.safetensors*"))
-        return ModelFolder.open(self.folder).tensors if has_weights else {}
+        if self.folder is None or not any(self.folder.glob("model*.safetensors*")):
+            return {}
+        return ModelFolder.open(self.folder).tensors
 
     def _mapper(self, stored: Mapping[str, object]) -> StateMapper:
         """Return the mapper of the weights in a folder that contains the tensors `stored`."""
@@ -235,6 +234,14 @@ class PretrainedDecoder:
                 return parallel(backbone, rename("projection.weight", "head.projection.weight"))
             case _:
                 return parallel(backbone, keep("head.projection.weight"))
+
+
+def _read_folder(folder: str | Path) -> tuple[Path, HuggingFaceConfig]:
+    path = _local_folder(folder)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, Mapping):
+        raise UserError(f"{path / 'config.json'} contains {type(config).__name__}; expected an object.")
+    return path, config
 
 
 def _local_folder(name: str | Path) -> Path:

@@ -11,7 +11,8 @@ from torch import Tensor
 from d9d_dist import DistributedContext, agree, gather_json
 from d9d_state import _files
 from d9d_state._digests import PartRecord
-from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_of
+from d9d_state._member import AnyPath
+from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_path
 from d9d_state._ranks import is_main
 from d9d_state.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -35,7 +36,7 @@ from d9d_state.safetensors_file import SafetensorsRecord, write_safetensors
 class SaveJob:
     """Content of one save, except the tensor data. Only the main process's `run_id` and `state` are written."""
 
-    folder: Path
+    folder: AnyPath
     run_id: str
     step: int
     metric: float | None
@@ -46,9 +47,9 @@ class SaveJob:
     ctx: DistributedContext | None
 
     @property
-    def partial(self) -> Path:
-        """Partial folder, which is renamed to `folder` at the end."""
-        return partial_of(self.folder)
+    def partial(self) -> AnyPath:
+        """Path under which the files are written; a partial folder is renamed to `folder` at the end."""
+        return partial_path(self.folder)
 
     @property
     def rank(self) -> int:
@@ -75,7 +76,7 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
     try:
         if is_main(job.ctx):
             _commit(job, written)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StateError) as error:
         problem = f"{failed}: {describe(error)}"
     _agree_or_discard(problem, job, group)
 
@@ -91,7 +92,7 @@ def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGrou
         if is_main(job.ctx):
             try:
                 discard_partial(job.partial)
-            except OSError as error:
+            except (OSError, StateError) as error:
                 raise StateError(f"{failed}; and {job.partial} could not be removed: {error}") from error
         raise
 
@@ -133,8 +134,9 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
     check_sizes(job.partial, {name: record.size for name, record in files.items()})
     _files.write_file(job.partial / MANIFEST_NAME, [text])
     _files.fsync_folder(job.partial)
-    _files.rename(job.partial, job.folder)
-    _files.fsync_folder(job.folder.parent)
+    if isinstance(job.partial, Path) and isinstance(job.folder, Path):
+        _files.rename(job.partial, job.folder)
+        _files.fsync_folder(job.folder.parent)
 
 
 def chunks_of_rank(plan: SavePlan, rank: int, written: SafetensorsRecord) -> tuple[list[tuple[str, Chunk]], int]:

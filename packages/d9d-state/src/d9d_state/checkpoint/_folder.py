@@ -2,20 +2,22 @@
 
 import logging
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 from d9d_state import _files
+from d9d_state._member import AnyPath
 from d9d_state._partial_folder import partial_of
 from d9d_state.checkpoint.info import CheckpointInfo, open_complete, step_of
+from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.errors import ProcessLimitError, StateError, describe
 from d9d_state.folder_lock import LOCK_NAME
+from d9d_state.object_path import ObjectPath
 
 RUN_ID_NAME = "run_id"  # file with the run's id, beside the checkpoints: tells whose steps the local tiers hold
 _LOGGER = logging.getLogger("d9d.state")
 
 
-def newest_first(folder: Path, *, only_run: str | None, log_level: int = logging.DEBUG) -> Iterator[CheckpointInfo]:
+def newest_first(folder: AnyPath, *, only_run: str | None, log_level: int = logging.DEBUG) -> Iterator[CheckpointInfo]:
     """Iterate over the complete checkpoints of a folder, newest first; log why other entries are skipped."""
     if not folder.is_dir():
         return
@@ -35,10 +37,12 @@ def newest_first(folder: Path, *, only_run: str | None, log_level: int = logging
             _LOGGER.log(level, "skipping %s: %s", path, reason)
 
 
-def delete_old(folder: Path, retention: Retention, *, run_id: str, saved_step: int, damaged: Collection[Path]) -> None:
+def delete_old(
+    folder: AnyPath, retention: Retention, *, run_id: str, saved_step: int, damaged: Collection[AnyPath]
+) -> None:
     """Delete checkpoints by the retention policy, except the one just saved; only log deletion errors."""
     try:
-        found = [info for info in newest_first(folder, only_run=run_id) if info.folder not in damaged]
+        found = [info for info in newest_first(folder, only_run=run_id) if info.root not in damaged]
     except (OSError, ProcessLimitError) as error:
         _LOGGER.warning("%s could not be read, so no old checkpoint is deleted: %s", folder, describe(error))
         return
@@ -48,16 +52,25 @@ def delete_old(folder: Path, retention: Retention, *, run_id: str, saved_step: i
         if info.step in kept:
             continue
         try:
-            # Rename first: a killed deletion then leaves a partial folder, not a broken checkpoint.
-            _files.rename(info.folder, partial_of(info.folder))
-            _files.fsync_folder(folder)
-            _files.remove_folder(partial_of(info.folder))
-        except OSError as error:
-            _LOGGER.warning("%s could not be deleted: %s", info.folder, describe(error))
+            _delete(info.root)
+        except (OSError, StateError) as error:
+            _LOGGER.warning("%s could not be deleted: %s", info.root, describe(error))
 
 
-def discard_partials(folder: Path) -> str | None:
+def _delete(folder: AnyPath) -> None:
+    """Delete a checkpoint; a killed deletion leaves an incomplete one, which `discard_partials` deletes."""
+    if isinstance(folder, ObjectPath):
+        folder.remove_all(first=[MANIFEST_NAME])
+        return
+    _files.rename(folder, partial_of(folder))
+    _files.fsync_folder(folder.parent)
+    _files.remove_folder(partial_of(folder))
+
+
+def discard_partials(folder: AnyPath) -> str | None:
     """Delete partial folders; return the error text, or `None` on success."""
+    if isinstance(folder, ObjectPath):
+        return _discard_incomplete(folder)
     try:
         left = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -73,8 +86,27 @@ def discard_partials(folder: Path) -> str | None:
     return None
 
 
-def move_aside(folder: Path, reason: StateError) -> str | None:
-    """Rename a damaged checkpoint; return the error text, or `None` on success."""
+def _discard_incomplete(folder: ObjectPath) -> str | None:
+    """Delete checkpoints without a manifest from an object store; return the error text, or `None` on success."""
+    try:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if step_of(path.name) >= 0 and not (path / MANIFEST_NAME).is_file():
+                _LOGGER.info("deleting the incomplete checkpoint %s", path)
+                path.remove_all()
+    except (OSError, StateError) as error:
+        return f"incomplete checkpoints in {folder} could not be deleted: {describe(error)}"
+    return None
+
+
+def move_aside(folder: AnyPath, reason: StateError) -> str | None:
+    """Rename a damaged checkpoint, or delete it from an object store; return the error text, or `None` on success."""
+    if isinstance(folder, ObjectPath):
+        _LOGGER.warning("deleting %s: %s", folder, reason)
+        try:
+            _delete(folder)
+        except (OSError, StateError) as error:
+            return f"{folder} is damaged and could not be deleted: {describe(error)}"
+        return None
     number = 1
     while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
         number += 1

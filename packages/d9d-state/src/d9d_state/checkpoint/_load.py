@@ -23,7 +23,7 @@ def mismatches(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | Non
             problems.append(f"{name} is {saved[name].describe()}, expected {wanted.describe()}")
         if tensor.is_meta:
             problems.append(f"{name} is on the meta device, materialize it first")
-    return f"{info.folder} does not match the tensors to load: {'; '.join(problems)}." if problems else None
+    return f"{info.root} does not match the tensors to load: {'; '.join(problems)}." if problems else None
 
 
 def load_tensors(info: CheckpointInfo, tensors: Mapping[str, Tensor], *, threads: int) -> None:
@@ -51,8 +51,8 @@ def _as_folder(info: CheckpointInfo) -> ModelFolder:
         for chunk in record.chunks
     }
     return ModelFolder(
-        info.folder,
+        info.root,
         {key: chunk_info for key, (_, chunk_info) in chunks.items()},
-        {key: info.folder / chunk.file for key, (chunk, _) in chunks.items()},
+        {key: info.root / chunk.file for key, (chunk, _) in chunks.items()},
         {key: chunk.start for key, (chunk, _) in chunks.items()},
     )

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import final
 
 from d9d_dist import DistributedContext, UserError
 from d9d_state._digests import PartRecord
-from d9d_state._member import open_member
+from d9d_state._member import AnyPath, MemberReader, open_reader
 from d9d_state.checkpoint.manifest import Manifest
 
 _BLOCK = 1 << 22
@@ -68,21 +67,21 @@ def num_threads(ctx: DistributedContext | None) -> int:
     return max(2, min(_MAX_THREADS, 2 * (os.cpu_count() or 1) // ranks_here))
 
 
-def damage(folder: Path, parts: Sequence[FilePart], *, threads: int) -> list[str]:
+def damage(folder: AnyPath, parts: Sequence[FilePart], *, threads: int) -> list[str]:
     """Compare parts of a checkpoint's files with their records; return one error text for each damaged part."""
     with ThreadPoolExecutor(threads, thread_name_prefix="d9d-verify") as pool:
         return [text for text in pool.map(partial(_problem, folder), parts) if text is not None]
 
 
-def _problem(folder: Path, part: FilePart) -> str | None:
+def _problem(folder: AnyPath, part: FilePart) -> str | None:
     path = folder / part.file
     try:
-        descriptor = open_member(folder, part.file)
+        reader = open_reader(folder, part.file)
         try:
-            size = os.fstat(descriptor).st_size
-            is_sound = size == part.size and _digest(descriptor, part) == part.record.sha256
+            size = reader.size
+            is_sound = size == part.size and _digest(reader, part) == part.record.sha256
         finally:
-            os.close(descriptor)
+            reader.close()
     except (UserError, OSError) as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
     if size != part.size:
@@ -90,12 +89,12 @@ def _problem(folder: Path, part: FilePart) -> str | None:
     return None if is_sound else f"{path}: {part.what} does not have the recorded SHA-256"
 
 
-def _digest(descriptor: int, part: FilePart) -> str:
+def _digest(reader: MemberReader, part: FilePart) -> str:
     digest = hashlib.sha256()
     block = memoryview(bytearray(min(_BLOCK, part.record.size)))
     position, left = part.start, part.record.size
     while left:
-        count = os.preadv(descriptor, [block[: min(left, len(block))]], position)
+        count = reader.read_into(block[: min(left, len(block))], position)
         if count == 0:
             break
         digest.update(block[:count])

@@ -1,20 +1,21 @@
 """Handle of a complete checkpoint on disk: its metadata, JSON state and verification."""
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
 from d9d_dist import UserError
 from d9d_state._digests import PartRecord
-from d9d_state._member import open_member_file
+from d9d_state._member import AnyPath, as_local, open_member_file, open_reader
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, parse_json
+from d9d_state.object_path import ObjectPath
 from d9d_state.tensor_info import TensorInfo
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,18})")
@@ -26,14 +27,19 @@ class CheckpointInfo:
     """Handle of a complete checkpoint. It holds no tensor data; JSON state is read from disk on access.
 
     Attributes:
-        folder: Folder of the checkpoint.
+        root: Folder of the checkpoint, or its prefix in an object store.
         manifest: Parsed manifest: tensors, chunks and files.
         is_verified: True if `CheckpointStore.newest` verified all digests, distributed over the ranks.
     """
 
-    folder: Path
+    root: AnyPath
     manifest: Manifest = field(repr=False)
     is_verified: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint in a file system; raises `UserError` for one in an object store."""
+        return as_local(self.root)
 
     @property
     def step(self) -> int:
@@ -68,25 +74,24 @@ class CheckpointInfo:
     def verify(self, names: list[str] | None = None) -> None:
         """Verify the digests of files, by default all; raise `StateError` that names damaged files and tensors."""
         parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
-        problems = damage(self.folder, parts, threads=num_threads(None))
+        problems = damage(self.root, parts, threads=num_threads(None))
         if problems:
             raise StateError(self._describe(problems))
 
     def _describe(self, problems: list[str]) -> str:
         return (
-            f"{'; '.join(problems)} at step {self.step}. "
-            f"Move {self.folder} away to resume from the checkpoint before it."
+            f"{'; '.join(problems)} at step {self.step}. Move {self.root} away to resume from the checkpoint before it."
         )
 
     def _read_json(self, name: str) -> JsonValue:
         """Read a JSON file once, verify its digest and parse the same bytes."""
         try:
-            with open_member_file(self.folder, name) as file:
+            with open_member_file(self.root, name) as file:
                 data = file.read()
         except (UserError, OSError) as error:
             raise StateError(self._describe([str(error)])) from error
         if PartRecord(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[name].head:
-            raise StateError(self._describe([f"{self.folder / name}: the content does not have the recorded SHA-256"]))
+            raise StateError(self._describe([f"{self.root / name}: the content does not have the recorded SHA-256"]))
         return parse_json(data)
 
 
@@ -104,7 +109,7 @@ def step_of(name: str) -> int:
     return step if match and name == folder_name(step) else -1
 
 
-def open_complete(path: Path) -> CheckpointInfo:
+def open_complete(path: AnyPath) -> CheckpointInfo:
     """Read the manifest and check that every file has its recorded size; raise `StateError` with the reason if not."""
     step = step_of(path.name)
     if step < 0 or path.is_symlink() or not path.is_dir():
@@ -112,12 +117,17 @@ def open_complete(path: Path) -> CheckpointInfo:
     manifest = Manifest.read(path)
     if manifest.step != step:
         raise StateError(f"its manifest has step {manifest.step}; expected the step in the folder name.")
+    listed = path.sizes() if isinstance(path, ObjectPath) else {}  # one request instead of one for each file
     for name, record in manifest.files.items():
         try:
-            with open_member_file(path, name) as file:
-                size = os.fstat(file.fileno()).st_size
+            size = listed[name] if name in listed else _size(path, name)
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
         if size != record.size:
             raise StateError(f"{name} has {size} bytes; expected {record.size}.")
     return CheckpointInfo(path, manifest)
+
+
+def _size(folder: AnyPath, name: str) -> int:
+    with closing(open_reader(folder, name)) as reader:
+        return reader.size

@@ -136,7 +136,7 @@ class LocalTier:
 
     def has_open(self, info: CheckpointInfo) -> bool:
         """Return True if a checkpoint is the open step of this tier."""
-        return self._open is not None and self._open.info.folder == info.folder
+        return self._open is not None and self._open.info.root == info.root
 
     def raise_if_failed(self) -> None:
         """Raise the `StateError` of a failed save, once. Local and cheap."""

@@ -2,16 +2,15 @@
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import Region, UserError
 from d9d_state._digests import PartRecord
-from d9d_state._member import open_member_file
+from d9d_state._member import AnyPath, open_reader
 from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, as_list, as_object, dump_json, parse_json
@@ -115,14 +114,14 @@ class Manifest:
         return hashlib.sha256(self.dump()).hexdigest()
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, folder: AnyPath) -> Self:
         """Read a folder's manifest; raise `StateError` if it is missing, damaged or of another format."""
         path = folder / MANIFEST_NAME
         try:
-            with open_member_file(folder, MANIFEST_NAME) as file:
-                if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
+            with closing(open_reader(folder, MANIFEST_NAME)) as reader:
+                if reader.size > MAX_MANIFEST_BYTES:
                     raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
-                return cls._parse(file.read())
+                return cls._parse(reader.read(reader.size, 0))
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
         except (ValueError, KeyError, TypeError) as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from d9d_dist import DistributedContext, agree, gather_json
+from d9d_state._member import AnyPath
 from d9d_state._ranks import is_main
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
@@ -18,12 +19,12 @@ _MAX_SHOWN = 5  # problems per rank in a message; a failed disk may cause thousa
 
 
 def newest_sound(
-    folder: Path,
+    folder: AnyPath,
     candidates: Iterator[CheckpointInfo],
     ctx: DistributedContext | None,
     *,
     verify: bool,
-    damaged: set[Path],
+    damaged: set[AnyPath],
 ) -> CheckpointInfo | None:
     """Return the first candidate that all ranks see and that no rank finds damaged, or `None`. Collective.
 
@@ -64,7 +65,7 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
     found: list[str] = []
     limited = None
     try:
-        found = damage(info.folder, share, threads=num_threads(ctx))
+        found = damage(info.root, share, threads=num_threads(ctx))
     except ProcessLimitError as error:
         limited = str(error)
     agree(limited, error=StateError, alone=ctx is None)
@@ -74,7 +75,7 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
 
 
 def _open(
-    path: Path, chosen: CheckpointInfo | None, ctx: DistributedContext | None
+    path: AnyPath, chosen: CheckpointInfo | None, ctx: DistributedContext | None
 ) -> tuple[CheckpointInfo | None, str | None]:
     """Open the checkpoint on every rank and compare the manifests with the main process's. Collective."""
     info, problem, digest, limited = chosen, "", "", None
@@ -84,7 +85,7 @@ def _open(
     except ProcessLimitError as error:
         limited = str(error)
     except StateError as error:
-        is_missing = not os.path.lexists(path)
+        is_missing = isinstance(path, Path) and not os.path.lexists(path)
         reason = f"{socket.gethostname()} does not have it." if is_missing else str(error)
         problem = f"it is not the checkpoint that the main process sees: {reason}"
     agree(limited, error=StateError, alone=ctx is None)

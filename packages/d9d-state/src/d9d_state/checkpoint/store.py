@@ -2,7 +2,6 @@
 
 import logging
 import math
-import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Self, final
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
-from d9d_state import _files
+from d9d_state._member import AnyPath, as_folder, as_local
 from d9d_state._ranks import is_main, mesh_shape, num_ranks
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
-from d9d_state.checkpoint._folder import RUN_ID_NAME, delete_old, discard_partials, move_aside, newest_first
+from d9d_state.checkpoint._folder import delete_old, discard_partials, move_aside, newest_first
 from d9d_state.checkpoint._load import load_tensors, mismatches
+from d9d_state.checkpoint._run_id import RunId
 from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._tier_search import TierStep
 from d9d_state.checkpoint._verify import num_threads
@@ -28,6 +28,7 @@ from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
 from d9d_state.errors import ProcessLimitError, StateError, describe
 from d9d_state.folder_lock import locked_folder
 from d9d_state.json_value import JsonValue, dump_json
+from d9d_state.object_path import ObjectPath
 
 _LOGGER = logging.getLogger("d9d.state")
 
@@ -40,13 +41,13 @@ class CheckpointStore:
     context manager, the store waits for a background save on exit.
 
     Attributes:
-        folder: Folder of the checkpoints. It is created by the first save or lock.
+        root: Folder of the checkpoints, or their prefix in an object store. The first save or lock creates the folder.
         tiers: Local tiers, fastest first.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | AnyPath,
         *,
         keep_last: int | None = None,
         retention: Retention | None = None,
@@ -56,7 +57,8 @@ class CheckpointStore:
         """Create the store without accessing the folder.
 
         Args:
-            folder: Folder of the checkpoints, which need not exist.
+            folder: Folder of the checkpoints, which need not exist; or a URL of an object store, such as
+                `s3://bucket/run`, which fsspec opens.
             keep_last: Number of newest checkpoints to keep after a save. Shorthand for `Retention(last=keep_last)`.
             retention: Retention policy with more rules. If it and `keep_last` are `None`, all checkpoints are kept.
             run_id: Id of the run. Checkpoints of other runs are skipped and never deleted. `None` accepts checkpoints
@@ -70,14 +72,18 @@ class CheckpointStore:
             raise UserError("got both keep_last and retention; expected at most one. Use Retention(last=...).")
         if keep_last is not None and keep_last < 1:
             raise UserError(f"got keep_last = {keep_last}; expected at least 1, or None to keep every checkpoint.")
-        self.folder = Path(folder).absolute()
+        found = as_folder(folder)
+        self.root: AnyPath = found.absolute() if isinstance(found, Path) else found
         self._retention = retention or Retention(last=keep_last)
-        self._only_run = run_id
-        self._run_id = run_id
+        self._run_id = RunId(self.root, run_id)
         self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
-        self._damaged: set[Path] = set()
+        self._damaged: set[AnyPath] = set()
         self.tiers = tuple(tiers)
-        self._tier_run_id: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoints in a file system; raises `UserError` for an object store."""
+        return as_local(self.root)
 
     def __enter__(self) -> Self:
         return self
@@ -100,9 +106,9 @@ class CheckpointStore:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
         try:
-            return list(newest_first(self.folder, only_run=self._only_run, log_level=logging.WARNING))
+            return list(newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING))
         except OSError as error:
-            raise StateError(f"{self.folder} cannot be read: {describe(error)}") from error
+            raise StateError(f"{self.root} cannot be read: {describe(error)}") from error
 
     def newest(self, ctx: DistributedContext | None = None, *, verify: bool = True) -> CheckpointInfo | None:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
@@ -127,7 +133,7 @@ class CheckpointStore:
             tier, found = local.pop(0) if local else (None, None)
             floor = -1 if found is None else found.step
             candidates = self._between(floor, ceiling) if is_main(ctx) else iter(())
-            info = newest_sound(self.folder, candidates, ctx, verify=verify, damaged=self._damaged)
+            info = newest_sound(self.root, candidates, ctx, verify=verify, damaged=self._damaged)
             if info is None and tier is not None and found is not None:
                 info = tier.open(found, ctx)
             if info is not None or tier is None:
@@ -144,13 +150,13 @@ class CheckpointStore:
         """
         problem, names = None, []
         try:
-            if is_main(ctx) and self.folder.is_dir():
-                names = sorted(path.name for path in self.folder.iterdir() if step_of(path.name) >= 0)
-        except OSError as error:
-            problem = f"{self.folder} cannot be read: {describe(error)}"
+            if is_main(ctx) and self.root.is_dir():
+                names = sorted(path.name for path in self.root.iterdir() if step_of(path.name) >= 0)
+        except (OSError, StateError) as error:
+            problem = f"{self.root} cannot be read: {describe(error)}"
         if names:
             problem = (
-                f"{self.folder} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
+                f"{self.root} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
                 "Repair them, or move them away to start from scratch."
             )
         agree(problem, error=StateError, alone=ctx is None)
@@ -257,7 +263,7 @@ class CheckpointStore:
             UserError: If the job has too few hosts for the replicas of a tier.
         """
         due = [tier for tier in self.tiers if step % tier.every == 0]
-        run_id = self._shared_run_id(ctx) if due else ""
+        run_id = self._run_id.written(ctx) if due else ""
         for tier in due:
             tier.save(step, tensors, run_id=run_id, state=state, rank_state=rank_state, ctx=ctx)
 
@@ -273,9 +279,12 @@ class CheckpointStore:
 
     def wait(self) -> None:
         """Wait for the background saves; raise the `StateError` of the first one that was not raised yet."""
+        self._join()
+        self.raise_if_failed()
+
+    def _join(self) -> None:
         for each in (self._background, *self.tiers):
             each.join()
-        self.raise_if_failed()
 
     def close(self) -> None:
         """Wait for the background save; same as `wait`. The store stays usable."""
@@ -306,31 +315,39 @@ class CheckpointStore:
         if not all(gather_json(info.is_verified, alone=ctx is None)):
             problems = verify_together(info, ctx)
             if problems is not None:
-                raise StateError(f"{problems} Move {info.folder} away to resume from the checkpoint before it.")
+                raise StateError(f"{problems} Move {info.root} away to resume from the checkpoint before it.")
         problem = None
         try:
             load_tensors(info, tensors, threads=num_threads(ctx))
         except (OSError, ValueError, StateError) as error:
-            problem = f"{info.folder} could not be read: {describe(error)}"
+            problem = f"{info.root} could not be read: {describe(error)}"
         agree(problem, error=StateError, alone=ctx is None)
         for tier in self.tiers:
             tier.on_loaded(info)
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
-        """Hold an exclusive lock on the folder for the body and background saves; see `locked_folder`. Collective."""
+        """Hold an exclusive lock on the folder for the body and background saves; see `locked_folder`. Collective.
+
+        An object store has no locks: only background saves are waited for.
+        """
         run_id = None
+        if isinstance(self.root, ObjectPath):
+            try:
+                yield
+            finally:
+                self._join()
+            return
         if is_main(ctx):
             # The run id is used in messages only. If the folder is unreadable, `locked_folder` raises.
             with suppress(OSError, StateError):
-                run_id = self._current_run_id()
-        with locked_folder(self.folder, ctx, run_id=run_id) as lock:
+                run_id = self._run_id.current()
+        with locked_folder(self.root, ctx, run_id=run_id) as lock:
             try:
                 yield
             finally:
                 try:
-                    for each in (self._background, *self.tiers):
-                        each.join()
+                    self._join()
                 finally:
                     if self._background.is_busy:  # the wait was interrupted; the interpreter waits at exit
                         lock.keep()
@@ -342,7 +359,7 @@ class CheckpointStore:
             StateError: On every rank, if the main process cannot delete a partial folder.
         """
         self.wait()
-        agree(discard_partials(self.folder) if is_main(ctx) else None, error=StateError, alone=ctx is None)
+        agree(discard_partials(self.root) if is_main(ctx) else None, error=StateError, alone=ctx is None)
 
     def _begin(
         self,
@@ -355,13 +372,13 @@ class CheckpointStore:
         ctx: DistributedContext | None,
     ) -> SaveJob:
         """Wait for the previous save, encode the state, plan the tensors, and clear the final path. Collective."""
-        texts, folder, run_id, problem = (b"", b""), self.folder, "", None
+        texts, folder, run_id, problem = (b"", b""), self.root, "", None
         is_alone = num_ranks(ctx) == 1
         try:
             self._background.wait()
             texts = dump_json(state), dump_json(rank_state)
-            folder = self.folder / folder_name(step)
-            run_id = self._current_run_id() if is_main(ctx) else ""
+            folder = self.root / folder_name(step)
+            run_id = self._run_id.current() if is_main(ctx) else ""
         except (StateError, ValueError, OSError) as error:
             if is_alone:
                 raise
@@ -375,7 +392,7 @@ class CheckpointStore:
         metric = None if metric is None else float(metric)
         return SaveJob(folder, run_id, step, metric, mesh_shape(ctx), plan, *texts, ctx)
 
-    def _clear_path(self, folder: Path, ctx: DistributedContext | None) -> None:
+    def _clear_path(self, folder: AnyPath, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective."""
         problem: str | UserError | None = None
         try:
@@ -394,54 +411,17 @@ class CheckpointStore:
 
     def _delete_old(self, job: SaveJob) -> None:
         if is_main(job.ctx) and self._retention.last is not None:
-            delete_old(self.folder, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
+            delete_old(self.root, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
 
     def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:
         """Iterate over the complete checkpoints with steps above `floor` and up to `ceiling`, newest first."""
-        found = newest_first(self.folder, only_run=self._only_run, log_level=logging.WARNING)
+        found = newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING)
         return (info for info in found if floor < info.step <= ceiling)
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
         """Return the complete steps of the local tiers, newest first, of equal steps the fastest tier's. Collective."""
-        run_id, problem = None, None
-        if not self.tiers:
+        run_id = self._run_id.shared_known(ctx) if self.tiers else None
+        if run_id is None:
             return []
-        try:
-            run_id = self._known_run_id() if is_main(ctx) else None
-        except (OSError, StateError) as error:
-            problem = f"{self.folder} cannot be read: {describe(error)}"
-        agree(problem, error=StateError, alone=ctx is None)
-        run_id = gather_json(run_id, alone=ctx is None)[0]
-        found = [(tier, step) for tier in self.tiers for step in (tier.steps(run_id, ctx) if run_id else ())]
+        found = [(tier, step) for tier in self.tiers for step in tier.steps(run_id, ctx)]
         return sorted(found, key=lambda pair: -pair[1].step)
-
-    def _current_run_id(self) -> str:
-        if self._run_id is None:
-            self._run_id = self._known_run_id() or uuid.uuid4().hex
-        return self._run_id
-
-    def _known_run_id(self) -> str | None:
-        """Return the id of the run whose checkpoints, or steps in local tiers, this store continues."""
-        path = self.folder / RUN_ID_NAME
-        newest = next(newest_first(self.folder, only_run=self._only_run), None)
-        if newest is not None or self._only_run is not None:
-            return self._only_run if newest is None else newest.run_id
-        return path.read_text() if path.is_file() else None
-
-    def _shared_run_id(self, ctx: DistributedContext | None) -> str:
-        """Return the main process's run id, which it writes beside the checkpoints. Collective on the first call.
-
-        Steps in local tiers are used only with this file: if a user deletes the folder to start again, they are not.
-        """
-        if self._tier_run_id is None:
-            run_id, problem = "", None
-            try:
-                if is_main(ctx):
-                    run_id = self._current_run_id()
-                    _files.make_folder(self.folder)
-                    _files.replace_file(self.folder / RUN_ID_NAME, run_id.encode())
-            except (OSError, StateError) as error:
-                problem = f"{self.folder} could not be written: {describe(error)}"
-            agree(problem, error=StateError, alone=ctx is None)
-            self._tier_run_id = str(gather_json(run_id, alone=ctx is None)[0])
-        return self._tier_run_id

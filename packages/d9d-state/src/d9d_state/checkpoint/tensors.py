@@ -102,7 +102,7 @@ def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: 
     ]
     if lines:
         raise UserError(
-            f"{info.folder} is a checkpoint of a different model:\n"
+            f"{info.root} is a checkpoint of a different model:\n"
             + "\n".join(lines)
             + "\nUse the configuration that it was saved with, or another run folder."
         )

@@ -1,20 +1,18 @@
-"""Parts of an engine, planned and built from a configuration."""
+"""Start of an engine from a configuration: the plan, the process group, and the engine's parts."""
 
 import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, StageInfo, UserError, agree, read_launch, seed_everything
+from d9d_dist import StageInfo, UserError, agree, read_launch, seed_everything
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.event_bus import Events
 from d9d_loop.job.job_check import check_writable
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
@@ -23,32 +21,25 @@ from d9d_loop.resilience import StepGuard, check_health
 from d9d_loop.task import BatchTask
 from d9d_metrics import redact_secrets
 from d9d_pipeline import Schedule
-from d9d_state import CheckpointStore, Retention, StateMapper
+from d9d_state import CheckpointStore, Retention
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """Parts that `Engine.open` builds. `state_mapper` maps the weights on disk to those of the model."""
-
-    pipeline: Pipeline
-    optimizer: Optimizer
-    ctx: DistributedContext
-    guard: StepGuard
-    events: Events
-    checkpoints: EngineCheckpoints
-    state_mapper: StateMapper | None
+E = TypeVar("E")
 
 
 @contextmanager
-def engine_parts(
+def opened_engine(
     config: EngineConfig,
+    build: Callable[..., E],
     *,
     model: ModelProvider | Callable[[StageInfo], nn.Module],
     task: BatchTask,
     optimizer: OptimizerProvider | None,
     pipeline_schedule: Schedule | None,
-) -> Generator[EngineParts]:
-    """Check the configuration, start the process group, and build the parts; see `Engine.open`. Collective."""
+) -> Generator[E]:
+    """Check the configuration, start the process group, and yield an engine; see `Engine.open`. Collective.
+
+    `build` gets the arguments of `Engine` except `reference`.
+    """
     provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
     _check_bad_steps(config)
     check_writable(config.run.dir)
@@ -66,8 +57,7 @@ def engine_parts(
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
         pipeline = build_pipeline(plan, ctx, progress=config.progress)
-        pipeline.set_grad_dtype(config.gradients.dtype)
-        pipeline.reduces_each_microbatch = config.gradients.reduce_each_microbatch
+        pipeline.set_gradients(config.gradients)
         seed_everything(config.seed, ctx)
         built = optimizer(pipeline.model)
         pipeline.shared.copy_values()
@@ -83,14 +73,17 @@ def engine_parts(
             events=events,
         )
         try:
-            yield EngineParts(
-                pipeline=pipeline,
-                optimizer=built,
+            yield build(
+                pipeline,
+                built,
                 ctx=ctx,
+                task=task,
+                max_norm=config.gradients.max_norm,
+                num_microbatches=2 * pipeline.num_stages if pipeline.num_stages > 1 else 1,
                 guard=guard,
                 events=events,
-                checkpoints=checkpoints,
                 state_mapper=mapper,
+                checkpoints=checkpoints,
             )
         finally:
             checkpoints.close()

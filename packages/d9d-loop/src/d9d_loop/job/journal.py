@@ -1,0 +1,58 @@
+"""Journal of a run: when it started, how far it came, and why it was interrupted; one JSON object per line.
+
+A killed job writes no last line, so the main process records its progress while it trains. Every rank records a
+failure, because the main process may be the one that failed. The journal is never truncated, unlike the metrics of a
+resumed run.
+"""
+
+import json
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, final
+
+from d9d_dist import DistributedContext
+from d9d_loop.report.run_history import JOURNAL
+
+_SECONDS = 10.0  # between two records of the progress
+_LONGEST = 1000  # characters of a cause
+
+
+@final
+class Journal:
+    """Journal of a run. Errors of the file are ignored, because the journal only informs people.
+
+    Args:
+        folder: Run folder.
+        ctx: Distributed context. Its main process records the progress.
+    """
+
+    def __init__(self, folder: Path, ctx: DistributedContext) -> None:
+        self._file, self._ctx, self._next = folder / JOURNAL, ctx, 0.0
+
+    def started(self, step: int) -> None:
+        """Record that the job starts, or resumes after `step` completed steps."""
+        if self._ctx.is_main_process:
+            self._write("started", step=step, ranks=self._ctx.world_size)
+
+    def progress(self, step: int) -> None:
+        """Record the number of completed steps, at most every 10 seconds."""
+        if self._ctx.is_main_process and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _SECONDS
+            self._write("progress", step=step)
+
+    def ended(self, step: int, how: str) -> None:
+        """Record that the job ended as intended: "finished", or "stopped by" a signal."""
+        if self._ctx.is_main_process:
+            self._write("ended", step=step, how=how)
+
+    def failed(self, cause: str) -> None:
+        """Record that this rank fails, and the cause that it knows. On every rank."""
+        self._write("failed", rank=self._ctx.rank, host=socket.gethostname(), cause=cause[:_LONGEST])
+
+    def _write(self, event: Literal["started", "progress", "ended", "failed"], **values: Any) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"
+        # One write of a file in append mode, because several ranks may write.
+        with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+            file.write(line)

@@ -1,0 +1,76 @@
+"""Samples of text that a language model writes at each evaluation, for the trackers and the report."""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data import read_chat_template
+from d9d_loop.event_bus import on_event
+from d9d_loop.events import EvaluationDone, ModelReady
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_data import text_tokenizer
+from d9d_metrics import Text
+
+_NUM_TOKENS = 64
+
+
+@final
+class TextSamples:
+    """Continues the `prompts` of a job, or answers them in a chat, by greedy decoding of at most 64 tokens.
+
+    Subscribe it to the events of a Trainer. At each evaluation, all ranks run equally many forward passes of one shape,
+    without a key/value cache. End tokens are part of the text, which goes on after them.
+
+    Raises:
+        UserError: If a prompt has no token, or is not shorter than `dataset.length`.
+    """
+
+    def __init__(self, config: TextJobConfig) -> None:
+        self._tokenizer, self._length = text_tokenizer(config), config.dataset.length
+        self._texts = {prompt: _shown(prompt, config) for prompt in config.prompts}
+        is_chat = config.job == "sft"  # the template writes the special tokens
+        self._ids = {prompt: self._tokenizer.prompt(text, special=not is_chat) for prompt, text in self._texts.items()}
+        for prompt, ids in self._ids.items():
+            if not 0 < len(ids) < self._length:
+                raise UserError(
+                    f"prompts: {prompt!r:.60} has {len(ids)} tokens; expected at least 1, and fewer than "
+                    f"dataset.length = {self._length}. Shorten it."
+                )
+
+    @on_event(ModelReady)
+    def keep_context(self, ready: ModelReady) -> None:
+        """Keep the distributed context of the job."""
+        self._ctx = ready.ctx
+
+    @on_event(EvaluationDone)
+    def write(self, done: EvaluationDone) -> None:
+        """Track a text for each prompt. Collective."""
+        texts = [
+            text + self._tokenizer.decode(self._continue(self._ids[prompt], done))
+            for prompt, text in self._texts.items()
+        ]
+        done.track({f"sample_{number}": Text(text) for number, text in enumerate(texts)})
+
+    def _continue(self, ids: list[int], done: EvaluationDone) -> list[int]:
+        """Return the new tokens. Later positions of the row [1, L] do not affect earlier ones."""
+        stop, multiple = min(len(ids) + _NUM_TOKENS, self._length), self._ctx.size("batch", "tp")
+        row = torch.zeros(1, -(-stop // multiple) * multiple, dtype=torch.int64, device=self._ctx.device)
+        row[0, : len(ids)] = torch.tensor(ids)
+        for position in range(len(ids), stop):
+            row[0, position] = _logits(done.forward(input_ids=row))[0, position - 1].argmax()
+        return row[0, len(ids) : stop].tolist()
+
+
+def _shown(prompt: str, config: TextJobConfig) -> str:
+    """Return the text that the model continues: the prompt, or a chat that ends with the header of an answer."""
+    folder = config.model.tokenizer or config.model.folder
+    if config.job != "sft" or folder is None:
+        return prompt
+    return read_chat_template(folder).render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+
+
+def _logits(outputs: Any) -> Tensor:
+    """Return the logits [1, L, V] of a model of `transformers`, or of d9d, which returns them alone."""
+    return outputs if isinstance(outputs, Tensor) else outputs.logits

@@ -1,0 +1,144 @@
+"""History of a run from its journal: interruptions with their causes, and the effective training time ratio.
+
+    ratio = sum over lives of (training time x kept steps / completed steps) / total time
+
+A life is the time between a start and the next one. Steps are kept if the next life resumes after them. The training
+time begins when the model is built and restored; the total time lasts from there to the last record, so it excludes the
+start-up of the first life and includes that of the others. The measure is that of Kokolis et al. 2024
+(arXiv:2410.21680), where it is called ETTR.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, final
+
+JOURNAL = "journal.jsonl"
+_CULPRIT = re.compile(r"[Rr]ank (\d+) (?:failed(?: before this rank)?|is missing): (.*)")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Interruption of a run that was started again.
+
+    Attributes:
+        time: Time of the last record before the interruption, in seconds since 1970.
+        step: Last recorded completed step. The progress is recorded every 10 seconds.
+        lost_steps: Recorded steps that were repeated.
+        rank: Rank that failed; `None` if no rank reported a failure, as after the loss of all machines.
+        cause: Cause that most ranks reported, or how the job ended.
+        detection_seconds: Time from the last record of the progress to the first report; `None` without a report.
+        recovery_seconds: Time from the first report, else from the last record, to the first step of the next life.
+    """
+
+    time: float
+    step: int
+    lost_steps: int
+    rank: int | None
+    cause: str
+    detection_seconds: float | None
+    recovery_seconds: float | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunHistory:
+    """History of a run.
+
+    Attributes:
+        total_seconds: Time from the first start to the last record, in seconds.
+        effective_ratio: Share of the total time in which steps were computed that were kept, from 0 to 1.
+        interruptions: Interruptions, in order.
+    """
+
+    total_seconds: float
+    effective_ratio: float
+    interruptions: Sequence[Interruption]
+
+    def describe(self) -> str:
+        """Return the effective training time ratio, and a line for each interruption."""
+        lines = [
+            f"  after step {each.step}, {each.lost_steps} steps lost"
+            + ("" if each.rank is None else f", rank {each.rank}")
+            + f": {each.cause}"
+            for each in self.interruptions
+        ]
+        ratio = f"effective training time {100 * self.effective_ratio:.1f} % of {self.total_seconds:.0f} s"
+        return "\n".join([f"{ratio}, {len(lines)} interruptions", *lines])
+
+
+def read_history(folder: Path) -> RunHistory | None:
+    """Return the history of a run folder, or `None` if it has no journal. Incomplete lines are skipped."""
+    path = folder / JOURNAL
+    records = _records(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+    lives: list[list[Mapping[str, Any]]] = []
+    for record in records:
+        if record["event"] == "started":
+            lives.append([])
+        if lives:
+            lives[-1].append(record)
+    if not lives:
+        return None
+    total = lives[-1][-1]["time"] - lives[0][0]["time"]
+    resumed = [life[0]["step"] for life in lives[1:]]
+    useful = sum(_useful_seconds(life, until) for life, until in zip(lives, [*resumed, None], strict=True))
+    interruptions = [_interruption(life, after) for life, after in pairwise(lives)]
+    return RunHistory(total, useful / total if total > 0 else 1.0, interruptions)
+
+
+def _records(text: str) -> list[Mapping[str, Any]]:
+    records = []
+    for line in text.splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # the write of a killed process
+            continue
+    return records
+
+
+def _course(life: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records of the main process with a step."""
+    return [record for record in life if "step" in record]
+
+
+def _useful_seconds(life: Sequence[Mapping[str, Any]], until: int | None) -> float:
+    first, last = _course(life)[0], _course(life)[-1]
+    done = last["step"] - first["step"]
+    if done <= 0:
+        return 0.0
+    kept = done if until is None else min(max(until - first["step"], 0), done)
+    return (last["time"] - first["time"]) * kept / done
+
+
+def _interruption(life: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Interruption:
+    last = _course(life)[-1]
+    failures = [record for record in life if record["event"] == "failed"]
+    rank, cause = _cause(failures)
+    if not failures:
+        cause = last.get("how", "no rank reported a failure")
+    begin = failures[0]["time"] if failures else last["time"]
+    first_step = next((record["time"] for record in after if record["event"] in ("progress", "ended")), None)
+    return Interruption(
+        time=last["time"],
+        step=last["step"],
+        lost_steps=max(last["step"] - after[0]["step"], 0),
+        rank=rank,
+        cause=cause,
+        detection_seconds=failures[0]["time"] - last["time"] if failures else None,
+        recovery_seconds=None if first_step is None else first_step - begin,
+    )
+
+
+def _cause(failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
+    """Return the rank and the cause that most ranks name; a rank that names no other one is the culprit itself."""
+    named: Counter[tuple[int, str]] = Counter()
+    for failure in failures:
+        found = _CULPRIT.search(failure["cause"])
+        first_line = failure["cause"].partition("\n")[0]
+        named[(int(found[1]), found[2]) if found else (failure["rank"], first_line)] += 1
+    return named.most_common(1)[0][0] if named else (None, "")

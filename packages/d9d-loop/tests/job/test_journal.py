@@ -1,0 +1,47 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d9d_dist import DistributedContext
+from d9d_loop.job.journal import Journal
+from d9d_loop.report.run_history import JOURNAL, read_history
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines()]
+
+
+def test_progress_is_recorded_at_once_and_then_every_ten_seconds(
+    tmp_path: Path, ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, ctx)
+    journal.started(3)
+    for now, step in [(1000.0, 4), (1009.9, 5), (1010.0, 6), (1019.0, 7)]:
+        monkeypatch.setattr("time.monotonic", lambda now=now: now)
+        journal.progress(step)
+    journal.ended(8, "finished")
+    assert [(record["event"], record["step"]) for record in _records(tmp_path)] == [
+        ("started", 3),
+        ("progress", 4),
+        ("progress", 6),
+        ("ended", 8),
+    ]
+
+
+def test_a_restart_after_a_failure_is_an_interruption(tmp_path: Path, ctx: DistributedContext) -> None:
+    first = Journal(tmp_path, ctx)
+    first.started(0)
+    first.progress(7)
+    first.failed("KeyError: 'x'\nin line 3")
+    Journal(tmp_path, ctx).started(5)
+    history = read_history(tmp_path)
+    assert history is not None
+    (found,) = history.interruptions
+    assert (found.step, found.lost_steps, found.rank, found.cause) == (7, 2, 0, "KeyError: 'x'")
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path, ctx: DistributedContext) -> None:
+    Journal(tmp_path / "missing", ctx).started(0)
+    assert not (tmp_path / "missing").exists()

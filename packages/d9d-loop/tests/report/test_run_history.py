@@ -1,0 +1,85 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from d9d_loop.report.run_history import JOURNAL, Interruption, read_history
+
+GONE = "RuntimeError: Connection reset by peer\nRank 2 failed before this rank: its process 7 on node1 is gone."
+
+
+def _journal(folder: Path, *records: dict[str, object]) -> Path:
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / JOURNAL).write_text(lines + '{"event": "progr', encoding="utf-8")  # the write of a killed process
+    return folder
+
+
+def _step(event: str, time: float, step: int, **more: object) -> dict[str, object]:
+    return {"event": event, "time": time, "step": step, **more}
+
+
+def _failed(time: float, rank: int, cause: str) -> dict[str, object]:
+    return {"event": "failed", "time": time, "rank": rank, "host": "node0", "cause": cause}
+
+
+def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repeated(tmp_path: Path) -> None:
+    folder = _journal(
+        tmp_path,
+        _step("started", 100.0, 0),
+        _step("progress", 110.0, 1),
+        _step("progress", 140.0, 40),
+        _failed(142.0, 1, "RuntimeError: Connection reset by peer"),
+        _failed(143.0, 0, GONE),
+        _failed(143.5, 3, GONE),
+        _step("started", 160.0, 30),
+        _step("progress", 165.0, 31),
+        _step("ended", 200.0, 50, how="finished"),
+    )
+    history = read_history(folder)
+    assert history is not None
+    assert history.interruptions == [
+        Interruption(
+            time=140.0,
+            step=40,
+            lost_steps=10,
+            rank=2,
+            cause="its process 7 on node1 is gone.",
+            detection_seconds=2.0,
+            recovery_seconds=23.0,
+        )
+    ]
+    # 30 of 40 steps in 40 s, and 20 steps in 40 s, of 100 s.
+    assert history.effective_ratio == pytest.approx(0.7)
+    assert history.describe().splitlines() == [
+        "effective training time 70.0 % of 100 s, 1 interruptions",
+        "  after step 40, 10 steps lost, rank 2: its process 7 on node1 is gone.",
+    ]
+
+
+def test_a_stop_and_a_loss_of_all_ranks_have_no_culprit(tmp_path: Path) -> None:
+    folder = _journal(
+        tmp_path,
+        _step("started", 0.0, 0),
+        _step("ended", 10.0, 5, how="stopped by SIGTERM"),
+        _step("started", 20.0, 5),
+        _step("started", 40.0, 5),
+    )
+    history = read_history(folder)
+    assert history is not None
+    stop, loss = history.interruptions
+    assert (stop.cause, stop.rank, stop.lost_steps, stop.recovery_seconds) == ("stopped by SIGTERM", None, 0, None)
+    assert (loss.cause, loss.rank, loss.detection_seconds) == ("no rank reported a failure", None, None)
+    assert history.effective_ratio == pytest.approx(10 / 40)
+
+
+def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
+    hang = "no progress for 3.0 s.\nRank 1 is missing: it is in a step, step 3, in no collective, at task.py:66."
+    folder = _journal(tmp_path, _step("started", 0.0, 0), _failed(5.0, 0, hang), _step("started", 9.0, 0))
+    history = read_history(folder)
+    assert history is not None
+    assert history.interruptions[0].rank == 1
+    assert history.interruptions[0].cause == "it is in a step, step 3, in no collective, at task.py:66."
+
+
+def test_a_folder_without_a_journal_has_no_history(tmp_path: Path) -> None:
+    assert read_history(tmp_path) is None

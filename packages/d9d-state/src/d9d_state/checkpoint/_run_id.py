@@ -1,0 +1,65 @@
+"""Id of a run, which its checkpoints and its steps in local tiers share."""
+
+import uuid
+from typing import final
+
+from d9d_dist import DistributedContext, agree, gather_json
+from d9d_state import _files
+from d9d_state._member import AnyPath
+from d9d_state._ranks import is_main
+from d9d_state.checkpoint._folder import RUN_ID_NAME, newest_first
+from d9d_state.errors import StateError, describe
+
+
+@final
+class RunId:
+    """Id of a store's run: the given one, that of the newest checkpoint, that of the folder's file, or a new one."""
+
+    def __init__(self, root: AnyPath, given: str | None) -> None:
+        self.given = given
+        self._root = root
+        self._current: str | None = given
+        self._written = ""
+
+    def known(self) -> str | None:
+        """Return the id of the run that the store continues, or `None`. Main process only."""
+        newest = next(newest_first(self._root, only_run=self.given), None)
+        if newest is not None or self.given is not None:
+            return self.given if newest is None else newest.run_id
+        path = self._root / RUN_ID_NAME
+        return path.read_text() if path.is_file() else None
+
+    def current(self) -> str:
+        """Return the id under which the store saves. Main process only."""
+        if self._current is None:
+            self._current = self.known() or uuid.uuid4().hex
+        return self._current
+
+    def shared_known(self, ctx: DistributedContext | None) -> str | None:
+        """Return `known` of the main process; raise `StateError` on every rank if it cannot read. Collective."""
+        run_id, problem = None, None
+        try:
+            run_id = self.known() if is_main(ctx) else None
+        except (OSError, StateError) as error:
+            problem = f"{self._root} cannot be read: {describe(error)}"
+        agree(problem, error=StateError, alone=ctx is None)
+        found = gather_json(run_id, alone=ctx is None)[0]
+        return None if found is None else str(found)
+
+    def written(self, ctx: DistributedContext | None) -> str:
+        """Return `current` of the main process, which writes it beside the checkpoints. Collective on the first call.
+
+        Steps in local tiers are used only with this file: if a user deletes the folder to start again, they are not.
+        """
+        if not self._written:
+            run_id, problem = "", None
+            try:
+                if is_main(ctx):
+                    run_id = self.current()
+                    _files.make_folder(self._root)
+                    _files.replace_file(self._root / RUN_ID_NAME, run_id.encode())
+            except (OSError, StateError) as error:
+                problem = f"{self._root} could not be written: {describe(error)}"
+            agree(problem, error=StateError, alone=ctx is None)
+            self._written = str(gather_json(run_id, alone=ctx is None)[0])
+        return self._written

@@ -1,0 +1,190 @@
+"""Files and folders of an object store, such as `s3://bucket/run`, through fsspec.
+
+An `ObjectPath` has the methods of `pathlib.Path` that checkpoints and models need. An object appears when its upload is
+complete, so a file needs no temporary name. There is no rename: the manifest, which is uploaded last, completes a
+checkpoint.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self, TypeVar, final
+
+from d9d_dist import UserError
+from d9d_state._digests import PartRecord, digest_parts
+from d9d_state.errors import UnreachableError
+
+_MULTIPART = 1 << 26  # bytes of one part of an upload
+_ATTEMPTS = 6
+_FIRST_WAIT = 0.2  # seconds; doubled after each attempt
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_Result = TypeVar("_Result")
+
+
+@final
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectPath:
+    """Path of an object, or the common prefix of several.
+
+    Attributes:
+        url: URL without a slash at the end.
+        filesystem: fsspec's file system of the URL's protocol.
+    """
+
+    url: str
+    filesystem: Any = field(compare=False, repr=False)
+
+    @classmethod
+    def open(cls, url: str, *, options: Mapping[str, Any] | None = None) -> Self:
+        """Return the path of a URL, with fsspec's options of its protocol. Credentials are those of the environment.
+
+        Raises:
+            UserError: If the package of the protocol is not installed, or the protocol is unknown.
+        """
+        import fsspec  # noqa: PLC0415 - slow
+
+        try:
+            filesystem, _ = fsspec.core.url_to_fs(url, use_listings_cache=False, **(options or {}))
+        except (ImportError, ValueError) as error:
+            raise UserError(
+                f"{url} cannot be opened: {error}; expected a URL of an installed protocol of fsspec. For s3://, "
+                "install d9d-state[s3]."
+            ) from error
+        return cls(url.rstrip("/"), filesystem)
+
+    def __truediv__(self, name: str) -> "ObjectPath":
+        return ObjectPath(f"{self.url}/{name}", self.filesystem)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        """Name without its last suffix."""
+        return self.name.rpartition(".")[0] or self.name
+
+    @property
+    def suffix(self) -> str:
+        """Last suffix of the name, with its dot."""
+        return self.name[len(self.stem) :]
+
+    @property
+    def parent(self) -> "ObjectPath":
+        """Path without its last part."""
+        return ObjectPath(self.url.rpartition("/")[0], self.filesystem)
+
+    def exists(self) -> bool:
+        """Return True if the object, or an object below the prefix, exists."""
+        return self._kind() is not None
+
+    def is_dir(self) -> bool:
+        """Return True if an object below the prefix exists."""
+        return self._kind() == "directory"
+
+    def is_file(self) -> bool:
+        """Return True if the object exists."""
+        return self._kind() == "file"
+
+    def _kind(self) -> str | None:
+        # fsspec's exists(), isdir() and isfile() return False after any error, as if there were no checkpoint.
+        try:
+            return str(self._retry(partial(self.filesystem.info, self.url))["type"])
+        except FileNotFoundError:
+            return None
+
+    def is_symlink(self) -> bool:
+        """Return False: object stores have no symlinks."""
+        return False
+
+    def iterdir(self) -> Iterator["ObjectPath"]:
+        """Iterate over the direct children."""
+        return (self / name for name in self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the direct children in bytes, by name, with one listing; empty without children."""
+        try:
+            listed = self._retry(partial(self.filesystem.ls, self.url, detail=True))
+        except FileNotFoundError:
+            return {}
+        sizes = {str(each["name"]).rstrip("/").rpartition("/")[2]: int(each["size"] or 0) for each in listed}
+        return {name: size for name, size in sizes.items() if name not in ("", self.name)}
+
+    def size(self) -> int:
+        """Return the size in bytes; raise `FileNotFoundError` if there is no such object."""
+        return int(self._retry(partial(self.filesystem.info, self.url))["size"])
+
+    def read_bytes(self) -> bytes:
+        """Return the content."""
+        return bytes(self._retry(partial(self.filesystem.cat_file, self.url)))
+
+    def read_text(self) -> str:
+        """Return the content as UTF-8 text."""
+        return self.read_bytes().decode()
+
+    def read_into(self, buffer: memoryview, position: int) -> int:
+        """Read a range into a buffer, with one request for these bytes only; return the number of bytes."""
+        data = self.read_range(position, position + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read_range(self, start: int, end: int) -> bytes:
+        """Read a range, with one request for these bytes only. It ends with the object if that is shorter."""
+        if start == end:
+            return b""
+        return bytes(self._retry(partial(self.filesystem.cat_file, self.url, start=start, end=end)))
+
+    def upload(self, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
+        """Upload an object, in several requests if it is large; return size and digest of each part.
+
+        The parts are hashed during the upload. After a failed request, the upload is repeated from its start.
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        with ThreadPoolExecutor(1, thread_name_prefix="d9d-digests") as pool:
+            records = pool.submit(digest_parts, views)
+            self._retry(partial(self._upload_once, views))
+            return records.result()
+
+    def remove(self) -> None:
+        """Delete the object, if it exists."""
+        try:
+            self._retry(partial(self.filesystem.rm_file, self.url))
+        except FileNotFoundError:
+            return
+
+    def remove_all(self, *, first: Sequence[str] = ()) -> None:
+        """Delete all objects below the prefix, those named in `first` before the others."""
+        children = sorted(self.iterdir(), key=lambda child: (child.name not in first, child.name))
+        for child in children:
+            child.remove()
+
+    def _upload_once(self, views: Sequence[memoryview]) -> None:
+        if sum(map(len, views)) <= _MULTIPART:
+            self.filesystem.pipe_file(self.url, b"".join(views))
+            return
+        with self.filesystem.open(self.url, "wb", block_size=_MULTIPART) as file:
+            for view in views:
+                for start in range(0, len(view), _MULTIPART):
+                    file.write(view[start : start + _MULTIPART])
+
+    def _retry(self, work: Callable[[], _Result]) -> _Result:
+        """Call a function again after errors that may be temporary, with exponential backoff and jitter."""
+        wait = _FIRST_WAIT
+        for attempt in range(_ATTEMPTS):
+            try:
+                return work()
+            except _FINAL:
+                raise
+            except Exception as error:  # clients of stores raise errors of their own
+                if attempt == _ATTEMPTS - 1:
+                    raise UnreachableError(f"{self} could not be reached in {_ATTEMPTS} attempts: {error}") from error
+            time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311
+            wait *= 2
+        raise AssertionError
