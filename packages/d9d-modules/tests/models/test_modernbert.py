@@ -122,6 +122,7 @@ def test_folders_of_other_heads_are_read(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     found = from_pretrained_config(tmp_path, head="classification", num_classes=2)
     assert found.unused == ("decoder.bias",)
+    assert not found.is_causal
     model = _loaded(found)
     assert torch.equal(model.head.transform.dense.weight, reference.head.dense.weight)
     assert model.head.pooling == "mean"

@@ -20,6 +20,7 @@ from d9d_modules.models.decoder_heads import DecoderForCausalLM, DecoderForClass
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.models.gemma3 import GEMMA3
 from d9d_modules.models.glm4 import GLM4
+from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
 from d9d_modules.models.hugging_face_irrelevant import SPECIAL_TOKENS
@@ -144,6 +145,11 @@ class PretrainedDecoder:
         layers = ", ".join(f"{count} {kind}" for kind, count in mixers.items())
         where = self.folder or "new model"
         return f"{where}: family {self.family.model_type}, layers: {layers}; {weights}; tensors not used: {unused}"
+
+    @property
+    def is_causal(self) -> bool:
+        """True if no position sees a later one; False for encoders and bidirectional embedders."""
+        return not isinstance(self.params, GroupedQueryParams) or self.params.attention_form.is_causal
 
     @property
     def unused(self) -> tuple[str, ...]:
