@@ -144,6 +144,14 @@ def _packed(folder: Path, runs: Path, job: str, **more: Any) -> TextJobConfig:
     return _config(folder, runs, job, dataset=data, **{**PACKED[job], **more})
 
 
+def test_a_packed_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Each position would see the token that it predicts."""
+    pytest.importorskip("d9d_peft")  # has d9d-modules beside it, whose models are trained
+    config = _packed(folder, tmp_path, "pretrain", model={"family": "modernbert"})
+    with pytest.raises(UserError, match="job = pretrain predicts the next token, but the model is bidirectional"):
+        text_trainer(config)
+
+
 @pytest.mark.parametrize("job", PACKED)
 @pytest.mark.parametrize(
     "mesh",
