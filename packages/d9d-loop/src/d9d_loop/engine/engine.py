@@ -240,12 +240,12 @@ class Engine:
         """Yield weights, and raise `UserError` if a step or `offload` came in between."""
         step, is_reference = self.num_steps, self._reference.is_active
         for each in weights:
+            yield each
             if self.num_steps != step or self._offloading.is_offloaded or self._reference.is_active != is_reference:
                 raise UserError(
                     "the weights changed before weights() was consumed, so some would be of another step; expected no "
                     "step, offload or reference() in between. Consume the iterator first."
                 )
-            yield each
 
     def _require_onloaded(self, call: str) -> None:
         if self._offloading.is_offloaded:
