@@ -9,20 +9,43 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "integration_tests"), str(ROOT / "examples")]
 
+import test_sparse_family_rows  # noqa: E402
 from oracle import GRIDS, cells, parse_cell  # noqa: E402
 from oracle_grid import DEGREES  # noqa: E402
 
 from d9d_modules import GroupedQueryParams, HuggingFaceFamily, known_families  # noqa: E402
 
-ORACLE_NAMES = {
+DENSE_ROWS = {
     "llama": "llama3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "mistral": "mistral",
+    "modernbert": "modernbert",
     "glm4": "glm4",
     "gemma3_text": "gemma3",
+    "qwen3_moe": "moe",
 }
-"""Models of the oracle's grid by the `model_type` of their family. Sparse families have rows of their own."""
+"""Models of the oracle's grids by the `model_type` of their family."""
+
+SPARSE_ROWS = {
+    "deepseek_v3": "deepseek",
+    "glm4_moe": "glm",
+    "glm4_moe_lite": "deepseek",
+    "gpt_oss": "gpt_oss",
+    "kimi_k2": "deepseek",
+    "qwen3_5_moe_text": "qwen3_5",
+    "qwen3_5_text": "qwen3_5_dense",
+    "qwen3_next": "qwen3_next",
+}
+"""Families of `test_sparse_family_rows.py`; GLM-4.7-Flash and Kimi K2 have the model of DeepSeek-V3."""
+
+QUANTIZED = {
+    "deepseek_v3": "FP8 blocks",
+    "gpt_oss": "MXFP4",
+    "kimi_k2": "FP8 blocks, INT4 groups",
+    "qwen3_next": "FP8 blocks",
+}
+"""Layouts of the released quantized weights that tests read, by `model_type`."""
 
 INTRODUCTION = """# Model families
 
@@ -30,52 +53,80 @@ Generated from the families that `d9d_modules.from_pretrained_config` recognizes
 [the oracle](oracle.md), which compare losses, every gradient and every parameter with one process in float64. Axes:
 `pp` pipeline, `dp` data (replicated and sharded), `cp` context, `tp` tensor, `ep` expert.
 
-All families have pipeline stages, packed documents, LoRA, the heads of [dense decoders](dense_decoders.md) (language
-model, classification, embedding, several heads), and weights and `config.json` in both directions. Quantized weights
-are read in the layouts FP8 blocks, MXFP4 and INT4 groups, see [Model weights](model_io.md).
+All families have pipeline stages, packed documents, LoRA, and weights and `config.json` in both directions. Heads are
+those of [dense decoders](dense_decoders.md): language model (for encoders the masked one), classification, embedding,
+several heads. FP8 blocks and INT4 groups are read for all families, MXFP4 for experts, see
+[Model weights](model_io.md); the table names the layouts of released checkpoints. "MTP" families have checkpoints with
+layers for multi-token prediction, which `DecoderWithMtp` trains, loads and exports.
 """
 
 
-def attention(model: str, family: HuggingFaceFamily[Any]) -> str:
-    """Describe the attention of a family and its model in the oracle."""
-    params: Any = parse_cell(model).experiment.model
-    params = params.params
-    assert isinstance(params, GroupedQueryParams)
-    form = params.attention_form
+def attention(params: Any, family: HuggingFaceFamily[Any]) -> str:
+    """Describe the attention of a family by its model in the oracle."""
+    kinds = {params.mixer_kind(index) for index in range(params.num_layers)}
     features = {
-        "sliding windows": "sliding_window" in family.used,
-        "QKV bias": form.qkv_bias,
-        "output bias": form.output_bias,
-        "QK norm": form.qk_norm,
-        "partial RoPE": form.rotary_dim is not None,
-        "interleaved RoPE": form.rotary_layout == "interleaved",
-        "own softmax scale": form.scale is not None,
+        "Gated DeltaNet": "linear_attention" in kinds,
+        "latent": not isinstance(params, GroupedQueryParams),
+        "sliding windows": {"sliding_window", "local_attention"} & {*family.used},
         "zero-centered norms": params.zero_centered_norms,
         "sandwich norms": params.sandwich_norms,
     }
+    if isinstance(params, GroupedQueryParams):
+        form = params.attention_form
+        features |= {
+            "bidirectional": not form.is_causal,
+            "QKV bias": form.qkv_bias,
+            "output bias": form.output_bias,
+            "QK norm": form.qk_norm,
+            "output gate": form.output_gate,
+            "sinks": form.sinks,
+            "partial RoPE": form.rotary_dim is not None,
+            "interleaved RoPE": form.rotary_layout == "interleaved",
+            "own softmax scale": form.scale is not None,
+        }
     return ", ".join(name for name, has in features.items() if has) or "plain"
 
 
 def layouts(model: str) -> str:
-    """Return the axes of the rows of a model."""
+    """Return the axes of the rows of a model in the oracle's grids."""
     chosen = [dict(cell.values) for grid in GRIDS for cell in cells(grid) if dict(cell.values)["model"] == model]
-    return ", ".join(f"`{axis}`" for axis in DEGREES if any(values[axis] != "1" for values in chosen))
+    return _axes([axis for values in chosen for axis in DEGREES if values[axis] != "1"])
+
+
+def sparse_layouts(family: str) -> str:
+    """Return the axes of the rows of a family in `test_sparse_family_rows.py`."""
+    rows = [row.layout for row in test_sparse_family_rows.ROWS if row.family == family]
+    return _axes([part.partition("=")[0] for row in rows for part in row.split(",")])
+
+
+def _axes(found: list[str]) -> str:
+    return ", ".join(f"`{axis}`" for axis in (*DEGREES, "ep") if axis in found)
+
+
+def row(name: str, family: HuggingFaceFamily[Any]) -> str:
+    """Return the row of a family in the table."""
+    if (model := DENSE_ROWS.get(name)) is not None:
+        provider: Any = parse_cell(model).experiment.model
+        params, proven = getattr(provider, "moe", None) or provider.params, layouts(model)
+    else:
+        params = test_sparse_family_rows.family_params(SPARSE_ROWS[name], 4)
+        proven = sparse_layouts(SPARSE_ROWS[name])
+    has_mtp = any("mtp" in pattern or "{num_layers}" in pattern for pattern in family.unused)
+    head = "masked language model" if family.architecture.endswith("MaskedLM") else "language model"
+    heads = f"{head}, classification, embedding, several{', MTP' if has_mtp else ''}"
+    columns = (f"`{name}`", f"`{family.params.__name__}`", attention(params, family), heads, QUANTIZED.get(name, ""))
+    return f"| {' | '.join((*columns, proven))} |"
 
 
 def page() -> str:
     """Return the page."""
-    lines = [INTRODUCTION, "| Family | Hyperparameters | Attention | Layouts proven |", "| --- | --- | --- | --- |"]
-    for name, family in sorted(known_families().items()):
-        model = ORACLE_NAMES.get(name)
-        cells_ = (
-            ("see [sparse decoders](sparse_decoders.md)", "see there")
-            if model is None
-            else (
-                attention(model, family),
-                layouts(model),
-            )
-        )
-        lines.append(f"| `{name}` | `{family.params.__name__}` | {cells_[0]} | {cells_[1]} |")
+    lines = [
+        INTRODUCTION,
+        "| Family | Hyperparameters | Attention | Heads | Released quantized | Layouts proven |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    families = {family.model_type: family for family in known_families().values()}
+    lines += [row(name, family) for name, family in sorted(families.items())]
     lines += [
         "",
         "A bidirectional Qwen3 (an encoder or embedder) has rows of its own: " + layouts("encoder") + ".",
@@ -86,9 +137,10 @@ def page() -> str:
         "- Attention dropout, and activations other than those of released models.",
         "- Context parallelism by `ring` with windows, another softmax scale, sinks or bidirectional attention.",
         "- Context parallelism of pooled heads.",
+        "- Heads of encoders for tokens, questions and multiple choice.",
     ]
     lines += ["", "Tensors of released checkpoints that are named and not loaded:", ""]
-    for name, family in sorted(known_families().items()):
+    for name, family in sorted(families.items()):
         patterns = ", ".join(f"`{pattern}`" for pattern in family.unused)
         lines.append(f"- `{name}`: {patterns}")
     return "\n".join(lines) + "\n"

@@ -33,9 +33,12 @@ from d9d_modules import (
     GatedDeltaNet,
     Gemma3Params,
     HeadParallel,
+    LanguageModelHead,
     Linear,
+    ModernBertParams,
     Qwen3Params,
     RMSNorm,
+    WholeRows,
 )
 from d9d_modules.delta_context import DeltaContext
 from d9d_pipeline import SharedParameters
@@ -166,6 +169,27 @@ def embeddings_are_scaled_on_every_rank() -> AbstractContextManager[object]:
 def an_encoder_does_not_see_later_positions() -> AbstractContextManager[object]:
     real = AttentionOptions.within
     return mock.patch.object(AttentionOptions, "within", lambda self, n: replace(real(self, n), is_causal=True))
+
+
+@caught_by("modernbert,tp=2")
+def the_transform_of_a_head_has_the_gradient_of_one_rank() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "HeadedDecoder", type(None))
+
+
+@caught_by("modernbert,pp=2,head=tied", is_nightly=True)
+def the_bias_of_the_vocabulary_is_lost() -> AbstractContextManager[object]:
+    return mock.patch.object(LanguageModelHead, "_with_bias", lambda self, hidden: (hidden, self._weights()))
+
+
+@caught_by("modernbert,cp_shard=2,method=all_to_all", is_nightly=True)
+def an_encoder_has_one_base_of_positions() -> AbstractContextManager[object]:
+    real = ModernBertParams.rope
+    return mock.patch.object(ModernBertParams, "rope", lambda self, index: real(self, 1))
+
+
+@caught_by("encoder_classifier,tp=2", is_nightly=True)
+def every_rank_counts_the_gradient_of_a_pooled_transform() -> AbstractContextManager[object]:
+    return mock.patch.object(WholeRows, "has_partial_gradients", True)
 
 
 # --- norms and heads

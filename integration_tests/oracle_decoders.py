@@ -32,6 +32,7 @@ from d9d_modules import (
     Llama3Params,
     Llama3Scaling,
     MistralParams,
+    ModernBertParams,
     Qwen2Params,
     Qwen3Params,
     RopeScaling,
@@ -44,10 +45,11 @@ from d9d_pipeline import Inputs
 NUM_CLASSES = 3
 IGNORED = -100
 FAMILIES = ("qwen3", "llama3")
-MORE_FAMILIES = ("qwen2", "mistral", "glm4", "gemma3", "encoder")
+MORE_FAMILIES = ("qwen2", "mistral", "glm4", "gemma3", "encoder", "modernbert")
 """Families that are combined with layouts and batches only; the encoder is a bidirectional Qwen3."""
 
-POOLED = ("classifier", "embedder", "heads")
+ENCODERS = ("encoder", "modernbert")
+POOLED = ("classifier", "encoder_classifier", "embedder", "heads")
 BLOCKS = ("delta", "latent", "sinks")
 SCALINGS: dict[str, RopeScaling | None] = {
     "plain": None,
@@ -100,6 +102,10 @@ class DecoderProvider(ModelProvider):
         }
         windows = () if self.window is None else tuple(range(1, self.num_layers, 2))
         every_second = {"sliding_window": 5, "sliding_layers": tuple(range(0, self.num_layers, 2))}
+        biases = ("attention_bias", "feed_forward_bias", "norm_bias", "transform_bias")
+        encoder = partial(
+            ModernBertParams, **sizes, **every_second, **dict.fromkeys(biases, True), sliding_rope_theta=10.0
+        )
         families: dict[str, Callable[[], DecoderParams]] = {
             "llama3": lambda: Llama3Params(**sizes),
             "qwen2": lambda: Qwen2Params(**sizes),
@@ -109,13 +115,15 @@ class DecoderProvider(ModelProvider):
                 **sizes, **every_second, sliding_rope_theta=10.0, query_pre_attn_scalar=9, final_softcap=3.0
             ),
             "encoder": lambda: Qwen3Params(**sizes, is_causal=False),
+            "modernbert": encoder,
+            "encoder_classifier": encoder,
         }
         qwen3 = partial(Qwen3Params, **sizes, sliding_window=self.window, sliding_layers=windows)
         return families.get(self.model, qwen3)()
 
     def build(self, stage: StageInfo) -> nn.Module:
         match self.model:
-            case "classifier":
+            case "classifier" | "encoder_classifier":
                 return DecoderForClassification(self.params, stage, num_classes=NUM_CLASSES)
             case "embedder":
                 return DecoderForEmbedding(self.params, stage, embedding_size=5, pooling="mean")
@@ -236,7 +244,12 @@ def _row(kind: str, index: int, draws: torch.Generator) -> Batch:
     return {**row, "labels": window[1:].masked_fill(~is_counted, IGNORED)}
 
 
-TASKS: dict[str, Task] = {"classifier": ClassTask(), "embedder": RowTask(), "heads": HeadsTask()}
+TASKS: dict[str, Task] = {
+    "classifier": ClassTask(),
+    "encoder_classifier": ClassTask(),
+    "embedder": RowTask(),
+    "heads": HeadsTask(),
+}
 
 
 def _experiment(values: Values, num_layers: int) -> Experiment:
@@ -260,9 +273,9 @@ def _is_served(values: Values) -> bool:
     has_context = values.get("cp_shard", "1") != "1" or values.get("cp_replicate", "1") != "1"
     if has_context and model in POOLED:
         return False
-    if has_context and model == "encoder" and values.get("method", "all_to_all") != "all_to_all":
+    if has_context and model in ENCODERS and values.get("method", "all_to_all") != "all_to_all":
         return False
-    has_options = model in {"sinks", "mistral", "gemma3", "encoder"} or values.get("window", "none") != "none"
+    has_options = model in {"sinks", "mistral", "gemma3", *ENCODERS} or values.get("window", "none") != "none"
     if values.get("method") == "ring" and has_options:
         return False
     if values.get("method") == "all_to_all" and values.get("tp") == "2" and values.get("cp_shard") == "4":

@@ -2,10 +2,11 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,22 +19,23 @@ from d9d_modules import (
     GLM4,
     LLAMA3,
     MISTRAL,
+    MODERNBERT,
     QWEN2,
     QWEN3,
+    QWEN3_5,
     DecoderForCausalLM,
-    Llama3ForCausalLM,
-    Qwen3ForCausalLM,
-    decoder_from_hugging_face,
+    HuggingFaceFamily,
+    HybridParams,
 )
 from d9d_moe import (
     DEEPSEEK_V3,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT_OSS,
     QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
-    DeepseekV3ForCausalLM,
-    Qwen3MoeForCausalLM,
+    SparseParams,
     sparse_from_hugging_face,
 )
 from d9d_state import StateMapper
@@ -46,21 +48,28 @@ TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Family:
-    reference_name: str
-    build: Callable[[Any], nn.Module]
-    params: Callable[[Any], Any]
-    mapper: Callable[[Any], StateMapper]
-    used: tuple[str, ...]
-    irrelevant: Any
+    """Family, and the sizes of its smallest configuration."""
+
+    files: HuggingFaceFamily[Any]
     sizes: dict[str, Any]
-    tolerance: float = TOLERANCE
 
     @property
     def reference(self) -> Any:
         """Class of the model in `transformers`."""
         import transformers
 
-        return getattr(transformers, self.reference_name)
+        return getattr(transformers, self.files.architecture)
+
+    def mapper(self, params: Any) -> StateMapper:
+        """Return the mapper of the weights in memory."""
+        if isinstance(params, SparseParams):
+            return sparse_from_hugging_face(params, layout="fused")
+        return self.files.mapper(params)
+
+    @property
+    def tolerance(self) -> float:
+        """Tolerance of the logits; a recurrence accumulates rounding errors."""
+        return 20 * TOLERANCE if issubclass(self.files.params, HybridParams) else TOLERANCE
 
 
 SIZES: dict[str, Any] = {
@@ -73,81 +82,20 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.5,
 }
 HEADS = {"num_key_value_heads": 1, "head_dim": 4}
-FAMILIES = {
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        Qwen3ForCausalLM,
-        QWEN3.read,
-        decoder_from_hugging_face,
-        QWEN3.used,
-        QWEN3.irrelevant,
-        HEADS,
-    ),
-    "llama": Family(
-        "LlamaForCausalLM",
-        Llama3ForCausalLM,
-        LLAMA3.read,
-        decoder_from_hugging_face,
-        LLAMA3.used,
-        LLAMA3.irrelevant,
-        HEADS,
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        Qwen3MoeForCausalLM,
-        QWEN3_MOE.read,
-        lambda params: sparse_from_hugging_face(params, layout="fused"),
-        QWEN3_MOE.used,
-        QWEN3_MOE.irrelevant,
-        {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        DeepseekV3ForCausalLM,
-        DEEPSEEK_V3.read,
-        lambda params: sparse_from_hugging_face(params, layout="fused"),
-        DEEPSEEK_V3.used,
-        DEEPSEEK_V3.irrelevant,
-        {
-            "num_key_value_heads": 2,
-            "kv_lora_rank": 4,
-            "q_lora_rank": 6,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 6,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
-        },
-    ),
-}
-FAMILIES |= {
-    family.model_type: Family(
-        reference,
-        DecoderForCausalLM,
-        family.read,
-        family.mapper,
-        family.used,
-        family.irrelevant,
-        {**HEADS, "pad_token_id": None, **more},
-    )
-    for family, reference, more in (
-        (QWEN2, "Qwen2ForCausalLM", {}),
-        (MISTRAL, "MistralForCausalLM", {"sliding_window": None}),
-        (GLM4, "Glm4ForCausalLM", {"head_dim": 8}),
-        (GEMMA3, "Gemma3ForCausalLM", {"query_pre_attn_scalar": 9}),
-    )
-}
-WINDOWS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 3},
-    "gemma3_text": {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 6}
+GROUPS = {**EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+LATENT = {
+    **GROUPS,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 4,
+    "q_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
 }
 HYBRID = {
     **HEADS,
+    **EXPERTS,
     "head_dim": 16,  # of which a quarter is rotated
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 1,
@@ -157,45 +105,32 @@ HYBRID = {
     "linear_conv_kernel_dim": 2,
     "shared_expert_intermediate_size": 5,
     "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6,
 }
-SPARSE = {
-    "glm4_moe": (
-        GLM4_MOE,
-        "Glm4MoeForCausalLM",
-        {
-            **HEADS,
-            "head_dim": 8,  # of which a half is rotated
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 6,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_mtp_layers": 0,
-        },
-    ),
-    "gpt_oss": (
-        GPT_OSS,
-        "GptOssForCausalLM",
-        {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
-    ),
-    "qwen3_next": (QWEN3_NEXT, "Qwen3NextForCausalLM", HYBRID),
-    "qwen3_5_moe": (QWEN3_5_MOE, "Qwen3_5MoeForCausalLM", HYBRID),
-}
-FAMILIES |= {
-    name: Family(
-        reference,
-        DecoderForCausalLM,
-        files.read,
-        partial(sparse_from_hugging_face, layout="fused"),
-        files.used,
-        files.irrelevant,
-        sizes,
-        # A recurrence accumulates rounding errors.
-        tolerance=20 * TOLERANCE if sizes is HYBRID else TOLERANCE,
+LINEAR = {name: size for name, size in HYBRID.items() if "expert" not in name and name != "moe_intermediate_size"}
+BOTH_KINDS = ["full_attention", "sliding_attention"]
+FAMILIES = {
+    files.model_type: Family(files, {"pad_token_id": None, **sizes})
+    for files, sizes in (
+        (QWEN3, HEADS),
+        (LLAMA3, HEADS),
+        (QWEN3_MOE, {**HEADS, **EXPERTS, "num_experts": 4}),
+        (DEEPSEEK_V3, {**LATENT, "first_k_dense_replace": 1, "num_mtp_layers": 0}),
+        (GLM4_MOE_LITE, LATENT),
+        (QWEN2, HEADS),
+        (MISTRAL, {**HEADS, "sliding_window": None}),
+        (MODERNBERT, {"layer_types": BOTH_KINDS, "local_attention": 4}),
+        (GLM4, {**HEADS, "head_dim": 8}),
+        (GEMMA3, {**HEADS, "query_pre_attn_scalar": 9}),
+        (GLM4_MOE, {**HEADS, **GROUPS, "head_dim": 8, "num_mtp_layers": 0}),  # of which a half is rotated
+        (GPT_OSS, {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3}),
+        (QWEN3_NEXT, HYBRID),
+        (QWEN3_5, LINEAR),
+        (QWEN3_5_MOE, HYBRID),
     )
-    for name, (files, reference, sizes) in SPARSE.items()
+}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 3},
+    "gemma3_text": {"sliding_window": 3, "layer_types": BOTH_KINDS},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 THETA = {"rope_theta": 100.0}
@@ -223,6 +158,8 @@ SCALINGS = [
     {**THETA, "rope_type": "default", "partial_rotary_factor": 0.5},
     {**THETA, "rope_type": "default", "factor": 2.0},
     {"full_attention": {**THETA, "rope_type": "default"}},
+    {"full_attention": {**THETA, **YARN}, "sliding_attention": {"rope_theta": 50.0}},
+    {"full_attention": THETA, "sliding_attention": {**THETA, "rope_type": "linear", "factor": 2.0}},
     {},
 ]
 # Entries that transformers ignores. Some would change its models; a later version may read the others.
@@ -231,6 +168,9 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "rope_parameters": [*SCALINGS, {**THETA, "rope_type": "new"}],
     "rope_scaling": SCALINGS,
     "hidden_act": ["gelu", "silu"],
+    "hidden_activation": ["gelu", "gelu_pytorch_tanh"],
+    "mlp_layer_types": [["dense", "sparse"], ["sparse", "dense"], ["sparse"] * 2, ["dense"] * 2, ["dense"]],
+    "classifier_pooling": ["cls", "mean", "max"],
     "layer_types": [["sliding_attention"] * 2, ["full_attention"] * 2, ["full_attention"], ["linear_attention"] * 2],
     "mlp_only_layers": [[0], [1], [5], ["0"], [0.0]],
     "scoring_func": ["softmax", "sigmoid"],
@@ -300,17 +240,23 @@ def _logits(model: nn.Module) -> Tensor:
 
 
 def _own(family: Family, params: Any, reference: nn.Module) -> nn.Module:
-    mapper, model = family.mapper(params), family.build(params)
+    mapper, model = family.mapper(params), DecoderForCausalLM(params)
     model.load_state_dict(mapper.apply_all(reference.state_dict()), strict=False)
     return model
 
 
 def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
-    config = _edited(base, key, value)
+    return _outcome(family, _edited(base, key, value), [key])
+
+
+def _outcome(family: Family, config: dict[str, Any], edited: list[str]) -> str:
+    def refused(error: UserError) -> str:
+        return "refused" if any(key in str(error) for key in edited) else f"refused, but not by name: {error}"
+
     try:
-        params = family.params(config)
+        params = family.files.read(config)
     except UserError as error:
-        return "refused" if key in str(error) else f"refused, but not by name: {error}"
+        return refused(error)
     reference = _reference(family, config)
     if reference is None:
         return "transformers cannot"
@@ -318,7 +264,7 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
     try:
         logits = _logits(_own(family, params, reference))
     except UserError as error:
-        return "refused" if key in str(error) else f"refused, but not by name: {error}"
+        return refused(error)
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     return "equal" if error <= family.tolerance else f"logits that differ by {error:.2g}"
 
@@ -328,18 +274,35 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
 @pytest.mark.sample("qwen3-False", "qwen3-True", "gpt_oss-False")
 def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
-    if sliding and (name in SPARSE or "sliding_window" not in family.used):
+    files = family.files
+    if sliding and (name == "gpt_oss" or "sliding_window" not in files.used):
         pytest.skip("a family without these entries")
     base = _base(name, sliding=sliding)
     assert _check(family, base, "vocab_size", 11) == "equal", "the configuration itself"
     keys = ("layer_types", "max_window_layers", "num_hidden_layers", "sliding_window", "use_sliding_window")
     outcomes: dict[tuple[str, str], str] = {}
-    for key in keys if sliding else dict.fromkeys([*base, *family.used, *family.irrelevant, *UNKNOWN]):
-        is_used = key in family.used
+    for key in keys if sliding else dict.fromkeys([*base, *files.used, *files.irrelevant, *UNKNOWN]):
+        is_used = key in files.used
         for value in [*PLAUSIBLE.get(key, []), *ANYTHING] if is_used else [UNKNOWN.get(key, 1)]:
             outcomes[key, repr(value)] = outcome = _check(family, base, key, value)
-            expected = ["transformers cannot", "equal"] if key in family.irrelevant else ["refused"]
+            expected = ["transformers cannot", "equal"] if key in files.irrelevant else ["refused"]
             if is_used:
                 expected = ["transformers cannot", "equal", "refused"]
             assert outcome in expected, f"{key} = {value!r}"
     assert list(outcomes.values()).count("equal") >= 5, outcomes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_combinations_are_applied_or_refused_by_name(name: str) -> None:
+    """Three edits at once, of entries that the family reads."""
+    family, draw = FAMILIES[name], random.Random(0)  # noqa: S311
+    base = _base(name, sliding=False)
+    numbers = (0, 1, 2, 3, 4, 6, 8, 0.5, 2.5, True, False)
+    edits = [(key, value) for key in family.files.used for value in (*PLAUSIBLE.get(key, ()), *numbers)]
+    outcomes: list[str] = []
+    for _ in range(150):
+        chosen = dict(draw.sample(edits, 3))
+        outcomes.append(_outcome(family, {**base, **chosen}, [*chosen]))
+        assert outcomes[-1] in ("transformers cannot", "equal", "refused"), chosen
+    assert outcomes.count("equal") >= 3

@@ -11,6 +11,7 @@ import pytest
 from oracle_models import MaskedNextToken, samples
 from torch import Tensor, nn
 
+import d9d_modules.latent_attention
 import d9d_modules.models.decoder_tensor_plan
 import d9d_moe.experts
 import d9d_moe.grouped_linear
@@ -21,20 +22,25 @@ from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
 from d9d_modules import (
     CheckpointPolicy,
     DecoderForCausalLM,
+    DecoderParams,
     DecoderWithMtp,
+    HybridParams,
     MtpLayer,
+    Qwen35Params,
     RMSNorm,
+    YarnScaling,
     mtp_targets,
     parallelize_decoder,
 )
 from d9d_moe import (
+    DeepseekV3Params,
     Glm4MoeParams,
     GptOssParams,
     GroupedLinear,
     Qwen3NextParams,
     Qwen35MoeParams,
     SharedExperts,
-    SparseParams,
+    SigmoidRouter,
     TopKRouter,
     parallelize_moe,
 )
@@ -66,7 +72,8 @@ HYBRID: dict[str, Any] = {
 }
 
 
-def _params(family: str, num_layers: int) -> SparseParams:
+def family_params(family: str, num_layers: int) -> DecoderParams:
+    """Return the hyperparameters of a family's rows."""
     sizes: dict[str, Any] = {**SIZES, "num_layers": num_layers}
     full = tuple(range(1, num_layers, 2))
     match family:
@@ -82,6 +89,26 @@ def _params(family: str, num_layers: int) -> SparseParams:
                 top_groups=2,
                 routed_scale=2.5,
             )
+        case "deepseek":
+            latent: dict[str, Any] = {**sizes, "head_dim": 3}
+            del latent["num_kv_heads"]
+            return DeepseekV3Params(
+                **latent,
+                kv_rank=7,
+                q_rank=6,
+                rotary_dim=4,
+                value_dim=5,
+                intermediate_size=20,
+                num_dense_layers=1,
+                num_groups=4,
+                top_groups=2,
+                routed_scale=2.5,
+                rope_scaling=YarnScaling(factor=4.0, original_max_positions=8, mscale=1.0, mscale_all_dim=0.7),
+            )
+        case "qwen3_5_dense":
+            of_experts = ("num_experts", "top_k", "expert_intermediate_size", "shared_intermediate_size")
+            both: dict[str, Any] = {**sizes, **HYBRID, "intermediate_size": 20}
+            return Qwen35Params(**{each: both[each] for each in both if each not in of_experts}, full_layers=full)
         case "gpt_oss":
             window: dict[str, Any] = {"sliding_window": 3, "sliding_layers": tuple(range(0, num_layers, 2))}
             return GptOssParams(**sizes, intermediate_size=8, swiglu_limit=0.5, **window)
@@ -116,7 +143,7 @@ class FamilyProvider(ModelProvider):
     num_layers: int
 
     def build(self, stage: StageInfo) -> nn.Module:
-        params = _params(self.row.family, self.num_layers)
+        params = family_params(self.row.family, self.num_layers)
         is_mtp = self.row.family == "mtp"
         model = DecoderWithMtp(params, stage, num_mtp_layers=2) if is_mtp else DecoderForCausalLM(params, stage)
         if self.row.lora:
@@ -127,7 +154,8 @@ class FamilyProvider(ModelProvider):
         return model
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        parallelize_decoder(model, ctx, experts=parallelize_moe, checkpointing=self.row.checkpointing)
+        experts = None if self.row.family in DENSE else parallelize_moe
+        parallelize_decoder(model, ctx, experts=experts, checkpointing=self.row.checkpointing)
 
 
 def _draw(module: nn.Module, reset: Callable[..., None]) -> None:
@@ -175,7 +203,8 @@ def _differences(row: Row, *, num_steps: int = 2, around: Around = nullcontext) 
     return [str(found) for found in differences(trace, expected, rtol=RTOL)]
 
 
-FAMILIES = ("glm", "gpt_oss", "qwen3_next", "qwen3_5", "mtp")
+FAMILIES = ("glm", "deepseek", "gpt_oss", "qwen3_next", "qwen3_5", "mtp")
+DENSE = ("qwen3_5_dense",)
 LAYOUTS = [
     "dp_shard=2",
     "dp_replicate=2",
@@ -186,10 +215,14 @@ LAYOUTS = [
     "ep=2,cp_shard=2,tp=2",
     "pp=2,ep=2,dp_shard=2,schedule=zb1p,microbatch=1",
     "pp=2,cp_shard=2,tp=2,microbatch=2",
+    "pp=2,schedule=zbv,microbatch=2",
+    "dp_shard=2,tp=2",
 ]
 ROWS = [
     *(Row(family, layout) for family in FAMILIES for layout in LAYOUTS),
+    *(Row(family, layout) for family in DENSE for layout in LAYOUTS if "ep=" not in layout),
     *(Row(family, "ep=2,dp_shard=2,tp=2", "full", lora=True) for family in FAMILIES),
+    *(Row(family, "dp_shard=2,tp=2", "full", lora=True) for family in DENSE),
 ]
 
 
@@ -267,7 +300,31 @@ def _copies_of_the_embedding_differ() -> AbstractContextManager[object]:
     return mock.patch.object(MtpLayer, "forward", forward)
 
 
+def _latent_features_are_rotated_as_halves() -> AbstractContextManager[object]:
+    real = d9d_modules.latent_attention.apply_rotary
+    return mock.patch.object(
+        d9d_modules.latent_attention, "apply_rotary", lambda x, tables, *, layout: real(x, tables, layout="half")
+    )
+
+
+def _experts_are_chosen_from_all_groups() -> AbstractContextManager[object]:
+    return mock.patch.object(SigmoidRouter, "_mask_other_groups", lambda self, biased: biased)
+
+
+def _the_softmax_scale_ignores_yarn() -> AbstractContextManager[object]:
+    return mock.patch.object(YarnScaling, "temperature", return_value=1.0)
+
+
+def _layers_of_a_stage_are_counted_from_zero() -> AbstractContextManager[object]:
+    real = HybridParams.mixer_kind
+    return mock.patch.object(HybridParams, "mixer_kind", lambda self, index: real(self, 1))
+
+
 MUTANTS: list[tuple[Bug, Row]] = [
+    (_latent_features_are_rotated_as_halves, Row("deepseek", "tp=2")),
+    (_experts_are_chosen_from_all_groups, Row("glm", "tp=2")),
+    (_the_softmax_scale_ignores_yarn, Row("deepseek", "pp=2,microbatch=2")),
+    (_layers_of_a_stage_are_counted_from_zero, Row("qwen3_5_dense", "dp_shard=2")),
     (_mtp_layers_are_not_sequence_parallel, Row("mtp", "ep=2,cp_shard=2,tp=2")),
     (_the_mtp_loss_reaches_only_the_last_layer, Row("mtp", "pp=2,microbatch=2")),
     (_copies_of_the_embedding_differ, Row("mtp", "pp=2,microbatch=2")),
@@ -279,9 +336,12 @@ MUTANTS: list[tuple[Bug, Row]] = [
 ]
 
 
-# The lane `jobs` of .ci/nightly catches the other one, on eight ranks.
+QUICK = {bug for bug, row in MUTANTS if row.layout != "ep=2,cp_shard=2,tp=2" and row.family not in ("deepseek", *DENSE)}
+
+
+# The lane `jobs` of .ci/nightly catches the others.
 @pytest.mark.parametrize(("bug", "row"), MUTANTS, ids=[getattr(bug, "__name__", "") for bug, _ in MUTANTS])
-@pytest.mark.sample(*(getattr(bug, "__name__", "") for bug, row in MUTANTS if row.layout != "ep=2,cp_shard=2,tp=2"))
+@pytest.mark.sample(*(getattr(bug, "__name__", "") for bug, _ in MUTANTS if bug in QUICK))
 def test_a_bug_is_caught(bug: Bug, row: Row) -> None:
     try:
         found = _differences(row, num_steps=1, around=bug)

@@ -57,6 +57,27 @@ def test_losses_and_gradients_are_those_of_all_logits(softcap: float | None) -> 
     )
 
 
+def test_a_bias_is_added_to_the_logits() -> None:
+    head = LanguageModelHead(4, 7, bias=True, init_std=1.0).double()
+    bias = head.get_parameter("bias")
+    torch.nn.init.normal_(bias)
+    hidden = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[0, 6, -100, 3, 2], [-100, -100, -100, 1, 1]])
+    logits = F.linear(hidden, head.weight, bias)
+    expected, losses = _reference(logits, labels), head(hidden, labels=labels)
+    torch.testing.assert_close(head(hidden), logits)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(losses.sum(), (hidden, head.weight, bias)),
+        torch.autograd.grad(expected.sum(), (hidden, head.weight, bias), retain_graph=True),
+    )
+    scores = head(hidden, labels=labels.clamp(min=0), scores=True)
+    torch.testing.assert_close(scores["log_probs"], -_reference(logits, labels.clamp(min=0)))
+    torch.testing.assert_close(scores["entropy"], torch.distributions.Categorical(logits=logits).entropy())
+    with pytest.raises(UserError, match="bias = True and several vocabulary splits"):
+        LanguageModelHead(4, {"orig": 5, "new": 2}, bias=True)
+
+
 def test_the_loss_can_be_another() -> None:
     hidden, labels = torch.randn(1, 6, 4, dtype=torch.float64), torch.tensor([[0, 4, -100, 1, 1, 2]])
     smoothed = CrossEntropy(label_smoothing=0.3, z_loss=0.1)

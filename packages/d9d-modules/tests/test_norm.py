@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from d9d_dist import UserError
-from d9d_modules import RMSNorm
+from d9d_modules import LayerNorm, RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -17,6 +17,21 @@ def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype) -> None:
     got = torch.autograd.grad(norm(x), (x, norm.weight), gradient)
     torch.testing.assert_close(norm(x), expected)
     torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_norm_is_that_of_torch_with_a_residual(bias: bool) -> None:
+    norm, theirs = LayerNorm(24, eps=1e-3, bias=bias), torch.nn.LayerNorm(24, eps=1e-3, bias=bias)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    norm.load_state_dict(theirs.state_dict())
+    x, residual = torch.randn(2, 3, 7, 24)
+    assert torch.equal(norm(x), theirs(x))
+    normed, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, theirs(total))
+    norm.reset_parameters()
+    assert torch.equal(norm(x), F.layer_norm(x, (24,), eps=1e-3))
 
 
 def test_float64_is_not_rounded_to_float32() -> None:

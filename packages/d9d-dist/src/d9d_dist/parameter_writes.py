@@ -57,12 +57,12 @@ def refuse_writes_in_first_forward(module: nn.Module) -> None:
         for handle in handles:
             handle.remove()
         now = dict(_gathered(module))
-        names = [
-            name for name, (each, state, _) in before.items() if now.get(name) is not each or _state(each) != state
-        ]
+        # Replicated parameters, which their module's own hooks swap for DTensors again, are not compared.
+        kept = {name: found for name, found in before.items() if name in now}
+        names = [name for name, (each, state, _) in kept.items() if now[name] is not each or _state(each) != state]
         pairs = {
             name: torch.stack([total, _checksum(each)])
-            for name, (each, _, total) in before.items()
+            for name, (each, _, total) in kept.items()
             if name not in names and total is not None
         }
         if pairs:  # one wait of the host for all parameters

@@ -219,10 +219,31 @@ def _of(model_type: str, *sizes: int, **entries: Any) -> dict[str, Any]:
             "cache_implementation": "hybrid",
         },
         "qwen3": {"head_dim": 128, "rope_theta": 1e6, "attention_bias": False, "max_window_layers": 36},
+        "modernbert": {
+            "hidden_activation": "gelu",
+            "global_rope_theta": 160_000.0,
+            "local_rope_theta": 10_000.0,
+            "global_attn_every_n_layers": 3,
+            "local_attention": 128,
+            "position_embedding_type": "absolute",
+            "layer_norm_eps": 1e-5,
+            "norm_eps": 1e-5,
+            "norm_bias": False,
+            "decoder_bias": True,
+            "classifier_pooling": "mean",
+            "sparse_prediction": False,
+            "deterministic_flash_attn": False,
+        },
         "llama": {"rope_theta": 500_000.0, "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5},
     }
     base = {"model_type": model_type, "torch_dtype": "bfloat16", "use_cache": True, "initializer_range": 0.02}
     return {**base, **kinds[model_type], **dict(zip(names, sizes, strict=True)), **entries}
+
+
+def _encoder(*sizes: int, **entries: Any) -> tuple[dict[str, Any], int]:
+    """Return an entry of `PUBLISHED` from a ModernBERT's sizes, as of `_of`, and its number of parameters."""
+    *sizes_, number = sizes
+    return _of("modernbert", *sizes_, **entries), number
 
 
 def _nested(hidden_size: int, intermediate_size: int, num_hidden_layers: int, **entries: Any) -> dict[str, Any]:
@@ -337,12 +358,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         1_235_814_400,
     ),
     "Llama-3.1-8B": (_of("llama", 128_256, 4096, 14_336, 32, 32, num_key_value_heads=8, **SCALED), 8_030_261_248),
+    "ModernBERT-base": _encoder(50_368, 768, 1152, 22, 12, 149_655_232),
+    "ModernBERT-large": _encoder(50_368, 1024, 2624, 28, 16, 395_881_664),
+    "mmBERT-base": _encoder(256_000, 768, 1152, 22, 12, 307_786_240, local_rope_theta=160_000.0),
+    "modernbert-ja-30m": _encoder(102_400, 256, 1024, 10, 4, 36_873_728),
+    "modernbert-ja-310m": _encoder(102_400, 768, 3072, 25, 12, 315_304_960),
+    "ettin-encoder-17m": _encoder(50_368, 256, 384, 7, 4, 16_913_600),
+    "ettin-encoder-1b": _encoder(50_368, 1792, 3840, 28, 28, 1_031_314_112),
     "Llama-3.1-70B": (_of("llama", 128_256, 8192, 28_672, 80, 64, num_key_value_heads=8, **SCALED), 70_553_706_496),
 }
 """Published configurations, and the published numbers of parameters."""
 
 
-QUICK = ("Qwen2.5-0.5B", "Mistral-7B-v0.1", "GLM-4-9B-0414", "gemma-3-4b", "embeddinggemma-300m")
+QUICK = ("ModernBERT-base", "Qwen2.5-0.5B", "Mistral-7B-v0.1", "GLM-4-9B-0414", "gemma-3-4b", "embeddinggemma-300m")
 
 
 @pytest.mark.parametrize(
@@ -356,10 +384,12 @@ def test_published_configurations_are_accepted(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     is_sliding = [params.mixer_kind(index) == "sliding_attention" for index in range(params.num_layers)]
     expected = [(index + 1) % 6 > 0 for index in range(params.num_layers)]
-    if "gemma" not in name:
+    if config["model_type"] == "modernbert":
+        expected = [index % 3 > 0 for index in range(params.num_layers)]
+    elif "gemma" not in name:
         expected = [name == "Mistral-7B-v0.1"] * params.num_layers
     assert is_sliding == expected
-    assert params.attention_form.is_causal is (name != "embeddinggemma-300m")
+    assert params.attention_form.is_causal is (name != "embeddinggemma-300m" and config["model_type"] != "modernbert")
 
 
 @pytest.mark.full

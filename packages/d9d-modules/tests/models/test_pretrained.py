@@ -63,7 +63,8 @@ def test_entries_of_a_configuration_are_a_model_without_weights(tmp_path: Path) 
 
 
 def test_a_folder_is_recognized_and_described(tmp_path: Path) -> None:
-    found = from_pretrained_config(_folder(tmp_path / "qwen"))
+    found = from_pretrained_config(_folder(tmp_path / "qwen", entries={"eos_token_id": [3, 5]}))
+    assert found.export_files() == {"config.json": {**QWEN2.write(PARAMS), "eos_token_id": [3, 5]}}
     assert (found.family, found.params) == (QWEN2, PARAMS)
     assert str(found) == (
         f"{tmp_path / 'qwen'}: family qwen2, layers: 2 full_attention; 1.21e-06 B stored numbers (float32); "
@@ -149,6 +150,12 @@ def test_a_classifier_and_an_embedder_use_the_backbone(tmp_path: Path) -> None:
     assert found.unused == ("lm_head.weight",)
     assert classifier(ids).shape == (2, 3)
     assert torch.equal(classifier.backbone(ids), whole.backbone(ids))
+    written = found.export_files()["config.json"]
+    assert isinstance(written, dict)
+    assert (written["architectures"], written["id2label"]) == (
+        ["Qwen2ForSequenceClassification"],
+        {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"},
+    )
     save_model_state(classifier, tmp_path / "scored", found.state_mapper().inverse(), extra_files=found.export_files())
     again = _loaded(from_pretrained_config(tmp_path / "scored", head="classification", num_classes=3))
     assert torch.equal(again(ids), classifier(ids))

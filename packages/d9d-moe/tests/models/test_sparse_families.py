@@ -370,7 +370,7 @@ def _published() -> list[Any]:
 def test_published_configurations_are_accepted(name: str, config: dict[str, Any]) -> None:
     """The released `config.json` builds a model on `meta`, with the number of parameters of the release."""
     families: dict[str, HuggingFaceFamily[Any]] = {
-        each.model_type: each for each in (DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GPT_OSS, QWEN3_NEXT)
+        each.model_type: each for each in (DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS, QWEN3_NEXT)
     }
     families |= {"qwen3_5_moe": QWEN3_5_MOE, "qwen3_5": QWEN3_5}
     config = dict(config)
@@ -457,7 +457,16 @@ def _kimi() -> DeepseekV3Params:
 
 def test_families_are_registered_by_model_type() -> None:
     registered = known_families()
-    sparse = {"deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
+    sparse = {
+        "deepseek_v3",
+        "kimi_k2",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "qwen3_next",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+    }
     assert sparse <= registered.keys()
     assert registered["qwen3_5_moe"] is registered["qwen3_5_moe_text"]
 

@@ -118,9 +118,15 @@ def _own_model(config: TextJobConfig) -> ModelProvider:
     chosen = config.model
     found = chosen.folder or _new_config(config, chosen.entries).to_dict()
     try:
-        return pretrained_model(found)
+        model = pretrained_model(found)
     except ModuleNotFoundError as error:
         raise UserError(f"dataset.packing = true: {error}.") from None
+    if not model.recognized.is_causal:
+        raise UserError(
+            f"job = {config.job} predicts the next token, but the model is bidirectional: each position sees the next "
+            "one; expected a causal model. Choose another model, or job = classify or embed."
+        )
+    return model
 
 
 def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:

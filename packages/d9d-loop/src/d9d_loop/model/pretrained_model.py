@@ -23,6 +23,11 @@ class RecognizedModel(Protocol):
         """Folder of the configuration and the weights; None for a new model."""
         ...
 
+    @property
+    def is_causal(self) -> bool:
+        """True if no position sees a later one, so that the model can learn to predict the next token."""
+        ...
+
     def build(self, stage: StageInfo) -> nn.Module:
         """Build one stage of the model."""
         ...
@@ -50,7 +55,7 @@ def pretrained_model(
     from_scratch: bool = False,
     parallelize: Mapping[str, Any] | None = None,
     **options: Any,
-) -> ModelProvider:
+) -> "PretrainedProvider":
     """Return a provider of d9d's own model for a Hugging Face folder; its family is recognized by `config.json`.
 
     The model supports every axis of the mesh that its family supports, pipeline stages included. For other families use

@@ -223,8 +223,18 @@ class DecoderForClassification(HeadedDecoder):
         num_classes: int,
         pooling: Pooling | None = None,
     ) -> None:
-        head = partial(params.classification_head, num_classes, pooling=pooling or params.pooling)
-        super().__init__(params, stage, {"head": lambda _: head()})
+
+        def head(_: DecoderModel) -> ClassificationHead:
+            return ClassificationHead(
+                params.hidden_size,
+                num_classes,
+                pooling=pooling or params.pooling,
+                transform=params.head_transform(),
+                bias=params.score_bias,
+                init_std=params.initializer_range,
+            )
+
+        super().__init__(params, stage, {"head": head})
 
 
 @final

@@ -20,7 +20,6 @@ from d9d_modules.rope_scaling import (
     NtkScaling,
     YarnScaling,
 )
-from d9d_modules.sequence_heads import ClassificationHead
 from d9d_modules.swiglu import SwiGLU
 from d9d_state import StateMapper, identity
 
@@ -87,6 +86,9 @@ class DecoderParams(ABC):
         "post_attention_layernorm": "feed_forward_norm",
     }
     """Names of a layer's norms by their names in a Hugging Face checkpoint."""
+
+    score_bias: ClassVar[bool] = False
+    """True if classification heads have a bias."""
 
     vocab_size: int
     hidden_size: int
@@ -168,12 +170,8 @@ class DecoderParams(ABC):
         return LanguageModelHead(self.hidden_size, self.vocab_size, init_std=self.initializer_range)
 
     def head_transform(self) -> nn.Module | None:
-        """Build the module between the backbone and the language-model head; None for none."""
+        """Build the module before a language-model head or the scores of a classification head; None for none."""
         return None
-
-    def classification_head(self, num_classes: int, *, pooling: Pooling) -> ClassificationHead:
-        """Build the classification head."""
-        return ClassificationHead(self.hidden_size, num_classes, pooling=pooling, init_std=self.initializer_range)
 
     def rope(self, index: int) -> Rope:
         """Return RoPE base and scaling of the layer with this global index; by default equal for all layers."""

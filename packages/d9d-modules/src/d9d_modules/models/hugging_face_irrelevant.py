@@ -2,6 +2,16 @@
 
 from collections.abc import Mapping
 
+SPECIAL_TOKENS = (
+    "bos_token_id",
+    "cls_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+)
+"""Entries about special tokens, which an export repeats."""
+
 _REASONS = {
     "provenance of the file": (
         "_commit_hash",
@@ -20,21 +30,20 @@ _REASONS = {
         "_experts_implementation",
         "attn_implementation",
         "chunk_size_feed_forward",
+        "deterministic_flash_attn",
         "experts_implementation",
         "output_attentions",
         "output_hidden_states",
         "pretraining_tp",
+        "reference_compile",
+        "repad_logits_with_grad",
         "return_dict",
+        "sparse_pred_ignore_index",
+        "sparse_prediction",
         "torchscript",
         "use_cache",
     ),
-    "a special token of tokenizer and generation; the padding embedding is trained like any other": (
-        "bos_token_id",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-    ),
+    "a special token of tokenizer and generation; the padding embedding is trained like any other": SPECIAL_TOKENS,
     "a generation setting, which transformers reads from generation_config.json": (
         "bad_words_ids",
         "begin_suppress_tokens",

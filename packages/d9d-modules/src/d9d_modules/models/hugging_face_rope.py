@@ -1,6 +1,8 @@
 """RoPE base and scaling in a Hugging Face `config.json`: reading and writing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
@@ -24,25 +26,6 @@ ROPE_ENTRIES = (
     "rope_theta",
 )
 """Entries of `config.json` that `rope_from_hugging_face` reads."""
-
-_SCALING_ENTRIES = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "factor",
-        "mscale",
-        "mscale_all_dim",
-        "original_max_position_embeddings",
-        "truncate",
-    ),
-    "llama3": ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("attention_factor", "factor", "long_factor", "original_max_position_embeddings", "short_factor"),
-}
-"""Entries that each `rope_type` reads, in addition to the type and the base."""
 
 
 def rope_from_hugging_face(
@@ -126,98 +109,36 @@ def _entries(config: HuggingFaceConfig, key: str) -> dict[str, object]:
 
 def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _SCALING_ENTRIES:
-        raise UserError(
-            f"config.json asks for rope_type {kind!r} in {place}; expected one of {', '.join(_SCALING_ENTRIES)}."
-        )
+    if not isinstance(kind, str) or kind not in _FORMS:
+        raise UserError(f"config.json asks for rope_type {kind!r} in {place}; expected one of {', '.join(_FORMS)}.")
     require_value(rope, "type", kind, where=f"{place} of config.json")
-    used = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_ENTRIES[kind])
+    scaling_type, entries = _FORMS[kind]
+    used = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *entries)
     require_known_keys(rope, used=used, irrelevant={}, where=f"{place} of config.json, of rope_type {kind!r},")
     if "original_max_position_embeddings" not in used:
         require_value(config, "original_max_position_embeddings", config.get("max_position_embeddings"))
-    match kind:
-        case "default":
-            return None
-        case "linear":
-            return LinearScaling(factor=config_value(rope, "factor", float))
-        case "dynamic":
-            return DynamicNtkScaling(
-                factor=config_value(rope, "factor", float),
-                original_max_positions=config_value(config, "max_position_embeddings", int),
-            )
-        case "yarn":
-            return YarnScaling(
-                factor=_factor(rope, config),
-                original_max_positions=_original_length(rope, config),
-                beta_fast=config_value(rope, "beta_fast", float, default=32.0),
-                beta_slow=config_value(rope, "beta_slow", float, default=1.0),
-                mscale=config_value(rope, "mscale", float, default=0.0, minimum=0.0),
-                mscale_all_dim=config_value(rope, "mscale_all_dim", float, default=0.0, minimum=0.0),
-                fixed_attention_factor=_attention_factor(rope),
-                truncate=config_value(rope, "truncate", bool, default=True),
-            )
-        case "llama3":
-            return Llama3Scaling(
-                factor=config_value(rope, "factor", float),
-                low_freq_factor=config_value(rope, "low_freq_factor", float),
-                high_freq_factor=config_value(rope, "high_freq_factor", float),
-                original_max_positions=_original_length(rope, config),
-            )
-        case "longrope":
-            return LongRopeScaling(
-                short_factors=_numbers(rope, "short_factor"),
-                long_factors=_numbers(rope, "long_factor"),
-                factor=_factor(rope, config),
-                original_max_positions=_original_length(rope, config),
-                fixed_attention_factor=_attention_factor(rope),
-            )
-        case _:
-            raise AssertionError(kind)
+    if scaling_type is None:
+        return None
+    values: dict[str, Any] = {field: read(rope, config) for field, read in entries.values()}
+    if scaling_type is DynamicNtkScaling:
+        values["original_max_positions"] = config_value(config, "max_position_embeddings", int)
+    return scaling_type(**values)
 
 
 def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue]:
-    match scaling:
-        case NtkScaling():
-            raise AssertionError("static NTK scaling is written as a larger base")
-        case LinearScaling():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case DynamicNtkScaling():
-            if scaling.original_max_positions != params.max_position_embeddings:
-                raise UserError(
-                    f"the dynamic NTK scaling has original_max_positions = {scaling.original_max_positions}, the model "
-                    f"max_position_embeddings = {params.max_position_embeddings}; config.json has one entry for both: "
-                    "expected them to be equal."
-                )
-            return {"rope_type": "dynamic", "factor": scaling.factor}
-        case YarnScaling():
-            return {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
-                **({"mscale": scaling.mscale} if scaling.mscale else {}),
-                **({"mscale_all_dim": scaling.mscale_all_dim} if scaling.mscale_all_dim else {}),
-                **_attention_factor_entry(scaling.fixed_attention_factor),
-            }
-        case Llama3Scaling():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-        case LongRopeScaling():
-            return {
-                "rope_type": "longrope",
-                "factor": scaling.factor,
-                "short_factor": list(scaling.short_factors),
-                "long_factor": list(scaling.long_factors),
-                "original_max_position_embeddings": scaling.original_max_positions,
-                **_attention_factor_entry(scaling.fixed_attention_factor),
-            }
+    length = params.max_position_embeddings
+    if isinstance(scaling, DynamicNtkScaling) and scaling.original_max_positions != length:
+        raise UserError(
+            f"the dynamic NTK scaling has original_max_positions = {scaling.original_max_positions}, the model "
+            f"max_position_embeddings = {length}; config.json has one entry for both: expected them to be equal."
+        )
+    kind, entries = next((kind, entries) for kind, (each, entries) in _FORMS.items() if each is type(scaling))
+    values = {key: getattr(scaling, field) for key, (field, _) in entries.items()}
+    written: dict[str, JsonValue] = {"rope_type": kind}
+    for key, value in values.items():
+        if value is not None and not (key in ("mscale", "mscale_all_dim") and value == 0):
+            written[key] = list(value) if isinstance(value, tuple) else value
+    return written
 
 
 def _original_length(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> int:
@@ -237,16 +158,65 @@ def _factor(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> float:
     return config_value(config, "max_position_embeddings", int) / _original_length(rope, config)
 
 
-def _attention_factor(rope: HuggingFaceConfig) -> float | None:
+def _attention_factor(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> float | None:
+    del config
     return config_value(rope, "attention_factor", float) if "attention_factor" in rope else None
 
 
-def _attention_factor_entry(factor: float | None) -> dict[str, JsonValue]:
-    return {} if factor is None else {"attention_factor": factor}
-
-
-def _numbers(rope: HuggingFaceConfig, key: str) -> tuple[float, ...]:
+def _numbers(key: str, rope: HuggingFaceConfig, config: HuggingFaceConfig) -> tuple[float, ...]:
+    del config
     values = rope.get(key)
     if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
         raise UserError(f"config.json has {key} = {values!r}; expected a list of numbers.")
     return tuple(float(value) for value in values)
+
+
+def _number(key: str, default: float | None = None, minimum: float | None = None) -> tuple[str, Callable[..., Any]]:
+    """Return a field with the name of its entry, and its reader."""
+    return key, lambda rope, config: config_value(rope, key, float, default=default, minimum=minimum)
+
+
+_Read: TypeAlias = Callable[[HuggingFaceConfig, HuggingFaceConfig], Any]
+"""Function that reads a value from the RoPE section and the whole configuration."""
+
+_LENGTH: tuple[str, _Read] = ("original_max_positions", _original_length)
+_FACTOR: tuple[str, _Read] = ("factor", _factor)
+_ATTENTION: tuple[str, _Read] = ("fixed_attention_factor", _attention_factor)
+_FORMS: Mapping[str, tuple[type[Any] | None, Mapping[str, tuple[str, _Read]]]] = {
+    "default": (None, {}),
+    "linear": (LinearScaling, {"factor": _number("factor")}),
+    "dynamic": (DynamicNtkScaling, {"factor": _number("factor")}),
+    "yarn": (
+        YarnScaling,
+        {
+            "factor": _FACTOR,
+            "original_max_position_embeddings": _LENGTH,
+            "beta_fast": _number("beta_fast", 32.0),
+            "beta_slow": _number("beta_slow", 1.0),
+            "mscale": _number("mscale", 0.0, 0.0),
+            "mscale_all_dim": _number("mscale_all_dim", 0.0, 0.0),
+            "attention_factor": _ATTENTION,
+            "truncate": ("truncate", lambda rope, config: config_value(rope, "truncate", bool, default=True)),
+        },
+    ),
+    "llama3": (
+        Llama3Scaling,
+        {
+            "factor": _number("factor"),
+            "low_freq_factor": _number("low_freq_factor"),
+            "high_freq_factor": _number("high_freq_factor"),
+            "original_max_position_embeddings": _LENGTH,
+        },
+    ),
+    "longrope": (
+        LongRopeScaling,
+        {
+            "short_factor": ("short_factors", partial(_numbers, "short_factor")),
+            "long_factor": ("long_factors", partial(_numbers, "long_factor")),
+            "factor": _FACTOR,
+            "original_max_position_embeddings": _LENGTH,
+            "attention_factor": _ATTENTION,
+        },
+    ),
+}
+"""Scaling of each `rope_type`, and the field and reader of each entry besides the type and the base."""

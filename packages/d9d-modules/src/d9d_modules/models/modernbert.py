@@ -18,7 +18,7 @@ from d9d_modules.models.hugging_face_layers import FULL_OR_SLIDING, sliding_laye
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.norm import LayerNorm
 from d9d_modules.pooling import Pooling
-from d9d_modules.sequence_heads import ClassificationHead, HeadTransform
+from d9d_modules.sequence_heads import HeadTransform
 from d9d_modules.swiglu import GeGLU
 from d9d_state import JsonValue, StateMapper, parallel, rename_all, scope, split
 
@@ -40,6 +40,7 @@ class ModernBertParams(LocalGlobalParams):
     """
 
     hugging_face_norms: ClassVar[Mapping[str, str]] = {"attn_norm": "attention_norm", "mlp_norm": "feed_forward_norm"}
+    score_bias: ClassVar[bool] = True
 
     attention_bias: bool = False
     feed_forward_bias: bool = False
@@ -89,13 +90,6 @@ class ModernBertParams(LocalGlobalParams):
         """See `DecoderParams`."""
         std = self.initializer_range
         return HeadTransform(self.hidden_size, norm=self.norm(), bias=self.transform_bias, init_std=std)
-
-    def classification_head(self, num_classes: int, *, pooling: Pooling) -> ClassificationHead:
-        """See `DecoderParams`."""
-        transform, std = self.head_transform(), self.initializer_range
-        return ClassificationHead(
-            self.hidden_size, num_classes, pooling=pooling, transform=transform, bias=True, init_std=std
-        )
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`; queries, keys and values are one fused matrix."""
@@ -159,14 +153,19 @@ def _check(config: HuggingFaceConfig) -> None:
 
 
 def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    num_layers = values["num_layers"]
+    num_layers, num_heads = values["num_layers"], values["num_heads"]
+    if values["hidden_size"] % (2 * num_heads):
+        raise UserError(
+            f"config.json has hidden_size = {values['hidden_size']}, num_attention_heads = {num_heads}; expected an "
+            "even number of features per head, since RoPE rotates pairs."
+        )
     types = layer_types_of(config, num_layers, known=FULL_OR_SLIDING)
     if types is None:
         step = config_value(config, "global_attn_every_n_layers", int, default=3)
         types = [f"{'sliding' if index % step else 'full'}_attention" for index in range(num_layers)]
     read: dict[str, Any] = {
-        "num_kv_heads": values["num_heads"],
-        "head_dim": values["hidden_size"] // values["num_heads"],
+        "num_kv_heads": num_heads,
+        "head_dim": values["hidden_size"] // num_heads,
         "sliding_rope_theta": read_local_theta(config, key="local_rope_theta"),
         "classifier_pooling": config.get("classifier_pooling", "cls"),
     }
@@ -201,15 +200,9 @@ def _written_rope(params: ModernBertParams, *, rotary_factor: float | None) -> M
 
 _OTHER_ENTRIES = {
     "position_embedding_type": "all versions of transformers use RoPE",
-    "cls_token_id": IRRELEVANT["sep_token_id"],
-    "deterministic_flash_attn": IRRELEVANT["attn_implementation"],
     "gradient_checkpointing": "an argument of parallelize_decoder",
     "initializer_cutoff_factor": "weights are loaded, or drawn from a normal distribution without a cut-off",
     "layer_norm_eps": "norm_eps is the epsilon of all norms",
-    "reference_compile": IRRELEVANT["attn_implementation"],
-    "repad_logits_with_grad": IRRELEVANT["attn_implementation"],
-    "sparse_pred_ignore_index": IRRELEVANT["output_attentions"],
-    "sparse_prediction": IRRELEVANT["output_attentions"],
 }
 
 MODERNBERT = HuggingFaceFamily(

@@ -20,8 +20,10 @@ from d9d_modules.models.decoder_heads import DecoderForCausalLM, DecoderForClass
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.models.gemma3 import GEMMA3
 from d9d_modules.models.glm4 import GLM4
+from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
+from d9d_modules.models.hugging_face_irrelevant import SPECIAL_TOKENS
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL
@@ -145,6 +147,11 @@ class PretrainedDecoder:
         return f"{where}: family {self.family.model_type}, layers: {layers}; {weights}; tensors not used: {unused}"
 
     @property
+    def is_causal(self) -> bool:
+        """True if no position sees a later one; False for encoders and bidirectional embedders."""
+        return not isinstance(self.params, GroupedQueryParams) or self.params.attention_form.is_causal
+
+    @property
     def unused(self) -> tuple[str, ...]:
         """Names of stored tensors that are not loaded, because the model does not have them."""
         patterns = [pattern.format(**vars(self.params)) for pattern in self.family.unused]
@@ -187,8 +194,21 @@ class PretrainedDecoder:
         return parallel(mapper, drop(*unused))
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        """Return the `config.json` of an export."""
-        return {"config.json": self.family.write(self.params)}
+        """Return the `config.json` of an export, with the folder's special tokens and the names of the classes."""
+        read = self.family.prepare(self.config)
+        config: dict[str, Any] = {
+            **{key: read[key] for key in SPECIAL_TOKENS if key in read},
+            **self.family.write(self.params),
+        }
+        if self.num_classes is not None:
+            names = self.config.get("id2label")
+            if not isinstance(names, Mapping) or len(names) != self.num_classes:
+                names = {str(index): f"LABEL_{index}" for index in range(self.num_classes)}
+            architecture = self.family.architecture.rpartition("For")[0]
+            config["architectures"] = [f"{architecture}ForSequenceClassification"]
+            config["id2label"] = {str(index): str(name) for index, name in names.items()}
+            config["label2id"] = {str(name): int(index) for index, name in names.items()}
+        return {"config.json": config}
 
     @cached_property
     def _stored(self) -> Mapping[str, TensorInfo]:

@@ -19,6 +19,7 @@ from d9d_modules import (
 )
 from d9d_modules.models.hugging_face_family import positions_entry
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hugging_face_layers import FULL_OR_SLIDING, sliding_layers_of, written_layer_types
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
 from d9d_moe.models.sparse_params import SparseParams
@@ -103,18 +104,17 @@ class GptOssParams(SparseParams, GroupedQueryParams):
 
 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = ("sliding_attention", "full_attention")
     num_layers = values["num_layers"]
-    types = layer_types_of(config, num_layers, known=known) or [known[index % 2] for index in range(num_layers)]
-    sliding = tuple(index for index, each in enumerate(types) if each == known[0])
+    types = layer_types_of(config, num_layers, known=FULL_OR_SLIDING)
+    types = types or [FULL_OR_SLIDING[(index + 1) % 2] for index in range(num_layers)]
+    sliding = sliding_layers_of(types)
     window = {"sliding_window": config_value(config, "sliding_window", int, default=_DEFAULT_WINDOW)} if sliding else {}
     return {"intermediate_size": values["expert_intermediate_size"], "sliding_layers": sliding, **window}
 
 
 def _written_layers(params: GptOssParams) -> Mapping[str, JsonValue]:
-    types = [params.mixer_kind(index) for index in range(params.num_layers)]
     # transformers needs a window size even if no layer has a window.
-    return {"sliding_window": params.sliding_window or _DEFAULT_WINDOW, "layer_types": [*types]}
+    return {"sliding_window": params.sliding_window or _DEFAULT_WINDOW, "layer_types": written_layer_types(params)}
 
 
 GPT_OSS = HuggingFaceFamily(
