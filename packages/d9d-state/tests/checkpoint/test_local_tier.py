@@ -225,7 +225,11 @@ def test_single_process_saves_and_clears(tmp_path: Path) -> None:
     assert not (tmp_path / "memory").exists()
 
 
-def test_steps_after_the_resumed_one_are_forgotten(tmp_path: Path) -> None:
+def _refuse_space(*_arguments: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_steps_after_the_resumed_one_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path / "global", tiers=[LocalTier(tmp_path / "memory", replicas=0)])
     store.save(1, {"a": torch.ones(1)})
     for step in (2, 3):
@@ -233,6 +237,15 @@ def test_steps_after_the_resumed_one_are_forgotten(tmp_path: Path) -> None:
     store.wait()
     (info,) = store.complete()
     store.load(info, {"a": torch.ones(1)})  # the job goes back to step 1
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", _refuse_space)
+        store.save_local(2, {"a": torch.ones(2)})
+        with pytest.raises(StateError, match="step 2 could not be saved"):
+            store.wait()
+    found = store.newest()
+    assert found is not None
+    assert found.step == 1  # not step 3, which the job no longer reaches
+    store.load(found, {"a": torch.ones(1)})
     store.save_local(2, {"a": torch.full((1,), 5.0)})
     store.wait()
     newest = store.newest()
@@ -248,7 +261,7 @@ def test_full_memory_is_an_error_and_the_step_before_stays(tmp_path: Path, monke
     store.save_local(1, {"a": torch.ones(1)})
     store.wait()
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr("os.posix_fallocate", _refuse_space)
         store.save_local(2, {"a": torch.ones(1)})
         with pytest.raises(StateError, match=r"step 2 could not be saved in .*slot-1: .*No space left on device"):
             store.wait()
