@@ -2,19 +2,22 @@
 
     python integration_tests/planning_layouts.py --count 200 --seed 1
 
-draws random cells of the oracle's grid, and runs each twice: on real gloo ranks, and rehearsed for every rank in one
-process. It prints each cell that differs, and exits with 1 if there is one. `compare` is one such comparison.
+draws random models and layouts from the factors of the oracle's grid, with expert parallelism, and runs each twice: on
+real gloo ranks, and rehearsed for every rank in one process. It prints each one that differs, and exits with 1 if there
+is one. `compare` is one such comparison.
 """
 
 import argparse
 import random
 import sys
 from collections.abc import Iterable, Sequence
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oracle import MAIN_JOB, cells, parse_cell
+from oracle import MAIN_JOB, parse_cell
+from oracle_grid import DEGREES, Cell
 
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
@@ -33,9 +36,11 @@ def _comparable(entries: Iterable[Collective], *, routed: bool) -> list[tuple[st
 
 
 def compare(name: str) -> list[str]:
-    """Return the differences between rehearsal and real run of a cell of the oracle, one line each."""
-    cell = parse_cell(name)
-    experiment, layout = cell.experiment, parse_layout(cell.layout)
+    """Return the differences between rehearsal and real run of a cell, one line each; its name may end with ep=2."""
+    parts = name.split(",")
+    cell = parse_cell(",".join(part for part in parts if not part.startswith("ep=")))
+    expert = [part for part in parts if part.startswith("ep=")]
+    experiment, layout = cell.experiment, parse_layout(",".join([cell.layout, *expert]))
     routed = name.startswith("moe")
     with TemporaryDirectory() as folder:
         real = run_ranks(_run, experiment, layout, folder, routed, world_size=layout.world_size)
@@ -48,6 +53,23 @@ def compare(name: str) -> list[str]:
             if got[key] != value
         ]
     return lines
+
+
+def random_layouts(count: int, seed: int) -> list[str]:
+    """Return names of different random layouts of at most eight ranks, for `compare`; every second one has experts."""
+    chance, found = random.Random(seed), dict[str, None]()  # noqa: S311  (no cryptography)
+    while len(found) < count:
+        values = {key: chance.choice(choices) for key, choices in MAIN_JOB.factors.items()}
+        if len(found) % 2:
+            values["model"] = "moe"
+        if not MAIN_JOB.is_complete(values):
+            continue
+        name = Cell(MAIN_JOB, tuple(values.items())).name
+        if values["model"] == "moe":
+            ranks = prod(int(values[axis]) for axis in DEGREES if axis != "pp")
+            name += f",ep={chance.choice([degree for degree in (1, 2) if ranks % degree == 0])}"
+        found[name.removesuffix(",ep=1")] = None
+    return list(found)
 
 
 def _first_difference(got: Any, expected: Any) -> str:
@@ -106,13 +128,11 @@ def main(arguments: Sequence[str]) -> int:
     """Compare the named cells, or random ones; return the exit code, 1 if any cell differs."""
     parser = argparse.ArgumentParser(description="Compare dry_runs with real runs, collective by collective.")
     parser.add_argument("cells", nargs="*", help="names of cells of the oracle")
-    parser.add_argument("--count", type=int, default=20, help="number of random cells, if none is named")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random cells")
+    parser.add_argument("--count", type=int, default=20, help="number of random layouts, if none is named")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random layouts")
+    parser.add_argument("--skip", type=int, default=0, help="number of random layouts that ran before")
     options = parser.parse_args(arguments)
-    every = [cell.name for cell in cells(MAIN_JOB) if cell.layout]
-    chosen = options.cells or random.Random(options.seed).sample(  # noqa: S311  (no cryptography)
-        every, min(options.count, len(every))
-    )
+    chosen = options.cells or random_layouts(options.skip + options.count, options.seed)[options.skip :]
     failed = 0
     for name in chosen:
         print(name, end=": ", flush=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from zoo import TORCH
 from zoo_jobs import differences, plain_traces
+from zoo_research import RESEARCH
 from zoo_unusual import UNUSUAL
 
 from d9d_dist.testing import run_ranks
@@ -66,8 +67,13 @@ REFUSED_UNUSUAL = {
     "scripted": "is a module of torch.jit; expected Python modules",
     "traced": "is a module of torch.jit; expected Python modules",
     "dynamically quantized": "in the state dict; expected tensors only",
+    "queue of negatives": _BUFFERS,
+    "sparse graph": "are sparse tensors; expected dense ones",
+    "weight is a property": "expected nn.Module as the first base class",
+    "weight captured by a function": "project holds layer.weight",
+    "attribute shares memory": "table holds embed.weight",
 }
-"""Modules of `UNUSUAL` that are refused, with the error; the last one on one rank, too."""
+"""Modules of `UNUSUAL` and `RESEARCH` that are refused, with the error; two of them on one rank, too."""
 
 _CHUNK = 16
 
@@ -121,7 +127,7 @@ def test_torch_modules_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", _chunks(list(UNUSUAL)), ids=lambda names: names[0])
+@pytest.mark.parametrize("names", _chunks([*UNUSUAL, *RESEARCH]), ids=lambda names: names[0])
 def test_unusual_modules_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
     assert not _check(names, tmp_path)
 

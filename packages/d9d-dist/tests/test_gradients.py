@@ -60,3 +60,12 @@ def test_products_are_rounded_once(dtype: torch.dtype, factor: torch.Tensor | fl
     with MeshConfig().build() as ctx:
         clip_grad_norm_([clipped], float("inf"), ctx=ctx, factor=factor)
     assert torch.equal(clipped.grad, expected)
+
+
+def test_real_and_complex_gradients_are_scaled_together() -> None:
+    model = nn.ParameterList([torch.ones(2, dtype=dtype) for dtype in (torch.complex64, torch.float32)])
+    for parameter in model:
+        parameter.grad = torch.full_like(parameter, 3)
+    scale_gradients_(model, torch.tensor(0.5))
+    for parameter in model:
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5))

@@ -1,6 +1,8 @@
+import functools
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -111,16 +113,41 @@ def test_flat_weights_of_recurrent_layers_are_updated() -> None:
     assert all(first is second for first, second in zip(layer._flat_weights, layer.parameters(), strict=True))
 
 
-class _Listed(nn.Module):
-    def __init__(self) -> None:
+class _Keeping(nn.Module):
+    """Keeps something of its layer in a plain attribute."""
+
+    def __init__(self, keep: Callable[[nn.Linear], Any]) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.extra = {"weights": [self.layer.weight]}
+        vars(self)["extra"] = keep(self.layer)
 
 
-def test_parameters_in_plain_lists_are_refused() -> None:
+def _capture(layer: nn.Linear) -> Any:
+    weight = layer.weight
+    return lambda x: x @ weight
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda layer: {"weights": [layer.weight]},
+        lambda layer: layer.weight.detach()[:1],
+        lambda layer: functools.partial(torch.add, layer.weight),
+        _capture,
+    ],
+    ids=["list", "view", "partial", "closure"],
+)
+def test_parameters_outside_of_the_registries_are_refused(keep: Callable[[nn.Linear], Any]) -> None:
     with pytest.raises(UserError, match=r"(?s)  1\.extra holds 1\.layer\.weight\n.*Use nn\.ParameterList"):
-        move_to_meta(nn.Sequential(nn.Identity(), _Listed()))
+        move_to_meta(nn.Sequential(nn.Identity(), _Keeping(keep)))
+    move_to_meta(_Keeping(lambda layer: [layer, lambda: layer, layer.weight * 2, None]))
+
+
+def test_sparse_buffers_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("edges", torch.eye(2).to_sparse())
+    with pytest.raises(UserError, match="edges are sparse tensors; expected dense ones"):
+        built_values(model)
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -24,7 +24,7 @@ _INLINE = _HEAD - _SIZE_BYTES  # bytes of a text that are sent with its size, wi
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> list[Any]:
-    """Return the JSON values of all ranks, in rank order. Synchronizes the host.
+    """Return the JSON values of all ranks, in rank order; equal values are one object. Synchronizes the host.
 
     Collective over the group: an all-gather of sizes and texts of up to 504 bytes; if a text is longer, another one of
     the rests, padded to the longest. The tensors are on the CPU if the group has a CPU backend. Messages number ranks
@@ -44,7 +44,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bo
     problems = {rank: text.decode() for rank, (text, is_value) in enumerate(received) if not is_value}
     if problems:
         _raise_together(UserError(_describe_problems(problems, len(received))), group, num_ranks=len(received))
-    return [json.loads(text) if text else None for text, _ in received]
+    known = {text: json.loads(text) if text else None for text in {text for text, _ in received}}
+    return [known[text] for text, _ in received]
 
 
 def agree(

@@ -105,20 +105,28 @@ def _fully_shard(
     # Registered before FSDP's hooks, one of which frees the parameters that these hooks compare and copy.
     refuse_writes_in_first_forward(module)
     module.register_forward_hook(_copy_returned_parameters)
-    module.register_forward_hook(_detach_from_base)
-    fully_shard(
-        module,
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
-        ),
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=(lambda _: Shard(shard_dim)) if shard_dim else None,
-        ignored_params={
-            *(parameter for apart in modules_apart(module) for parameter in apart.parameters(recurse=False)),
-            *parameters_beside_fsdp(module),
-        },
-    )
+    module.register_forward_hook(_pass_through_identity)
+    try:
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
+            ),
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=(lambda _: Shard(shard_dim)) if shard_dim else None,
+            ignored_params={
+                *(parameter for apart in modules_apart(module) for parameter in apart.parameters(recurse=False)),
+                *parameters_beside_fsdp(module),
+            },
+        )
+    except TypeError as error:
+        if "__class__ assignment" not in str(error):
+            raise
+        raise UserError(
+            f"{type(module).__name__} cannot be sharded, because FSDP changes the class of a module, and a base class "
+            "with __slots__ forbids it; expected nn.Module as the first base class. Reorder the base classes."
+        ) from error
     assert isinstance(module, FSDPModule)
     if not reshard_after_forward:
         mark_as_kept_gathered(module)
@@ -230,20 +238,22 @@ def _copy_returned_parameters(module: nn.Module, args: Any, outputs: Any) -> Any
     )
 
 
-def _detach_from_base(module: nn.Module, args: Any, outputs: Any) -> Any:
-    """Return outputs that are no views (forward hook). Copies no memory.
+def _pass_through_identity(module: nn.Module, args: Any, outputs: Any) -> Any:
+    """Return outputs that are no views and have no hooks (forward hook). Copies no memory.
 
     FSDP2 registers its pre-backward hook on the outputs. An in-place operation on a view replaces the view's node in
-    the autograd graph, and the hook would be lost; on other tensors the hook stays.
+    the autograd graph, and the hook would be lost; on other tensors the hook stays. Hooks of the module itself, which
+    may compute gradients with the parameters, must run after FSDP's, which gathers them.
     """
     leaves = pytree.tree_leaves(outputs)
-    if torch.compiler.is_compiling() or not any(map(_is_view, leaves)):
+    if torch.compiler.is_compiling() or not any(map(_is_view_or_hooked, leaves)):
         return None
-    return pytree.tree_map(lambda leaf: _WithoutBase.apply(leaf) if _is_view(leaf) else leaf, outputs)
+    return pytree.tree_map(lambda leaf: _WithoutBase.apply(leaf) if _is_view_or_hooked(leaf) else leaf, outputs)
 
 
-def _is_view(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
+def _is_view_or_hooked(leaf: Any) -> bool:
+    is_differentiable = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    return is_differentiable and (leaf._base is not None or bool(leaf._backward_hooks))
 
 
 def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> None:

@@ -84,7 +84,7 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
     if not gradients:
         return
     # A factor of the gradients' dtype uses the fused kernel; below float32 it would be inexact.
-    dtype = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    dtype = reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
     if isinstance(factor, torch.Tensor):
         factor = factor.to(dtype)
     else:  # the CPU kernel would round a Python number to the dtype of 16-bit gradients

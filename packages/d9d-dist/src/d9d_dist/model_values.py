@@ -10,13 +10,14 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,14 @@ def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, to
 
     Raises:
         UserError: If a tensor has no values: it is on `meta` (unless `ignore_meta`, which skips it), or its lazy module
-            has not run yet.
+            has not run yet. Also if a tensor is sparse.
     """
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
+    if sparse := [name for name, tensor in found.items() if tensor.layout != torch.strided]:
+        raise UserError(
+            f"{', '.join(sparse)} are sparse tensors; expected dense ones, because checkpoints and shards have no "
+            "sparse layout. Register the indices and values as dense buffers, and make the sparse tensor in forward."
+        )
     if ignore_meta:
         found = {name: tensor for name, tensor in found.items() if not tensor.is_meta}
     empty = [name for name, tensor in found.items() if nn.parameter.is_lazy(tensor) or tensor.is_meta]
@@ -66,17 +72,17 @@ def move_to_meta(model: nn.Module) -> None:
 
     Raises:
         UserError: If values could not be restored later: two tensors overlap in memory, or a module also keeps a
-            parameter in a plain list or dict. Also if hooks of parameters would be lost, or a module is a ScriptModule.
+            tensor in a plain list or dict, a view, or a function's closure. Also if hooks of parameters would be lost,
+            or a module is a ScriptModule.
     """
     _check_replaceable(model)
     _check_no_overlap(model)
-    before = {id(tensor): canonical_name(name) for name, tensor in named_tensors(model)}
     for parameter in model.parameters():
         parameter.grad = None
-    keep_alive = list(named_tensors(model))  # ids are unique only while the tensors are alive
+    # The storages are kept, because addresses are unique only while they are alive.
+    built = [(canonical_name(name), tensor.untyped_storage()) for name, tensor in named_tensors(model)]
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-    _check_no_stale_reference(model, before)
-    del keep_alive
+    _check_no_stale_reference(model, {storage._cdata: name for name, storage in built})
 
 
 def move_values(model: nn.Module, device: torch.device) -> None:
@@ -344,21 +350,43 @@ def _check_no_overlap(model: nn.Module) -> None:
 
 
 def _check_no_stale_reference(model: nn.Module, before: Mapping[int, str]) -> None:
+    """Raise `UserError` if a module's attribute or function holds memory of `before`: names by storage address."""
     lines = []
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in {"_parameters", "_buffers", "_modules"}:
                 continue
             lines += [
-                f"  {canonical_name(f'{module_name}.' if module_name else '')}{attribute} holds {before[id(leaf)]}"
-                for leaf in pytree.tree_leaves(value)
-                if id(leaf) in before
+                f"  {canonical_name(f'{module_name}.' if module_name else '')}{attribute} holds {before[storage]}"
+                for leaf in _tensors_of(value)
+                if (storage := leaf.untyped_storage()._cdata) in before
             ]
     if lines:
         raise UserError(
-            "modules keep parameters in plain lists or dicts:\n"
+            "modules keep parameters or buffers outside of their registries, such as in lists, dicts, views or "
+            "functions:\n"
             + "\n".join(lines)
-            + "\nOn several ranks sharded parameters replace the registered ones, and those in lists or dicts would "
-            "not be trained. Use nn.ParameterList, nn.ParameterDict, or access the parameter by its registered "
-            "attribute."
+            + "\nOn several ranks sharded parameters replace the registered ones, and others would not be trained. Use "
+            "nn.ParameterList, nn.ParameterDict, or access the tensor by its registered attribute in forward."
         )
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors of a tree, of variables that its functions captured, and of their arguments."""
+    for leaf in pytree.tree_leaves(value):
+        match leaf:
+            case torch.Tensor():
+                if type(leaf) in {torch.Tensor, nn.Parameter} and leaf.layout == torch.strided:
+                    yield leaf
+            case FunctionType():
+                captured = [_contents(cell) for cell in leaf.__closure__ or ()]
+                yield from _tensors_of([each for each in captured if not isinstance(each, FunctionType)])
+            case partial():
+                yield from _tensors_of([*leaf.args, *leaf.keywords.values()])
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # The variable is not assigned yet.
+        return None

@@ -6,7 +6,7 @@ modules are plain tensors in all styles, as in `d9d_dist`.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import getsource
+from inspect import getsource, signature
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
@@ -120,11 +120,13 @@ def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     style: TensorStyle | None = None
     match rule:
-        case "moe_tp_experts" if inside == _SORTED_EXPERTS:
+        case "moe_tp_experts" if inside == _SORTED_EXPERTS and _takes_sorted_tokens(module):
             style = _SplitSortedExperts()
         case "moe_tp_experts" if _is_loop(module) and _computes_absent_experts(module):
             pass
-        case "moe_tp_experts" if model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts":
+        case "moe_tp_experts" if (
+            inside == _SORTED_EXPERTS or model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts"
+        ):
             style = _SplitExperts(tuple(key for key, _ in module.named_parameters(recurse=False)))
         case "local_params" if set(inside.values()) <= {"colwise"}:
             style = _SplitParameters(tuple(inside))
@@ -195,6 +197,11 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> dict[str, l
         if found:
             unknown[name] = found
     return unknown
+
+
+def _takes_sorted_tokens(experts: nn.Module) -> bool:
+    """Return True if the forward takes tokens only; others take the chosen experts and their weights, too."""
+    return len(signature(type(experts).forward).parameters) == 2  # self and the tokens
 
 
 def _is_loop(experts: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -159,3 +159,25 @@ def test_batches_are_a_list(call: str, batches: Any, tmp_path: Path) -> None:
         method, function = calls[call]
         with pytest.raises(UserError, match="as batches; expected a list of batches, one for each microbatch"):
             method(batches, function)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_weights_of_two_steps_are_not_mixed(shards: bool, tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        weights = engine.weights(shards=shards)
+        next(weights)
+        take_step(engine)
+        with pytest.raises(UserError, match=r"the weights changed before weights\(\) was consumed"):
+            next(weights)
+        weights = engine.weights(shards=shards)
+        next(weights)
+        with engine.offloaded(), pytest.raises(UserError, match=r"the weights changed before weights\(\) was consumed"):
+            next(weights)
+
+
+def test_an_unknown_reference_is_refused(tmp_path: Path) -> None:
+    engine = Engine.open(
+        config_of(tmp_path), model=lambda stage: nn.Linear(3, 2), task=TASK, reference=cast("Any", "first")
+    )
+    with pytest.raises(UserError, match="reference = 'first'; expected None, \"initial\", or a function"), engine:
+        pass

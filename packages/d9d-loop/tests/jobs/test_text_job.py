@@ -1,5 +1,6 @@
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -138,6 +139,7 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 def _packed(folder: Path, runs: Path, job: str, **more: Any) -> TextJobConfig:
+    pytest.importorskip("d9d_modules")  # trains its models
     data = {"files": [folder / FILES[job]], "held_out": 0.2, "length": 96, "packing": True}
     return _config(folder, runs, job, dataset=data, **{**PACKED[job], **more})
 
@@ -162,30 +164,33 @@ def test_a_packed_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
 )
 @pytest.mark.sample("pp-sft")
 def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str, folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("d9d_peft")  # has d9d-modules beside it, whose models are trained
+    if job == "sft":
+        pytest.importorskip("d9d_peft")  # trains an adapter
     world_size = prod(mesh.values())
     if "tensor_parallel" in mesh and job == "sft":
         mesh = {"pipeline_parallel": 2, "data_parallel_shard": 2}  # one key and value head
     losses = _losses(_train(_packed(folder, tmp_path / "one", job, checkpoint={"every": 2})))
     split = _packed(folder, tmp_path / "split", job, mesh=mesh, checkpoint={"every": 2})
     run_ranks(_train, split, world_size=world_size)
-    assert _losses(tmp_path / "split" / job) == pytest.approx(losses, rel=1e-4)
+    rounding = len(losses) * 200**0.5 * torch.finfo(torch.float32).eps  # as above
+    assert _losses(tmp_path / "split" / job) == pytest.approx(losses, rel=rounding)
     assert losses[-1] < losses[0]
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = (_load(job, tmp_path / layout / job / "export")(ids)[0] for layout in ("one", "split"))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    export = tmp_path / "split" / job / "export" / "model.safetensors"
-    before = export.read_bytes()
+    export = tmp_path / "split" / job / "export"
+    before = [file.read_bytes() for file in sorted(export.glob("*.safetensors"))]
+    shutil.rmtree(export)
     (tmp_path / "split" / job / "checkpoints" / "step-00000004").rename(tmp_path / "away")  # as if killed before it
     run_ranks(_train, split, world_size=world_size)
-    assert export.read_bytes() == before
+    assert [file.read_bytes() for file in sorted(export.glob("*.safetensors"))] == before
 
 
 def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: Path, tmp_path: Path) -> None:
     import transformers
 
-    pytest.importorskip("d9d_peft")
+    pytest.importorskip("d9d_modules")
     chats = [{"prompt": f"say {n}", "completion": "yes " * n} for n in range(1, 5)]
     _write(tmp_path / "few.jsonl", chats)
     data = {"files": [tmp_path / "few.jsonl"], "length": 160, "packing": True}
@@ -240,7 +245,6 @@ def test_prompts_are_answered_at_each_evaluation_as_by_the_exported_model(folder
 
 @pytest.mark.full
 def test_prompts_are_continued_over_a_pipeline(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("d9d_peft")
     config = _packed(folder, tmp_path, "pretrain", prompts=["7 plus 7 is "], mesh={"pipeline_parallel": 2})
     run_ranks(_train, config, world_size=2)
     run = tmp_path / "pretrain"

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from d9d_dist import DistributedContext, Launch, StageInfo, parallelize_hsdp
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
 from d9d_loop.planning.dry_run import dry_run, representatives
+from d9d_loop.planning.job_plan import shown_microbatches
 from d9d_loop.planning.layer_repeats import Repeats, repeats_of, without_repeats
 from d9d_loop.planning.short_run import short_runs
 from d9d_pipeline import Inputs
@@ -61,13 +62,14 @@ class Regression(Task):
         return Loss(F.cross_entropy(outputs, batch["y"], reduction="sum"), weight=batch["y"].numel())
 
 
-def _trainer(inner: list[int], folder: Any, **mesh: int) -> Trainer:
+def _trainer(inner: list[int], folder: Any, gradients: dict[str, bool] | None, **mesh: int) -> Trainer:
     config = TrainerConfig.model_validate(
         {
             "steps": 2,
             "run": {"folder": folder},
             "batch": {"global_size": 32, "microbatch_size": 2},
             "mesh": mesh,
+            "gradients": gradients or {},
             "rehearsal": False,
             "trackers": (),
         }
@@ -87,11 +89,13 @@ def _trainer(inner: list[int], folder: Any, **mesh: int) -> Trainer:
 )
 @pytest.mark.sample("a period of two")
 def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], tmp_path: Any) -> None:
-    trainer = _trainer(inner, tmp_path, **mesh)
+    trainer = _trainer(inner, tmp_path, None, **mesh)
     plan = trainer.plan_for(Launch(world_size=4, device="cpu"))
     ranks = representatives(plan, 4)
     whole = dry_run(trainer.plan_for, ranks=ranks, world_size=4, precision="bfloat16")
-    found = short_runs(plan, ranks=ranks, world_size=4, num_microbatches=plan.num_microbatches, precision="bfloat16")
+    found = short_runs(
+        plan, ranks=ranks, world_size=4, num_microbatches=(1, plan.num_microbatches), precision="bfloat16"
+    )
     for short, run in zip(found, whole, strict=True):
         for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "attention_calls"):
             assert getattr(short, name) == getattr(run, name), name
@@ -100,7 +104,27 @@ def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], 
             assert (one.flops, one.peak_bytes) == (other.flops, other.peak_bytes)
             # Short runs read the norms of the layers that run.
             assert one.bytes_moved == pytest.approx(other.bytes_moved, rel=1e-4 if name == "update" else 0)
-            assert one.collective_bytes() == other.collective_bytes()
+            if name == "update":  # flags of unused parameters are those of the layers that run
+                assert one.collective_bytes().keys() == other.collective_bytes().keys()
+            else:
+                assert one.collective_bytes() == other.collective_bytes()
+
+
+@pytest.mark.parametrize("mesh", [{"data_parallel_shard": 4}, {"pipeline_parallel": 2, "data_parallel_shard": 2}])
+@pytest.mark.parametrize("reduces", [False, True], ids=["once", "each microbatch"])
+def test_a_few_microbatches_have_the_memory_and_the_collectives_of_all(
+    mesh: dict[str, int], reduces: bool, tmp_path: Any
+) -> None:
+    trainer = _trainer([64] * 3, tmp_path, {"reduce_each_microbatch": reduces}, **mesh)
+    plan = trainer.plan_for(Launch(world_size=4, device="cpu"))
+    fewer, few = shown_microbatches(plan)
+    assert fewer < few < plan.num_microbatches
+    (whole,) = dry_run(trainer.plan_for, ranks=[0], world_size=4, precision="bfloat16")
+    (short,) = short_runs(plan, ranks=[0], world_size=4, num_microbatches=(fewer, few), precision="bfloat16")
+    assert short.activation_bytes == whole.activation_bytes
+    assert short.collective_bytes(plan.num_microbatches) == whole.collective_bytes(plan.num_microbatches)
+    scaled = {name: size * plan.num_microbatches // few for name, size in short.collective_bytes(few).items()}
+    assert scaled != whole.collective_bytes(plan.num_microbatches)  # some collectives run once for each step
 
 
 def test_the_longest_repeated_part_is_found_and_shortened() -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from d9d_dist import each_block, recorded_blocks
 from d9d_loop.planning import recorded
 
 
@@ -42,3 +43,28 @@ def test_the_host_reads_finite_numbers_and_unset_flags() -> None:
         assert torch.zeros(()).item() == 1.0
         assert not torch.zeros((), dtype=torch.bool).item()
         assert torch.zeros(2, 2).tolist() == [[0, 0], [0, 0]]
+
+
+def test_blocks_that_run_once_count_as_all() -> None:
+    def run() -> None:
+        total = torch.zeros(1)
+        for block in each_block(17, 4):
+            product = torch.ones(block.stop - block.start, 8) @ torch.ones(8, 8)
+            total = total + product.sum()
+
+    with FakeTensorMode(), recorded() as short:
+        run()
+    with FakeTensorMode(), recorded() as whole, recorded_blocks(lambda: lambda num_equal: False):
+        run()
+    assert short.operations == whole.operations
+    assert short.peak_bytes == whole.peak_bytes
+
+
+def test_equal_chunks_are_one_tensor_with_the_bytes_of_all() -> None:
+    whole = torch.zeros(8, 3)
+    with recorded() as real:
+        torch.cat(torch.chunk(whole, 4, dim=0), dim=1)
+    with FakeTensorMode() as mode, torch.no_grad(), recorded() as fake:
+        joined = torch.cat(torch.chunk(mode.from_tensor(whole), 4, dim=0), dim=1)
+    assert joined.shape == (2, 12)
+    assert (fake.bytes_moved, fake.peak_bytes) == (real.bytes_moved, real.peak_bytes)

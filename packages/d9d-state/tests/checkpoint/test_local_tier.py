@@ -168,6 +168,25 @@ def test_resumed_job_replicates_again_on_any_number_of_ranks(tmp_path: Path) -> 
     assert run_ranks(_resume, [str(tmp_path)], 1, None, world_size=1) == [[5]]
 
 
+def _save_few(root: str) -> float | None:
+    """Save or load one tensor, which only one rank writes."""
+    with _ranks() as ctx:
+        store, weight = _store(Path(root), ctx.rank), torch.full((1,), 2.0)
+        info = store.newest(ctx)
+        if info is None:
+            store.save_local(3, {"a": weight}, ctx=ctx)
+            store.wait()
+            return None
+        store.load(info, {"a": weight.zero_()}, ctx)
+        return weight.item()
+
+
+def test_ranks_without_tensors_take_part(tmp_path: Path) -> None:
+    run_ranks(_save_few, str(tmp_path), world_size=2)
+    shutil.rmtree(tmp_path / "host-0")
+    assert run_ranks(_save_few, str(tmp_path), world_size=2) == [2.0, 2.0]
+
+
 def _refuse(root: str) -> str:
     with _ranks() as ctx, pytest.raises(UserError) as caught:
         _store(Path(root), 0).save_local(1, _tensors(ctx, 1), ctx=ctx)

@@ -258,6 +258,10 @@ class TrainerConfig(JobConfig):
     initial_weights: Path | None = Field(
         default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
     )
+    compile: str | None = Field(
+        default=None,
+        description="Backend of `torch.compile` for the model's forward, such as inductor; null: no compilation.",
+    )
     rehearsal: bool = Field(
         default=True,
         description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",

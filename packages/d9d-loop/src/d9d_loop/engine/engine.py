@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, Self, final, overload
+from typing import Any, Literal, Self, TypeVar, final, overload
 
 from pydantic import JsonValue
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
 from d9d_state import StateMapper
+
+W = TypeVar("W")
 
 
 @final
@@ -227,11 +229,23 @@ class Engine:
 
         Raises:
             UserError: If the state mapper does not match the model or has no inverse, or if it omits trained
-                parameters, such as those of adapters; with `shards` also if it computes values.
+                parameters, such as those of adapters; with `shards` also if it computes values. While iterating, if a
+                step, `offload` or `reference` comes in between.
         """
         self._require_onloaded("weights()")
         free_gathered_parameters(self._whole)
-        return self._weights.shards() if shards else self._weights.gathered()
+        return self._unchanged(self._weights.shards() if shards else self._weights.gathered())
+
+    def _unchanged(self, weights: Iterator[W]) -> Iterator[W]:
+        """Yield weights, and raise `UserError` if a step or `offload` came in between."""
+        step, is_reference = self.num_steps, self._reference.is_active
+        for each in weights:
+            if self.num_steps != step or self._offloading.is_offloaded or self._reference.is_active != is_reference:
+                raise UserError(
+                    "the weights changed before weights() was consumed, so some would be of another step; expected no "
+                    "step, offload or reference() in between. Consume the iterator first."
+                )
+            yield each
 
     def _require_onloaded(self, call: str) -> None:
         if self._offloading.is_offloaded:

@@ -28,6 +28,10 @@ class ReferenceModel:
     """
 
     def __init__(self, model: nn.Module, reference: Reference | None, *, whole: nn.Module) -> None:
+        if not (reference is None or reference == "initial" or callable(reference)):
+            raise UserError(
+                f'reference = {reference!r}; expected None, "initial", or a function such as d9d_peft.adapters_off.'
+            )
         self._model = model
         self._weights = ReferenceWeights(whole) if reference == "initial" else None
         self._enter = None if reference == "initial" else reference

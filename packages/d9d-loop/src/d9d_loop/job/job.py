@@ -42,6 +42,7 @@ from d9d_loop.job.reports import Reports
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
 from d9d_loop.job.start_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
+from d9d_loop.model.compiled_model import compile_stages, describe_graph_breaks
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import HangWatchdog, StepGuard, Stopped, StopSignals, check_buffers, check_replicas
 from d9d_loop.task import Loss, Task
@@ -67,6 +68,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     config, task = plan.config, plan.task
     pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
     pipeline.set_gradients(config.gradients)
+    if config.compile is not None:
+        compile_stages(pipeline.stages.values(), config.compile)
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(pipeline.model)
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
@@ -289,6 +292,8 @@ def _end_startup(job: Job, result: StepResult) -> None:
             f"number of summed items. Check {type(job.plan.task).__name__}.loss, and whether all labels are masked."
         )
     check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
+    if job.plan.config.compile is not None and job.ctx.is_main_process and (breaks := describe_graph_breaks()):
+        print("d9d: torch.compile runs these lines of the model eagerly:", *breaks, sep="\n")
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:
         job.state.prepare()

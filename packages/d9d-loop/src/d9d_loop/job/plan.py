@@ -26,6 +26,7 @@ from d9d_loop.job.job_check import (
 )
 from d9d_loop.job.local_tiers import check_local_tiers
 from d9d_loop.lr.lr_schedule import LrSchedule
+from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -108,6 +109,8 @@ def plan_job(
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
     stream, steps, evaluation_data = _plan_data(config, data, task)
     check_trackers(config.trackers)
+    if config.compile is not None:
+        check_backend(config.compile)
     check_writable(config.run.dir)
     schedule = pipeline_schedule or config.pipeline.schedule.build()
     if pipeline_schedule is None and isinstance(model, FunctionProvider | ModuleProvider):

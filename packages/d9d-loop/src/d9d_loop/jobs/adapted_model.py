@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
@@ -50,14 +51,19 @@ class AdaptedModel(ModelProvider):
         are loaded.
         """
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
+        base_mapper = self._base.state_mapper(model)  # the base may derive it from the names before the injection
         changes = self._peft.inject(self._method, model, is_part=is_part)
+        for module in model.modules():
+            if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
+                module.to_empty(device=torch.device("cpu"))
+                module.reset_parameters()
         if self._is_quantized:
             quantized = self._peft.quantize_base(
                 model, chosen.target, block_format=chosen.base, block_size=chosen.block_size
             )
             changes = sequential(changes, quantized)
         if not is_part:  # the whole model is built first, and its names are used to read and write files
-            self._base_mapper, self._changes = self._base.state_mapper(model), changes
+            self._base_mapper, self._changes = base_mapper, changes
         return model
 
     @property

@@ -133,9 +133,16 @@ class ModuleProvider(ModelProvider):
         self._module = module
 
     def build(self, stage: StageInfo) -> nn.Module:
-        """Return a copy of the module. Raise `UserError` for a pipeline stage."""
-        _check_whole(stage, f"the model is a {type(self._module).__name__} that is already built")
-        return copy.deepcopy(self._module)
+        """Return a copy of the module. Raise `UserError` for a pipeline stage, or if the module cannot be copied."""
+        name = type(self._module).__name__
+        _check_whole(stage, f"the model is a {name} that is already built")
+        try:
+            return copy.deepcopy(self._module)
+        except (TypeError, RuntimeError) as error:
+            raise UserError(
+                f"the model is a {name} that is already built, and cannot be copied: {error}; expected a module that "
+                "copy.deepcopy supports. Pass model=lambda stage: ..., a function that builds it."
+            ) from error
 
 
 def model_provider(model: "ModelProvider | nn.Module | BuildFunction") -> ModelProvider:

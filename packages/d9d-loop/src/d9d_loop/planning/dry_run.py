@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -142,13 +145,14 @@ def run_rank(
     messages: Messages | None,
     fake: FakeTensorMode,
     batch: Any,
+    num_first: int | None = None,
     marks: RepeatMarks | None = None,
     repeat: Sequence[nn.Module] = (),
 ) -> DryRun:
     """Run two steps of a planned job as the rank of `ctx`, and record them.
 
-    The first step has as few microbatches as the schedule supports. `batch` is a microbatch of fake tensors. The
-    parts of a step that belong to the layers `repeat` count repeatedly: `marks` mark them.
+    The first step has `num_first` microbatches, by default as few as the schedule supports. `batch` is a microbatch of
+    fake tensors. The parts of a step that belong to the layers `repeat` count repeatedly: `marks` mark them.
     """
     marks = marks or RepeatMarks(0)
     stages = stages_on_fake(plan, ctx, fake)
@@ -161,7 +165,7 @@ def run_rank(
     guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
     engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
     batches = [batch] * plan.num_microbatches
-    num_first = _fewest_microbatches(pipeline, plan.num_microbatches)
+    num_first = num_first or _fewest_microbatches(pipeline, plan.num_microbatches)
     repeated = [parameter for layer in repeat for parameter in layer.parameters()]
 
     def counted(size: Callable[[nn.Module], int]) -> int:
@@ -258,10 +262,17 @@ def placed(
     launch = Launch(rank=rank, world_size=world_size, device="cpu")
     plan = plan_for(launch)
     with (
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", _chunk_with_empty),
         fake_ranks(rank, world_size),
         plan.model.mesh.build(launch=launch, precision=precision or plan.config.precision) as ctx,
     ):
         yield plan, ctx
+
+
+def _chunk_with_empty(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+    """Split as FSDP2 does, but the ranks beyond the rows of a weight share one chunk: there may be 100,000 of them."""
+    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+    return chunks + [tensor.new_empty(0)] * (num_chunks - len(chunks))
 
 
 def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> dict[int, nn.Module]:

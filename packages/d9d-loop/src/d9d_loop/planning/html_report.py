@@ -22,10 +22,12 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 p.verdict { border-left: 4px solid var(--mark); padding-left: .8rem; }
-img { max-width: 100%; height: auto; }
+img { width: 100%; max-width: 42rem; height: auto; }
 div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; } th, td { padding: .25rem .7rem; text-align: right; }
+td { white-space: nowrap; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+td:last-child { white-space: normal; min-width: 14rem; }
 tr { border-bottom: 1px solid #ddd; } pre { font-size: .8rem; overflow-x: auto; background: #f6f6f6; padding: .8rem; }
 """
 
@@ -50,7 +52,7 @@ def write_html(plan: ClusterPlan, path: Path) -> None:
     body += [f'<p class="verdict" style="--mark: {mark}">{html.escape(line)}</p>' for line in lines]
     body += [f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{data}">' for title, data in pictures]
     if plan.search is not None and plan.search.fitting:
-        body += ["<h2>Fastest layouts that fit</h2>", '<div class="wide">', _search_table(plan), "</div>"]
+        body += ["<h2>Fastest and smallest layouts that fit</h2>", '<div class="wide">', _search_table(plan), "</div>"]
     body += ["<h2>All figures</h2>", f"<pre>{html.escape(report(plan))}</pre>"]
     page = (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
@@ -76,12 +78,12 @@ def _search_table(plan: ClusterPlan) -> str:
 def _figure(height: float) -> "Figure":
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(8, height), layout="constrained")
+    return Figure(figsize=(5.5, height), layout="constrained")  # narrow: text stays readable on a phone
 
 
 def _encoded(figure: "Figure") -> str:
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=130)
+    figure.savefig(data, format="png", dpi=220)
     return base64.b64encode(data.getvalue()).decode()
 
 
@@ -147,9 +149,10 @@ def _roofline(plan: ClusterPlan) -> str:
     tokens, h = layout.tokens_per_microbatch, shape.hidden_size
     products = {
         "attention projection": (tokens, shape.num_heads * shape.head_dim / layout.tp, h),
-        "feed-forward": (tokens, max(1, shape.intermediate_size) / layout.tp, h),
         "head": (tokens, shape.vocab_size / layout.tp, h),
     }
+    if shape.num_layers > shape.num_sparse_layers:
+        products["feed-forward"] = (tokens, shape.intermediate_size / layout.tp, h)
     if shape.num_experts:
         products["expert"] = (tokens * shape.top_k * layout.ep / shape.num_experts, shape.expert_size, h)
     for (name, (m, n, k)), color in zip(products.items(), _COLORS, strict=False):

@@ -64,7 +64,7 @@ class ClusterPlan:
         goodput: Expected share of useful time with failures.
         sensitivity: Step time in seconds if one thing were 10 % better, by its name.
         program: Program of the pipeline schedule, with at most the microbatches that were recorded.
-        search: Ranked layouts; `None` without a search.
+        search: The ten fastest layouts and the Pareto front of time and memory; `None` without a search.
         nearest: If the job does not fit, the layout that fits with the fewest changes; `None` without one.
     """
 
@@ -169,12 +169,14 @@ def plan_cluster(
     plan = plan_with(launch, None, None, None)
     if shape is None or length is None:
         shape, length = shape_of_job(plan)
-    shown = shown_microbatches(plan)
+    fewer, shown = shown_microbatches(plan)
     first, *others = representatives(plan, world_size)
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
     precision = "parameters" if plan.config.precision == "parameters" else "bfloat16"
     with planned_accelerator():
-        runs = short_runs(plan, ranks=ranks, world_size=world_size, num_microbatches=shown, precision=precision)
+        runs = short_runs(
+            plan, ranks=ranks, world_size=world_size, num_microbatches=(fewer, shown), precision=precision
+        )
     layout = _layout(plan, shape, length, runs[0])
     names = ("first stage", "last stage") if len(runs) == 2 else ("first stage", "second stage", "last stage")
     made = ClusterPlan(
@@ -198,10 +200,11 @@ def plan_cluster(
         shape, hardware, world_size=world_size, global_size=plan.config.batch.global_size, length=length, keep=None
     )
     checks = _Checks(plan_with, launch, layout.stages_per_rank)
+    fastest, front = (checks.accepted(each, 10) for each in (found.fitting, found.pareto()))
     by_changes = sorted(found.fitting, key=lambda each: (num_changes(layout, each.layout), each.seconds))
     return replace(
         made,
-        search=replace(found, fitting=checks.accepted(found.fitting, 10)),
+        search=replace(found, fitting=tuple(sorted({*fastest, *front}, key=lambda each: each.seconds))),
         nearest=None if made.fits else next(iter(checks.accepted(by_changes, 1)), None),
     )
 
@@ -213,10 +216,12 @@ def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
     return recompute + sum(getattr(layout, name) != getattr(other, name) for name in names)
 
 
-def shown_microbatches(plan: JobPlan) -> int:
-    """Return the number of microbatches of a recorded step: the fewest that need as much memory as all.
+def shown_microbatches(plan: JobPlan) -> tuple[int, int]:
+    """Return the numbers of microbatches of two recorded steps: the second needs as much memory as the whole step.
 
-    They have as many activations in flight on each pipeline rank, and gradients of an earlier microbatch.
+    Both have as many activations in flight on each pipeline rank as the whole step, so that collectives are linear from
+    the first one on. The second one has gradients of an earlier microbatch, too. If there are no two such numbers, both
+    are that of the whole step.
     """
     num_ranks, schedule = len(plan.model.program.ranks), plan.model.schedule
     most, found = simulate(plan.model.program).peak_activations, 0
@@ -225,10 +230,12 @@ def shown_microbatches(plan: JobPlan) -> int:
             program = build(schedule, num_ranks=num_ranks, num_microbatches=count)
         except UserError:
             continue
-        if found and program.splits == plan.model.program.splits:
-            return count
-        found = found or (count if simulate(program).peak_activations == most else 0)
-    return plan.num_microbatches
+        if program.splits != plan.model.program.splits:
+            continue
+        if found:
+            return found, count
+        found = count if simulate(program).peak_activations == most else 0
+    return plan.num_microbatches, plan.num_microbatches
 
 
 def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> dict[str, float]:

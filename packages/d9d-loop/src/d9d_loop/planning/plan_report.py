@@ -62,7 +62,11 @@ def report(plan: ClusterPlan) -> str:
         if getattr(plan.time, name) > 0
     ]
     better = [(name, f"{value:.4g}", f"{1 - value / plan.time.total:.1%}") for name, value in plan.sensitivity.items()]
-    sent = [(name, f"{size / GIB:.3f}") for name, size in sorted(plan.collectives.items(), key=lambda each: -each[1])]
+    sent = [
+        (name, f"{size / GIB:.3f}")
+        for name, size in sorted(plan.collectives.items(), key=lambda each: -each[1])
+        if size >= 2**20
+    ]
     sections = [
         verdict(plan),
         "Memory in GiB (exact, but for the reserve)\n" + _table(("rank", *_MEMORY, "total"), memory),
@@ -78,7 +82,7 @@ def report(plan: ClusterPlan) -> str:
             (f"{each.seconds:.4g}", f"{each.memory.total / GIB:.1f}", each.time.limit, describe(each.layout))
             for each in plan.search.fitting
         ]
-        title = f"Fastest of {plan.search.num_legal} layouts that fit"
+        title = f"Fastest and smallest of {plan.search.num_legal} layouts that fit"
         empty = f"No layout fits. The smallest needs {plan.search.smallest.memory.total / GIB:.1f} GiB: "
         empty += f"{describe(plan.search.smallest.layout)}. Use more devices, or ones with more memory."
         sections.append(f"{title}\n" + _table(("seconds", "GiB", "limit", "layout"), rows) if rows else empty)

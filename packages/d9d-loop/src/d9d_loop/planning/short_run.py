@@ -29,22 +29,27 @@ from d9d_pipeline import Messages, stage_output
 
 
 def short_runs(
-    plan: JobPlan, *, ranks: Sequence[int], world_size: int, num_microbatches: int, precision: PrecisionName
+    plan: JobPlan,
+    *,
+    ranks: Sequence[int],
+    world_size: int,
+    num_microbatches: tuple[int, int],
+    precision: PrecisionName,
 ) -> tuple[DryRun, ...]:
-    """Return what `dry_run` returns for some ranks of a planned job, for a step of `num_microbatches`.
+    """Return what `dry_run` returns for some ranks of a planned job, for a step of some microbatches.
 
     Args:
         plan: The plan of any rank.
         ranks: Global ranks, one of each class.
         world_size: Number of ranks of the job.
-        num_microbatches: Microbatches of the recorded step on a data-parallel rank; the schedule must support them.
+        num_microbatches: Microbatches of the two recorded steps; the schedule must support them.
         precision: Precision of the job on the planned device.
 
     Raises:
         UserError: If this process already has a process group.
     """
-    plan = replace(plan, num_microbatches=num_microbatches)
-    runs = _ShortRuns(plan, world_size, precision)
+    num_first, num_last = num_microbatches
+    runs = _ShortRuns(replace(plan, num_microbatches=num_last), num_first, world_size, precision)
     with warnings.catch_warnings():
         # Code that only compares addresses may read those of fake tensors; FSDP2's warning is for the user's real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -57,8 +62,8 @@ def short_runs(
 class _ShortRuns:
     """Runs of a planned job's ranks with fewer layers."""
 
-    def __init__(self, plan: JobPlan, world_size: int, precision: PrecisionName) -> None:
-        self._plan, self._world_size, self._precision = plan, world_size, precision
+    def __init__(self, plan: JobPlan, num_first: int, world_size: int, precision: PrecisionName) -> None:
+        self._plan, self._num_first, self._world_size, self._precision = plan, num_first, world_size, precision
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stages: dict[int, nn.Module] = {}
 
@@ -70,7 +75,16 @@ class _ShortRuns:
             repeat: list[nn.Module] = []
             short = self._shortened(marks, repeat)
             batch = fake_batch(plan, ctx, self._fake)
-            return run_rank(short, ctx, messages=messages, fake=self._fake, batch=batch, marks=marks, repeat=repeat)
+            return run_rank(
+                short,
+                ctx,
+                messages=messages,
+                fake=self._fake,
+                batch=batch,
+                num_first=None if self._num_first == plan.num_microbatches else self._num_first,
+                marks=marks,
+                repeat=repeat,
+            )
 
     def messages(self) -> Messages | None:
         """Return the metadata of the messages between stages; `None` without a pipeline.

@@ -199,13 +199,9 @@ class StepRecorder(TorchDispatchMode):
         if name.startswith(("empty", "new_empty", "detach", "alias")):
             return
         unique = {id(tensor): tensor for tensor in (*tensors, *outputs)}
-        # `_equal_chunks` returns one tensor for all equal parts, of which `cat` reads each.
-        repeated = tensors[len({id(tensor) for tensor in tensors}) :] if name == "cat" else []
         count = flop_registry.get(func.overloadpacket)
         flops = 0 if count is None else self._counted(int(count(*args, **kwargs, out_val=result)), outputs[0])
-        num_bytes = sum(
-            self._counted(tensor.numel() * tensor.element_size(), tensor) for tensor in (*unique.values(), *repeated)
-        )
+        num_bytes = sum(self._counted(tensor.numel() * tensor.element_size(), tensor) for tensor in unique.values())
         shapes = (tuple(tuple(tensor.shape) for tensor in each) for each in (tensors, outputs))
         self.record.operations.append(Operation(name, flops, num_bytes, *shapes))
 
@@ -284,24 +280,40 @@ def _zeros(shape: tuple[int, ...]) -> Any:
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
+class _EqualParts(list[Tensor]):
+    """Equal parts of a tensor: one view, as often as there are parts."""
+
+    def __init__(self, whole: Tensor, num: int, dim: int) -> None:
+        super().__init__([whole.narrow(dim, 0, whole.shape[dim] // num)] * num)
+        self.whole = whole
+
+
 @contextmanager
 def _equal_chunks() -> Generator[None]:
-    """Make `torch.chunk` return one part for all equal parts of a fake tensor, without autograd.
+    """Make `torch.chunk` and `torch.cat` handle equal parts of a fake tensor as one tensor, without autograd.
 
-    FSDP2 splits weights that it gathered into one part for each rank, of which a large job has thousands.
+    FSDP2 splits and concatenates gathered weights with one part for each rank, of which a large job has thousands.
     """
-    original = torch.chunk
+    chunk, cat = torch.chunk, torch.cat
 
-    def chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Sequence[Tensor]:
-        if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or tensor.shape[dim] % chunks:
-            return original(tensor, chunks, dim)
-        return [tensor.narrow(dim, 0, tensor.shape[dim] // chunks)] * chunks
+    def equal_chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Sequence[Tensor]:
+        is_usual = torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or not tensor.is_contiguous()
+        return (
+            chunk(tensor, chunks, dim) if is_usual or tensor.shape[dim] % chunks else _EqualParts(tensor, chunks, dim)
+        )
 
-    torch.chunk = chunk  # ty: ignore[invalid-assignment]
+    def equal_cat(tensors: list[Tensor] | tuple[Tensor, ...], dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+        if isinstance(tensors, _EqualParts):
+            shape = list(tensors[0].shape)
+            shape[dim] *= len(tensors)
+            tensors = [tensors.whole.view(shape)]
+        return cat(tensors, dim, out=out)
+
+    torch.chunk, torch.cat = equal_chunk, equal_cat  # ty: ignore[invalid-assignment]
     try:
         yield
     finally:
-        torch.chunk = original
+        torch.chunk, torch.cat = chunk, cat
 
 
 @contextmanager

@@ -26,6 +26,8 @@ _READ_INTERVALS = 5.0  # polling intervals to wait for the report of the rank th
 _REPORT_INTERVALS = 6.0  # polling intervals in which the poller gets the report of an alarm
 _ROLL_INTERVALS = 8.0  # polling intervals to wait for answers to a roll call; an answer takes one on an idle machine
 _ALARM, _ROLL_CALL = "alarm", "roll_call"  # keys, whose values are the rank that raised or called first
+# Texts in errors of gloo and NCCL for a collective that timed out, without a broken connection.
+_TIMEOUTS = ("Timed out waiting", "collective operation timeout")
 _LARGE_WORLD_SIZE = 1024  # number of ranks above which each rank polls the store less often
 
 
@@ -151,12 +153,19 @@ class HangPoller:
             self._has_answered = True
 
     def _find_cause(self, error: BaseException) -> None:
-        self._call_roll()
-        if (failure := self._channel.first_failure()) is not None:
+        self._call_roll(is_late=any(text in str(error) for text in _TIMEOUTS))
+        failure = self._channel.first_failure()
+        if failure is not None and failure[0] == self._rank:
+            error.add_note(f"This rank failed first: {failure[1]}")
+        elif failure is not None:
             name_first_failure(error, failure, rank=self._rank)
 
-    def _call_roll(self) -> None:
-        """Find the ranks that do not answer, and publish them as the first failure, unless there is one."""
+    def _call_roll(self, *, is_late: bool) -> None:
+        """Publish the ranks that do not answer as the first failure, unless there is one.
+
+        If all ranks answer, the network is published as the cause, except if `is_late`: then a rank did not come to a
+        collective, whose connections are intact.
+        """
         caller = self._channel.write_first(_ROLL_CALL, str(self._rank))
         self._answer()
         keys = [f"present/{rank}" for rank in self._ranks] if caller == str(self._rank) else ["never"]
@@ -170,6 +179,9 @@ class HangPoller:
             who = f"its process on {hosts} does" if not silent[1:] else f"{name_ranks(silent)} on {hosts} do"
             text = f"{who} not answer: killed, or the host is down or cut off from the network."
             self._channel.publish_failure(silent[0], text, num_ended=len(silent))
+        elif not is_late:
+            text = "a connection broke, but all ranks answer: the network between the hosts was interrupted."
+            self._channel.publish_failure(self._rank, text)
 
     def _exchange_places(self) -> None:
         """Publish this rank's location, then write the report if this rank raised the alarm first, else read it.

@@ -6,6 +6,7 @@ disk is allocated again. The last step stays complete until the new one is compl
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import final
 
@@ -82,28 +83,40 @@ class TierWriter:
         """Set the slot of the next save."""
         self._next = SLOTS.index(slot)
 
-    def write(self, save: TierSave, parts: Mapping[str, Tensor], wait_copied: Callable[[], None]) -> None:
+    def write(
+        self,
+        save: TierSave,
+        parts: Mapping[str, Tensor],
+        wait_copied: Callable[[], None],
+        problem: str | None = None,
+    ) -> None:
         """Write a step, complete on all hosts when this returns. Collective.
 
-        `parts` must not change before this returns. Raises `StateError` on every rank if a rank cannot write.
+        `parts` must not change before this returns. Raises `StateError` on every rank if a rank cannot write, or has a
+        `problem` already.
         """
-        slot, problem = self._folder / SLOTS[self._next], None
+        slot = self._folder / SLOTS[self._next]
         images: dict[int, Tensor] = {}
         try:
-            images = self._prepare(slot, save.plan)
-            wait_copied()
-            self._fill(images[self._rank], parts)
+            if problem is None:
+                images = self._prepare(slot, save.plan)
+                wait_copied()
+                self._fill(images[self._rank], parts)
         except Exception as error:  # any error: the other ranks wait in agree()
             problem = f"step {save.step} could not be saved in {slot}: {describe(error)}"
         agree(problem, self._group, error=StateError, alone=self._group is None)
-        sends = self._start_transfers(images)
-        texts = self._texts(save, images[self._rank])
-        for transfer in sends:
+        transfers, texts = self._start_transfers(images), b""
+        try:
+            texts = self._texts(save, images[self._rank])
+        except Exception as error:  # any error: the other ranks wait in the exchange
+            problem = f"step {save.step} could not be hashed in {slot}: {describe(error)}"
+        for transfer in transfers:
             transfer.wait()
         received = self._exchange(texts)
         try:
-            for rank, (record, rank_state, state) in received.items():
-                self._write_texts(slot, rank, record, rank_state, state)
+            for rank, text in received.items():
+                if text:
+                    self._write_texts(slot, rank, *_parse_texts(text))
         except OSError as error:
             problem = f"step {save.step} could not be saved in {slot}: {describe(error)}"
         agree(problem, self._group, error=StateError, alone=self._group is None)
@@ -148,14 +161,9 @@ class TierWriter:
     def _texts(self, save: TierSave, image: Tensor) -> bytes:
         """Hash this rank's file; return its record and states as JSON."""
         layout, rank = self._layouts[self._rank], self._rank
-        ends = [*list(layout.starts.values())[1:], layout.num_bytes]
         view = bytes_of(image)
-        header, *records = digest_parts(
-            [
-                view[: len(layout.header)],
-                *(view[start:end] for start, end in zip(layout.starts.values(), ends, strict=True)),
-            ]
-        )
+        parts = (view[start:end] for start, end in pairwise([*layout.starts.values(), layout.num_bytes]))
+        header, *records = digest_parts([view[: len(layout.header)], *parts])
         written = SafetensorsRecord(header, dict(zip(layout.starts, records, strict=True)))
         chunks, size = chunks_of_rank(save.plan, rank, written)
         # Tensors without elements have no chunk; rank 0 records them.
@@ -182,9 +190,9 @@ class TierWriter:
         record = RankRecord(save.save_id, rank, share).dump()
         return dump_json([record.decode(), save.rank_state.decode(), save.state.decode() if rank == 0 else None])
 
-    def _exchange(self, texts: bytes) -> dict[int, tuple[bytes, bytes, bytes | None]]:
+    def _exchange(self, texts: bytes) -> dict[int, bytes]:
         """Send this rank's texts to its peers; return those of this rank and of the replicas that it keeps."""
-        own = torch.frombuffer(bytearray(texts), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(texts or b"\0"), dtype=torch.uint8)[: len(texts)]
         size = torch.tensor([len(texts)])
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._sources}
         _wait_all(
@@ -200,8 +208,7 @@ class TierWriter:
                 *(dist.isend(own, rank, group=self._group) for rank in self._peers),
             ]
         )
-        received = {self._rank: texts, **{rank: bytes(bytes_of(each)) for rank, each in others.items()}}
-        return {rank: _parse_texts(text) for rank, text in received.items()}
+        return {self._rank: texts, **{rank: bytes(bytes_of(each)) for rank, each in others.items()}}
 
     def _write_texts(self, slot: Path, rank: int, record: bytes, rank_state: bytes, state: bytes | None) -> None:
         """Write the small files of a rank, and last its record."""

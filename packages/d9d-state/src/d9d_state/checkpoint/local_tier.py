@@ -99,12 +99,13 @@ class LocalTier:
                 kept = None if self._open is None else self._open.found
                 writer.overwrite(self._reader(ctx, group).forget_other_steps(kept, since=self._resumed_from))
             copies, wait_copied = self._staging.copy(local_parts(tensors, plan, rank), plan, rank)
-        except Exception as error:  # any error: the other ranks wait in agree()
+        except Exception as error:  # any error: the other ranks learn it in the background
             problem = f"step {step} could not be copied to host memory: {describe(error)}"
-        agree(problem, error=StateError, alone=ctx is None)
-        self._is_settled = True
+        self._is_settled = problem is None
         save = TierSave(f"{self._life}-{step}", run_id, step, mesh_shape(ctx), plan, *texts)
-        self._background.start(f"saving step {step} in {self.folder}", lambda: writer.write(save, copies, wait_copied))
+        self._background.start(
+            f"saving step {step} in {self.folder}", lambda: writer.write(save, copies, wait_copied, problem)
+        )
 
     def steps(self, run_id: str, ctx: DistributedContext | None = None) -> list[TierStep]:
         """Return the complete steps of a run over all hosts, newest first. Collective."""

@@ -61,10 +61,11 @@ class SavePlanner:
             if ctx is None or ctx.world_size == 1:
                 raise
             problem, description, is_known = str(error), None, False
-        agree(problem, error=StateError, alone=ctx is None)
         known = self._plan.digest if is_known and self._plan is not None else None
-        answers = gather_json(known, alone=ctx is None)
-        if known is not None and all(answer == known for answer in answers):
+        answers = gather_json([problem is not None, known], alone=ctx is None)
+        if any(failed for failed, _ in answers):
+            agree(problem, error=StateError, alone=ctx is None)
+        if known is not None and all(answer == known for _, answer in answers):
             assert self._plan is not None
             return self._plan
         if description is None:

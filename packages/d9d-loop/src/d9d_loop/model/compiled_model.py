@@ -1,0 +1,48 @@
+"""Compilation of a job's model by `torch.compile`, with a report of what it could not compile."""
+
+import os
+import traceback
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_loop.user_frames import describe_frame
+
+
+def check_backend(name: str) -> None:
+    """Raise `UserError` unless `torch.compile` has a backend of this name."""
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if name not in known:
+        raise UserError(
+            f"compile = {name!r} is no backend of torch.compile; expected one of {', '.join(sorted(known))}. Use "
+            "inductor."
+        )
+
+
+def compile_stages(stages: Iterable[nn.Module], backend: str) -> None:
+    """Compile the forward of parallelized stages, in place. The first call compiles.
+
+    Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly, as
+    does NumPy, whose functions torch's tracing emulates with errors. This setting of torch is global.
+    """
+    torch._dynamo.config.trace_numpy = False
+    for stage in stages:
+        stage.forward = torch.compile(stage.forward, backend=backend)
+
+
+def describe_graph_breaks() -> list[str]:
+    """Return a line for each place in the users' code at which compiled code ends, with the reason; no duplicates."""
+    from torch._dynamo.utils import graph_break_reasons  # noqa: PLC0415 - takes a second without compile
+
+    lines = {}
+    for found in graph_break_reasons:
+        frames = [frame for frame in found.user_stack if not _is_torch(frame)] or found.user_stack
+        place = describe_frame(frames[-1]) if frames else "unknown place"
+        lines[f"  {place} ({found.reason.splitlines()[0]})"] = None
+    return list(lines)
+
+
+def _is_torch(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(os.path.dirname(torch.__file__))  # noqa: PTH120 - dirname of a string

@@ -1,0 +1,81 @@
+"""Models that break graphs train as without compilation; the lines that run eagerly are named."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import UserError
+from d9d_dist.testing import assert_trees_close, full_parameters, run_ranks
+from d9d_loop import Finished, Loss, Task, Trainer, TrainerConfig
+
+
+class _Sum(Task):
+    def inputs(self, batch: Tensor) -> dict[str, Tensor]:
+        return {"x": batch}
+
+    def loss(self, outputs: Tensor, batch: Tensor) -> Loss:
+        return Loss(outputs.square().sum(), weight=len(batch))
+
+
+class _Breaking(nn.Module):
+    """A branch on values, a print, and a computation in NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if x.sum().item() > -1e9:
+            x = self.second(x)
+        print("forward of", len(x))
+        scale = float(np.median(x.detach().numpy()))
+        return self.third(x) + 0 * scale
+
+
+def _train(folder: Path, compile: str | None, num_ranks: int) -> tuple[dict[str, Tensor], int]:  # noqa: A002
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = TrainerConfig.model_validate(
+        {
+            "steps": 2,
+            "batch": {"global_size": 8},
+            "mesh": {"data_parallel_shard": num_ranks},
+            "run": {"folder": folder},
+            "trackers": (),
+            "export": False,
+            "rehearsal": False,
+            "compile": compile,
+        }
+    )
+    data = list(torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    trainer = Trainer(config, model=lambda stage: _Breaking(), data=data, task=_Sum())
+    trained: dict[str, Tensor] = {}
+    trainer.events.on(Finished, lambda event: trained.update(full_parameters(event.model)))
+    trainer.train()
+    return trained, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_graph_breaks_are_named_and_change_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    eager, num_graphs = _train(tmp_path / "eager", None, 1)
+    assert num_graphs == 0
+    compiled, num_graphs = _train(tmp_path / "compiled", "aot_eager", 1)
+    assert num_graphs >= 3
+    assert_trees_close(compiled, eager, rtol=1e-12)
+    _, _, report = capfd.readouterr().out.partition("d9d: torch.compile runs these lines of the model eagerly:\n")
+    assert "test_compiled_model.py" in report
+    assert "if x.sum().item() > -1e9:" in report
+    assert 'print("forward of", len(x))' in report
+    for trained, num_graphs in run_ranks(_train, tmp_path / "two", "aot_eager", 2, world_size=2):
+        assert num_graphs >= 3
+        assert_trees_close(trained, eager, rtol=1e-12)
+
+
+def test_unknown_backends_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"compile = 'induktor' is no backend of torch\.compile; expected one of .*inductor"
+    ):
+        _train(tmp_path, "induktor", 1)
