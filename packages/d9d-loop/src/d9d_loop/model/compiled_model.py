@@ -27,7 +27,7 @@ def compile_stages(stages: Iterable[nn.Module], backend: str) -> None:
     Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly, as
     does NumPy, whose functions torch's tracing emulates with errors. This setting of torch is global.
     """
-    torch._dynamo.config.trace_numpy = False
+    torch._dynamo.config.trace_numpy = False  # ty: ignore[invalid-assignment]
     for stage in stages:
         stage.forward = torch.compile(stage.forward, backend=backend)
 
