@@ -1,6 +1,5 @@
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,7 +72,7 @@ def test_a_trace_has_every_step_in_float64() -> None:
 
 @contextmanager
 def _own_weight() -> Generator[None]:
-    with mock.patch("d9d_loop.engine.train_step.dist", SimpleNamespace(all_reduce=lambda *args, **kwargs: None)):
+    with mock.patch("d9d_loop.engine.step_totals.StepTotals.start_reduction"):
         yield
 
 

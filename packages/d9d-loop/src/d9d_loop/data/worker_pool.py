@@ -161,7 +161,10 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
         # Schedulers send these signals to the whole OS process group. The job needs data until its checkpoint is
         # saved.
         signal.signal(number, signal.SIG_IGN)
-    gc.enable()  # a forked worker inherits the disabled collector of the training process
+    # A forked worker inherits the objects of the training process and its disabled collector. Inherited garbage stays:
+    # its destructors expect the threads of the training process and crash without them.
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     parent = parent_process()
     assert parent is not None
