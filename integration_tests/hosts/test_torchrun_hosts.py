@@ -93,7 +93,7 @@ def test_a_user_error_of_all_ranks_is_the_exit_code_of_the_launcher() -> None:
         job = hosts.start(0, *launcher, "examples/quickstart.py", "--steps", "-5")
         output, _ = job.communicate()
     assert job.returncode == ExitCode.USER_ERROR, output
-    assert "steps = -5" in output
+    assert "steps = '-5'" in output
 
 
 def _tiny(folder: Path) -> str:
