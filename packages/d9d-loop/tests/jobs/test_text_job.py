@@ -158,17 +158,16 @@ def test_a_packed_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
     [
         {"pipeline_parallel": 2},
         pytest.param({"context_parallel_shard": 2}, marks=pytest.mark.full),
-        pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.full),
+        # No tp: sft's model has one key and value head, and no degree divides pretrain's vocabulary of 257.
+        pytest.param({"pipeline_parallel": 2, "data_parallel_shard": 2}, marks=pytest.mark.full),
     ],
-    ids=["pp", "cp", "pp-tp"],
+    ids=["pp", "cp", "pp-dp"],
 )
 @pytest.mark.sample("pp-sft")
 def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter
     world_size = prod(mesh.values())
-    if "tensor_parallel" in mesh and job == "sft":
-        mesh = {"pipeline_parallel": 2, "data_parallel_shard": 2}  # one key and value head
     losses = _losses(_train(_packed(folder, tmp_path / "one", job, checkpoint={"every": 2})))
     split = _packed(folder, tmp_path / "split", job, mesh=mesh, checkpoint={"every": 2})
     run_ranks(_train, split, world_size=world_size)

@@ -59,7 +59,7 @@ class TextSamples:
         row = torch.zeros(1, -(-stop // multiple) * multiple, dtype=torch.int64, device=self._ctx.device)
         row[0, : len(ids)] = torch.tensor(ids)
         for position in range(len(ids), stop):
-            row[0, position] = _logits(done.forward(input_ids=row))[0, position - 1].argmax()
+            row[0, position] = _logits(done.forward(row))[0, position - 1].argmax()
         return row[0, len(ids) : stop].tolist()
 
 
