@@ -209,18 +209,21 @@ def test_invalid_input_raises(change: dict[str, Any], message: str) -> None:
 class _Kernels(ModuleType):
     """Stand-in for `fla.ops.gated_delta_rule`, with the arguments that its version 0.6 has."""
 
-    def chunk_gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Any:
-        from transformers.models.qwen3_next import modeling_qwen3_next
+    reference: Any
 
+    def chunk_gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Any:
         assert options["output_final_state"]
         assert set(options) == {"g", "beta", "initial_state", "output_final_state"}
         assert options["g"].dtype == torch.float32
         # Its arithmetic is float32, and it scales queries by 1/sqrt(K).
-        return modeling_qwen3_next.torch_chunk_gated_delta_rule(q * scale * KEY_DIM**0.5, k, v, **options)
+        return self.reference.torch_chunk_gated_delta_rule(q * scale * KEY_DIM**0.5, k, v, **options)
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str = "0.6.0") -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next  # first: it would take the stand-in for the package
+
     package, kernels = ModuleType("fla"), _Kernels("fla.ops.gated_delta_rule")
+    kernels.reference = modeling_qwen3_next
     package.__spec__ = ModuleSpec("fla", None)
     monkeypatch.setattr(package, "__version__", version, raising=False)
     monkeypatch.setitem(sys.modules, "fla", package)
