@@ -5,6 +5,7 @@ from typing import final
 
 from torch import Tensor
 
+from d9d_dist import UserError
 from d9d_loop.losses.policy import PolicyLoss
 from d9d_loop.task import Loss
 from d9d_loop.tasks.packed_inputs import PackedBatch, PackedTask, packed_inputs, score_arguments
@@ -24,6 +25,9 @@ class PolicyTask(PackedTask):
 
     Args:
         loss: Loss of the sampled tokens.
+
+    Raises:
+        UserError: In `loss`, if the batch has no `advantages`.
     """
 
     weight_unit = "tokens"
@@ -39,6 +43,11 @@ class PolicyTask(PackedTask):
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
         """Return the sum of the losses of the sampled tokens."""
+        if "advantages" not in batch:
+            raise UserError(
+                f"the batch has no advantages, only {', '.join(sorted(batch))}; expected an advantage for each "
+                "position, [B, L]. Add the key."
+            )
         return self._loss(
             **score_arguments(outputs, batch),
             advantages_BL=batch["advantages"],
