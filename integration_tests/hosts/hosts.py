@@ -122,7 +122,7 @@ class Hosts:
 
     def start(self, host: int, *command: str, environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
         """Start a command on a host, with its stdout and stderr as one pipe."""
-        return self._open.enter_context(
+        started = self._open.enter_context(
             subprocess.Popen(
                 [*self._enter(host), *command],
                 stdin=subprocess.DEVNULL,
@@ -132,6 +132,8 @@ class Hosts:
                 env={**os.environ, "D9D_DEVICE": "cpu", "OMP_NUM_THREADS": "1", **(environment or {})},
             )
         )
+        self._open.callback(started.kill)  # before the context of `Popen` waits for its end
+        return started
 
     def torchrun(self, *arguments: str, hosts: Sequence[int] | None = None) -> "list[subprocess.Popen[str]]":
         """Start `torchrun` with the same arguments on each host, or on some."""

@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -50,7 +51,8 @@ def main(delay: float, loss: float, processes: Sequence[int]) -> None:
         while pending and pending[0][0] <= time.monotonic():
             _, _, target, frame = heapq.heappop(pending)
             if target not in cut:
-                os.write(ports[target], frame)
+                with suppress(OSError):  # the interface is not up yet, or no longer: the frame is lost
+                    os.write(ports[target], frame)
 
 
 def _obey(commands: Iterable[str], cut: set[int]) -> None:

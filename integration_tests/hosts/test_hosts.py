@@ -7,15 +7,11 @@ import pytest
 from hosts.hosts import PORT, Hosts
 
 _SERVER = f"import socket; s = socket.create_server(('', {PORT})); print('ready', flush=True)\nwhile True: s.accept()"
-_CLIENT = "import socket, sys; socket.create_connection((sys.argv[1], {port}), timeout=0.3)"
+_CLIENT = f"import socket, sys; socket.create_connection((sys.argv[1], {PORT}), timeout=float(sys.argv[2]))"
 
 
-def _reaches(hosts: Hosts, source: int, name: str) -> bool:
-    try:
-        hosts.run(source, "python3", "-S", "-c", _CLIENT.format(port=PORT), name)
-    except subprocess.CalledProcessError:
-        return False
-    return True
+def _connect(hosts: Hosts, source: int, name: str, *, seconds: float) -> None:
+    hosts.run(source, "python3", "-S", "-c", _CLIENT, name, str(seconds))
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01], ids=["bridge", "switch"])
@@ -24,11 +20,12 @@ def test_a_host_that_is_cut_off_is_unreachable_until_its_link_is_mended(delay: f
         server = hosts.start(1, "python3", "-S", "-c", _SERVER)
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        assert _reaches(hosts, 0, "host1")
+        _connect(hosts, 0, "host1", seconds=30)
         hosts.cut(1)
-        assert not _reaches(hosts, 0, "host1")
+        with pytest.raises(subprocess.CalledProcessError):
+            _connect(hosts, 0, "host1", seconds=0.3)
         hosts.mend(1)
-        assert _reaches(hosts, 0, "host1")
+        _connect(hosts, 0, "host1", seconds=30)
         hosts.power_off(1)
         assert server.wait(timeout=10) != 0
 
@@ -43,3 +40,10 @@ def test_each_host_has_its_own_name_disk_and_memory_files() -> None:
         assert hosts.run(1, "ls", str(hosts.shared)) == "file\n"
         with pytest.raises(subprocess.CalledProcessError):
             hosts.run(0, "dd", "if=/dev/zero", f"of={hosts.local}/full", "bs=1M", "count=2")
+
+
+def test_an_error_ends_what_runs_on_the_hosts() -> None:
+    with pytest.raises(subprocess.CalledProcessError), Hosts(1) as hosts:
+        server = hosts.start(0, "sleep", "infinity")
+        hosts.run(0, "false")
+    assert server.returncode != 0
