@@ -43,7 +43,13 @@ def test_each_host_has_its_own_name_disk_and_memory_files() -> None:
 
 
 def test_an_error_ends_what_runs_on_the_hosts() -> None:
-    with pytest.raises(subprocess.CalledProcessError), Hosts(1) as hosts:
-        server = hosts.start(0, "sleep", "infinity")
-        hosts.run(0, "false")
-    assert server.returncode != 0
+    started: list[subprocess.Popen[str]] = []
+
+    def fail() -> None:
+        with Hosts(1) as hosts:
+            started.append(hosts.start(0, "sleep", "infinity"))
+            hosts.run(0, "false")
+
+    with pytest.raises(subprocess.CalledProcessError):
+        fail()
+    assert started[0].returncode != 0
