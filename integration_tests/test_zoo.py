@@ -46,14 +46,8 @@ LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
 
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
-    "transformers:diffllama": "splits nothing inside the layers",
-    "transformers:nemo_speechlm": "mixer.experts (NemotronHExperts, moe_tp_experts)",
 }
-"""Modules that are refused on several ranks, with the error.
-
-The first one keeps ranges of activations in buffers. The others are refused with tensor parallelism only: a plan misses
-a parameter of split heads, and a loop over experts does not skip those of other ranks (its grouped kernel does).
-"""
+"""Modules that are refused on several ranks, with the error. I-BERT keeps ranges of activations in buffers."""
 
 _WRITES = "forward replaces or writes to"
 _BUFFERS = "buffers differ between ranks after step 1"

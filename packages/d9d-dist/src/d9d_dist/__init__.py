@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from d9d_dist.mesh import MeshConfig
     from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
     from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
-    from d9d_dist.parameter_writes import written_tensors
+    from d9d_dist.parameter_writes import refuse_later_writes, written_tensors
     from d9d_dist.planned_device import RecordBlock, each_block, is_on_host, planned_accelerator, recorded_blocks
     from d9d_dist.precision import Precision, PrecisionName
     from d9d_dist.process_groups import destroy_process_groups
@@ -214,6 +214,7 @@ __all__ = [
     "reduce_from_axis",
     "reduce_scatter",
     "reduce_scatter_to_axis",
+    "refuse_later_writes",
     "refuse_lost_writes",
     "scale_gradients_",
     "scatter_to_axis",
