@@ -4,10 +4,11 @@ The plain loop is written without d9d. Both use SGD, whose update is proportiona
 Adam would turn a gradient that is zero except for rounding into a full step.
 """
 
+import io
 import random
 import signal
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -249,7 +250,24 @@ def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folde
     return found
 
 
-def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path) -> Trace:
+def compiled_differences(name: str, mesh: Mapping[str, int], folder: str) -> tuple[list[str], int, str]:
+    """Train a module that Inductor compiles.
+
+    Returns:
+        The differences from the plain loop, the number of compiled graphs, and what the job printed.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.graph_break_reasons.clear()
+    printed = io.StringIO()
+    expected = torch.load(_path(folder, name), weights_only=True)
+    with redirect_stdout(printed):
+        trace = _trace(entry(name), mesh, Path(folder) / f"compiled {len(mesh)}", compile="inductor")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return list(_compare(trace, expected)), graphs, printed.getvalue()
+
+
+def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path, **settings: Any) -> Trace:
     batch = animal.batch()
     samples = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
     trace: Trace = {"steps": [{} for _ in range(STEPS)]}
@@ -259,7 +277,7 @@ def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path) -> Trace:
         return {**full_parameters(model), **full_tree(buffers)}
 
     trainer = Trainer(
-        _config(mesh, folder),
+        _config(mesh, folder, settings),
         model=_WithItsPlan(animal) if "tensor_parallel" in mesh else lambda stage: animal.module(),
         data=samples,
         task=_Sum(),
@@ -285,9 +303,10 @@ def _constant(_step: int) -> float:
     return 1.0
 
 
-def _config(mesh: Mapping[str, int], folder: Path) -> TrainerConfig:
+def _config(mesh: Mapping[str, int], folder: Path, settings: Mapping[str, Any]) -> TrainerConfig:
     return TrainerConfig.model_validate(
         {
+            **settings,
             "steps": STEPS,
             "seed": SEED,
             "batch": {"global_size": BATCH},
@@ -302,7 +321,7 @@ def _config(mesh: Mapping[str, int], folder: Path) -> TrainerConfig:
             "resilience": {
                 "health": {"enabled": False},
                 "watchdog": {"enabled": False},
-                "timeouts": {"startup_seconds": 60, "step_seconds": 60},
+                "timeouts": {"startup_seconds": 300, "step_seconds": 300},
             },
         }
     )
