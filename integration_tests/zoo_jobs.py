@@ -97,8 +97,8 @@ def _plain_trace(animal: Entry) -> Trace:
     """Return the trace of a plain loop; its `errors` are those of rounding, relative to all tensors together.
 
     They are separate for losses, gradients and trained values. They are the differences from a loop that computes
-    everything in float64, but at least the standard deviation of one rounding, unit / sqrt(12). A module that computes in
-    float64 is compared with a loop in float32 instead, and the differences are divided by 2^29, the ratio of the
+    everything in float64, but at least the standard deviation of one rounding, unit / sqrt(12). A module that computes
+    in float64 is compared with a loop in float32 instead, and the differences are divided by 2^29, the ratio of the
     rounding units: to first order errors are proportional to the unit.
     """
     _check_no_draws(animal)
