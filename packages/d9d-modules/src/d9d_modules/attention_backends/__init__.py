@@ -10,7 +10,7 @@ from d9d_modules.attention_backends.choice import (
     default_attention_backends,
 )
 from d9d_modules.attention_backends.eager import EagerBackend
-from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend
+from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend, VarlenBackend
 from d9d_modules.attention_backends.flex import FlexBackend
 from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.sdpa import SdpaBackend
@@ -29,6 +29,7 @@ __all__ = [
     "Flash4Backend",
     "FlexBackend",
     "SdpaBackend",
+    "VarlenBackend",
     "choose_attention_backend",
     "chosen_attention",
     "default_attention_backends",
