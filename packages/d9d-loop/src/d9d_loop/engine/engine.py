@@ -54,7 +54,7 @@ class Engine:
         pipeline: This rank's stages of the model.
         model: This rank's part of the model.
         optimizer: Optimizer of the model's trainable parameters.
-        guard: Runs the optimizer and skips bad steps; `None` if no step is skipped.
+        guard: Runs the optimizer and skips bad steps; `None` if only steps without weight are skipped.
         num_steps: Number of completed optimizer steps.
 
     Args:
@@ -64,7 +64,7 @@ class Engine:
         task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
         max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have on a rank; others are supported too.
-        guard: Calls the optimizer and skips bad steps; `None` never skips a step.
+        guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
         polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
             the guard and acts on its decisions.
         events: Event bus; by default a new one.
