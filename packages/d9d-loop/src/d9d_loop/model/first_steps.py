@@ -33,6 +33,8 @@ _OWN = frozenset(vars(nn.Module()))
 class FirstSteps:
     """Checks after the first and the second step. Numbers and tensors are found in lists, tuples and dicts, too.
 
+    A backward that gives a plain parameter a sparse gradient raises `UserError`.
+
     Args:
         model: Model of the job, before the first step.
         ctx: Distributed context. On one rank, attributes are not compared.
@@ -54,7 +56,7 @@ class FirstSteps:
         attributes, and an all-gather of names.
 
         Raises:
-            UserError: If the first step made, replaced or deleted parameters, or a gradient is sparse. On all ranks, if the second step read an
+            UserError: If the first step made, replaced or deleted parameters. On all ranks, if the second step read an
                 attribute that differs between ranks before it set the attribute.
         """
         self._num_steps += 1
