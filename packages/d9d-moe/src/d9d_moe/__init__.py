@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         update_global_load,
     )
     from d9d_moe.expert_counts import ExpertCounter
+    from d9d_moe.expert_record import record_experts
     from d9d_moe.experts import Experts, GroupedClampedSwiGLU, GroupedSwiGLU, clamped_swiglu
     from d9d_moe.grouped_linear import (
         GROUPED_MATMUL_VARIABLE,
@@ -116,6 +117,7 @@ __all__ = [
     "load_statistics",
     "parallelize_moe",
     "pop_tokens_per_expert",
+    "record_experts",
     "sparse_from_hugging_face",
     "token_losses",
     "token_records",
