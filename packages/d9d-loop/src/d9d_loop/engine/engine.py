@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, Region, StageInfo, UserError
+from d9d_dist import DistributedContext, Region, StageInfo, UserError, refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.learning_rates import LearningRates
@@ -286,7 +286,7 @@ class Engine:
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
-                finite.
+                finite. Also if a forward wrote to sharded parameters.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
@@ -294,6 +294,8 @@ class Engine:
             self._rates.set_all(learning_rate)
         result = self._step.update(self.num_steps + 1)
         self.num_steps += 1
+        if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
+            refuse_later_writes(self._whole, compare_next=True)
         self._apply_decisions()
         return result
 
