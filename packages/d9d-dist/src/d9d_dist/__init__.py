@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from d9d_dist.offload import Offloaded as Offloaded
     from d9d_dist.offload import offload_tensor as offload_tensor
     from d9d_dist.offload import onload_tensor as onload_tensor
+    from d9d_dist.parameter_writes import refuse_later_writes as refuse_later_writes
     from d9d_dist.parameter_writes import written_tensors as written_tensors
     from d9d_dist.planned_device import RecordBlock as RecordBlock
     from d9d_dist.planned_device import each_block as each_block
@@ -126,3 +127,7 @@ if TYPE_CHECKING:
     from d9d_dist.vocab_parallel import token_cross_entropy as token_cross_entropy
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
+
+__all__ = [
+    "refuse_later_writes",
+]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from d9d_modules.attention_backends import Flash4Backend as Flash4Backend
     from d9d_modules.attention_backends import FlexBackend as FlexBackend
     from d9d_modules.attention_backends import SdpaBackend as SdpaBackend
+    from d9d_modules.attention_backends import VarlenBackend as VarlenBackend
     from d9d_modules.attention_backends import choose_attention_backend as choose_attention_backend
     from d9d_modules.attention_backends import chosen_attention as chosen_attention
     from d9d_modules.attention_backends import default_attention_backends as default_attention_backends

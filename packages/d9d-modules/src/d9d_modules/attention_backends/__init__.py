@@ -10,6 +10,7 @@ from d9d_modules.attention_backends.choice import default_attention_backends as 
 from d9d_modules.attention_backends.eager import EagerBackend as EagerBackend
 from d9d_modules.attention_backends.flash import Flash2Backend as Flash2Backend
 from d9d_modules.attention_backends.flash import Flash4Backend as Flash4Backend
+from d9d_modules.attention_backends.flash import VarlenBackend as VarlenBackend
 from d9d_modules.attention_backends.flex import FlexBackend as FlexBackend
 from d9d_modules.attention_backends.request import AttentionFeatures as AttentionFeatures
 from d9d_modules.attention_backends.request import AttentionOptions as AttentionOptions
