@@ -4,7 +4,6 @@
 model, loader and engine. Both return the log of one step. `rehearsed` runs them in another process.
 """
 
-import atexit
 import gc
 import os
 import tempfile
@@ -229,9 +228,7 @@ def rehearsed(cases: Mapping[str, Case], *, whole_jobs: bool = False) -> dict[st
 @cache
 def _pool() -> RankPool:
     """Return a process of this file only: the fake accelerator stays for the rest of a process."""
-    pool = RankPool()
-    atexit.register(pool.close)
-    return pool
+    return RankPool()
 
 
 def _rehearse(cases: Mapping[str, Case], whole_jobs: bool) -> dict[str, DeviceLog]:
