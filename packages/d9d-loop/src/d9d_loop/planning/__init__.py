@@ -14,7 +14,7 @@ from d9d_loop.planning.dry_run import (
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Device, Fitted, Hardware, Links, Network, hardware_names
 from d9d_loop.planning.job_plan import ClusterPlan, PlanWith, RankMemory, describe, plan_cluster
-from d9d_loop.planning.layout_search import Candidate, SearchResult, evaluate, legal_layouts, search_layouts
+from d9d_loop.planning.layout_search import Candidate, SearchResult, legal_layouts, nearest_layouts, search_layouts
 from d9d_loop.planning.memory_size import Memory, memory_of
 from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.plan_report import fit_message, report, verdict
@@ -44,7 +44,6 @@ __all__ = [
     "StepTime",
     "describe",
     "dry_run",
-    "evaluate",
     "fake_ranks",
     "fit_message",
     "goodput",
@@ -52,6 +51,7 @@ __all__ = [
     "hardware_names",
     "legal_layouts",
     "memory_of",
+    "nearest_layouts",
     "optimizer_bytes",
     "parameter_bytes",
     "plan_cluster",
