@@ -182,10 +182,9 @@ def run_rank(
         else:
             with answered():
                 _create_state(optimizer)
+            optimizer.register_step_pre_hook(_drop_unused_state)
         with recorded(marks) as forward_backward:
             engine.accumulate(batches, plan.task.loss)
-        if first is None:
-            _drop_unused_state(optimizer)
         gradients = counted(gradient_bytes)
         states = pytree.tree_leaves([optimizer.state.get(parameter) for parameter in repeated])
         marks.add_state(leaf for leaf in (*repeated, *states) if isinstance(leaf, Tensor))
@@ -216,9 +215,9 @@ def _create_state(optimizer: Optimizer) -> None:
         parameter.grad = None
 
 
-def _drop_unused_state(optimizer: Optimizer) -> None:
-    """Drop the state of parameters without gradients: in a real step the optimizer creates none for them."""
-    for parameter in [each for each in optimizer.state if each.grad is None]:
+def _drop_unused_state(optimizer: Optimizer, *_: Any) -> None:
+    """Drop the state of parameters without gradients before a step: a real job's optimizer creates none for them."""
+    for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each.grad is None]:
         del optimizer.state[parameter]
 
 
