@@ -217,7 +217,7 @@ def _create_state(optimizer: Optimizer) -> None:
 
 def _drop_unused_state(optimizer: Optimizer, *_: Any) -> None:
     """Drop the state of parameters without gradients before a step: a real job's optimizer creates none for them."""
-    for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each.grad is None]:
+    for parameter in [each for each in optimizer.state if each.grad is None]:
         del optimizer.state[parameter]
 
 
