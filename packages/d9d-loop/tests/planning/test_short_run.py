@@ -36,7 +36,7 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(i): Layer(i, inner[i]) for i in stage.layers(len(inner))})
         self.head = nn.Linear(WIDTH, 1000) if stage.is_last else None
-        self.unused = nn.Parameter(torch.zeros(WIDTH)) if stage.is_last else None
+        self.unused = nn.Linear(WIDTH, 1) if stage.is_last else None
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers.values():
