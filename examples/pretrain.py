@@ -124,9 +124,8 @@ def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
     """Return training and held-out text: whole files, one in ten held out by a hash of its name."""
     if not text.folder.is_dir():
         raise UserError(f"text.folder = {text.folder} is not a folder; expected one with text. {_CHANGE}")
-    found = (path.relative_to(text.folder) for path in text.folder.glob(text.pattern))
-    own = sorted(file for file in found if not {"site-packages", "test"} & set(file.parts))
-    files = [file for file in own if (text.folder / file).is_file()]
+    files = [path.relative_to(text.folder) for path in sorted(text.folder.glob(text.pattern)) if path.is_file()]
+    files = [file for file in files if not {"site-packages", "test"} & set(file.parts)]
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for file in files:
         held_out = hashlib.sha256(file.as_posix().encode()).digest()[0] % 10 == 0
