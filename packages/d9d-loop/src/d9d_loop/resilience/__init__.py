@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         WatchdogConfig,
     )
     from d9d_loop.resilience.stop_signals import StopSignals
+    from d9d_loop.resilience.straggler_watch import StragglerWatch
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
 
@@ -42,6 +43,7 @@ __all__ = [
     "StopConfig",
     "StopSignals",
     "Stopped",
+    "StragglerWatch",
     "TimeoutConfig",
     "Watch",
     "WatchdogConfig",
