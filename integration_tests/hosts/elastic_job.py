@@ -101,10 +101,10 @@ class ElasticJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Kill the agents."""
+        """Kill all processes on the hosts: a rank without an agent would keep the sockets that it was forked with."""
+        for host in set(range(len(self._hosts.names))) - self.is_off:
+            self._hosts.run(host, "sh", "-c", "kill -9 -1 || true")
         for agent in self._agents.values():
-            with suppress(ProcessLookupError):
-                os.kill(agent, signal.SIGKILL)
             os.waitpid(agent, 0)
 
     def start(self, host: int) -> None:

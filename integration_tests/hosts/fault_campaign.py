@@ -8,7 +8,6 @@ without power are rebooted: their memory is empty, their disk has its files. Pri
 """
 
 import argparse
-import importlib
 import json
 import random
 import re
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import final
 
+from d9d_loop import warm_rank
 from d9d_loop.testing import parse_layout
 from hosts.elastic_job import IMPATIENT, ElasticJob, Settings, Step, differing_steps
 from hosts.hosts import Hosts
@@ -46,13 +46,6 @@ FAULTS = (
 _NUM_HOSTS = 3
 _STEPS_PER_FAULT = 8
 _RECOVERY_SECONDS = 240.0
-_MODULES = (
-    "torch._dynamo",
-    "d9d_loop.job.plan",
-    "d9d_loop.job.plan_warning",
-    "d9d_loop.job.training",
-    "d9d_loop.resilience",
-)
 
 
 @final
@@ -82,12 +75,6 @@ class Outcome:
         return self.seconds is not None and self.is_named and not self.wrong_steps
 
 
-def import_modules() -> None:
-    """Import what a job imports while it runs, before agents and ranks are forked from this process."""
-    for module in _MODULES:
-        importlib.import_module(module)
-
-
 def campaign(
     layout: str, faults: Sequence[str], seed: int, *, num_hosts: int = _NUM_HOSTS, step_seconds: float = 15.0
 ) -> Iterator[Outcome]:
@@ -95,7 +82,7 @@ def campaign(
 
     Call it in a process that has imported what ranks need, and that has one thread: agents are forked from it.
     """
-    import_modules()
+    warm_rank.import_for(["-m", "hosts.elastic_job"])
     draws = random.Random(seed)  # noqa: S311
     with Hosts(num_hosts, sysctls=IMPATIENT) as hosts:
         checkpoint = {"every": 7, "memory_every": 1, "local_every": 3, "local_folder": hosts.local, "replicas": 1}

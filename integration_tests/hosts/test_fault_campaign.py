@@ -5,9 +5,10 @@ import time
 import pytest
 from jobs import curve_rounding
 
+from d9d_loop import warm_rank
 from d9d_loop.report.run_history import read_history
 from hosts.elastic_job import IMPATIENT, ElasticJob, Settings, Step
-from hosts.fault_campaign import FAULTS, Outcome, campaign, import_modules
+from hosts.fault_campaign import FAULTS, Outcome, campaign
 from hosts.forked_hosts import warm_process
 from hosts.hosts import Hosts
 
@@ -27,7 +28,7 @@ def test_three_faults_leave_the_bits_and_are_named() -> None:
 
 def _continue_with_fewer() -> tuple[list[Step], list[Step], str]:
     """Lose one of three hosts for some steps, and get it back; return the steps without and with the loss."""
-    import_modules()
+    warm_rank.import_for(["-m", "hosts.elastic_job"])
     checkpoint = {"every": 1000, "memory_every": 1, "replicas": 1}
     settings = Settings(
         "", 24, 2, (2, 3), 20.0, {"checkpoint": checkpoint, "batch": {"global_size": 24, "microbatch_size": 1}}

@@ -22,7 +22,7 @@ COMMAND = "D9D_WARM_COMMAND"
 # What a job imports after its start, beside what scripts import.
 _LATE_IMPORTS = (
     "torch._dynamo",
-    "d9d_loop.torchrun",
+    "torch.distributed.run",
     "d9d_loop.job.plan",
     "d9d_loop.job.training",
     "d9d_loop.job.plan_warning",
