@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import pretrain
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from d9d_dist import Launch, MeshConfig, materialize
+from d9d_dist import DistributedContext, Launch, MeshConfig, materialize
 from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
@@ -32,7 +32,9 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.model_build import parallelize_stages
 from d9d_loop.planning.dry_run import _messages
 from d9d_loop.resilience import StepGuard
+from d9d_modules import parallelize_decoder
 from d9d_modules.attention_backends import flex
+from d9d_moe import parallelize_moe
 
 TINY = {
     "vocab_size": 512,
@@ -54,6 +56,7 @@ class Case:
     Attributes:
         settings: Other settings of the job's configuration.
         documents: True to mask attention between packed documents.
+        recipe: True to parallelize with `parallelize_decoder`; False for the lines of the example `pretrain`.
         mutant: Called with the engine before the recorded step, to plant a fault.
     """
 
@@ -66,6 +69,7 @@ class Case:
     microbatch_size: int = 1
     num_microbatches: int = 1
     documents: bool = False
+    recipe: bool = False
     num_workers: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
     mutant: Callable[[Engine], object] | None = None
@@ -116,6 +120,12 @@ class _Rows(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": places, "documents": tokens.clone()}
 
 
+class _Recipe(pretrain.Decoder):
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        experts = None if self.moe is None else parallelize_moe
+        parallelize_decoder(model, ctx, experts=experts, checkpointing=self.parallelism.activation_checkpointing)
+
+
 class _Task(pretrain.NextByte):
     def __init__(self, *, documents: bool) -> None:
         self.documents = documents
@@ -149,7 +159,8 @@ def _trainer(case: Case, folder: str) -> Trainer:
         "precision": "bfloat16",
     }
     config = pretrain.PretrainConfig.model_validate(values | dict(case.settings))
-    model = pretrain.Decoder(config.model, config.moe, config.parallelism)
+    provider = _Recipe if case.recipe else pretrain.Decoder
+    model = provider(config.model, config.moe, config.parallelism)
     _answer_reads(case)
     return Trainer(config, model=model, data=_Rows(case.length), task=_Task(documents=case.documents))
 

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, Region, StageInfo, UserError
+from d9d_dist import DistributedContext, Region, StageInfo, UserError, refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.microbatches import MicrobatchAgreement
@@ -54,7 +54,7 @@ class Engine:
         pipeline: This rank's stages of the model.
         model: This rank's part of the model.
         optimizer: Optimizer of the model's trainable parameters.
-        guard: Runs the optimizer and skips bad steps; `None` if no step is skipped.
+        guard: Runs the optimizer and skips bad steps; `None` if only steps without weight are skipped.
         num_steps: Number of completed optimizer steps.
 
     Args:
@@ -64,7 +64,7 @@ class Engine:
         task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
         max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have on a rank; others are supported too.
-        guard: Calls the optimizer and skips bad steps; `None` never skips a step.
+        guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
         polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
             the guard and acts on its decisions.
         events: Event bus; by default a new one.
@@ -289,7 +289,7 @@ class Engine:
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
-                finite.
+                finite. Also if a forward wrote to sharded parameters.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
@@ -299,6 +299,8 @@ class Engine:
                 group["lr"] = learning_rate
         result = self._step.update(self.num_steps + 1)
         self.num_steps += 1
+        if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
+            refuse_later_writes(self._whole, compare_next=True)
         self._apply_decisions()
         return result
 

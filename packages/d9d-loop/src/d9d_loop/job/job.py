@@ -43,6 +43,7 @@ from d9d_loop.job.schedule_pictures import draw_measured, draw_program
 from d9d_loop.job.start_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import compile_stages, describe_graph_breaks
+from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import (
     HangWatchdog,
@@ -216,6 +217,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
     _write_start(job)
+    first_steps = FirstSteps(engine.model, job.ctx)
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
@@ -230,6 +232,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             record.step = engine.num_steps
             if record.step == ready.step + 1:
                 _end_startup(job, result)
+            first_steps.check()
             is_saved = plan.is_saved_after(record.step) or plan.is_saved_locally_after(record.step)
             if apply_decisions(job, batches, before, settle=is_saved):
                 continue  # rolled back to a checkpoint
