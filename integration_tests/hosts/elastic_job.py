@@ -89,7 +89,7 @@ class ElasticJob:
     def __init__(self, hosts: Hosts, name: str, settings: Settings) -> None:
         self._hosts, self._name, self._settings = hosts, name, settings
         self._agents: dict[int, int] = {}
-        self._failed: set[int] = set()
+        self._missing: set[int] = set()
         self.is_off: set[int] = set()
         self._folder = hosts.shared / f"{name}-files"
         self._folder.mkdir()
@@ -117,10 +117,13 @@ class ElasticJob:
         self._agents[host] = child
 
     def start_missing(self) -> None:
-        """Start the agents that have failed, except on hosts without power."""
-        self._failed.update(host for host, code in self.ended().items() if code != 0)
-        for host in self._failed - self.is_off:
-            self._failed.remove(host)
+        """Start the agents that have ended before the last step, except on hosts without power."""
+        ended = self.ended()
+        if any(each.step == self._settings.steps for each in self.steps()):
+            return
+        self._missing.update(ended)
+        for host in self._missing - self.is_off:
+            self._missing.remove(host)
             self.start(host)
 
     def ended(self) -> dict[int, int]:

@@ -5,6 +5,7 @@ touches no device. torchrun's agent lets it fork each rank, which runs this file
 """
 
 import ast
+import gc
 import importlib
 import importlib.util
 import json
@@ -41,6 +42,8 @@ def import_for(command: Sequence[str]) -> None:
     with suppress(Exception):  # a rank that runs the script reports its errors
         for statement in ast.parse(_file_of(command).read_bytes()).body:
             _import_names(statement)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to all these objects, and so copy their pages
 
 
 def _file_of(command: Sequence[str]) -> Path:
