@@ -94,9 +94,9 @@ COMPILED = {
     "transformers:gpt2": "",
     "transformers:qwen3": "",
     "counter": "seen[int(steps) % 3] = True",
-    "threads": "pool.map(",
+    "threads": "concurrent/futures/thread.py",
 }
-"""Modules that Inductor compiles, with a line that runs eagerly."""
+"""Modules that Inductor compiles, with a line that runs eagerly. Of the last one nothing can be compiled."""
 
 _CHUNK = 16
 
@@ -202,7 +202,7 @@ def test_compiled_modules_train_as_in_a_plain_loop(name: str, tmp_path: Path) ->
         found = run_ranks(compiled_differences, name, mesh, str(tmp_path), world_size=1 + len(mesh), timeout=1200)
         for lines, num_graphs, _ in found:
             assert not lines
-            assert num_graphs
+            assert bool(num_graphs) == (name != "threads")
         assert ("runs these lines of the model eagerly" in found[0][2]) == bool(COMPILED[name])
         assert COMPILED[name] in found[0][2]
 
