@@ -4,7 +4,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_rows import Row, adapter_rows, by_hand, run_rows
+from mutants import collectives_replaced
 from torch import Tensor
 
 import d9d_loop.engine.model_weights
@@ -186,20 +186,8 @@ def test_a_deliberate_bug_of_the_reference_is_caught(bug: Callable[[], AbstractC
     assert _difference_of_adapters(ADAPTER_LAYOUTS["sharded"], bug) is not None
 
 
-@contextmanager
-def _collective(module: Any, **replaced: Any) -> Generator[None]:
-    """Replace functions of `torch.distributed` in one module."""
-
-    class Changed(SimpleNamespace):
-        def __getattr__(self, name: str) -> Any:
-            return getattr(dist, name)
-
-    with mock.patch.object(module, "dist", Changed(**replaced)):
-        yield
-
-
 def _each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
-    return _collective(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
+    return collectives_replaced(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
 
 
 def _stand_ins_count() -> AbstractContextManager[object]:
@@ -268,7 +256,7 @@ def _entropy_is_that_of_a_vocabulary_shard() -> AbstractContextManager[object]:
         if tensor.dim() == 1:
             dist.all_reduce(tensor, **options)
 
-    return _collective(d9d_modules.vocabulary_scores, all_reduce=only_the_largest)
+    return collectives_replaced(d9d_modules.vocabulary_scores, all_reduce=only_the_largest)
 
 
 @contextmanager
