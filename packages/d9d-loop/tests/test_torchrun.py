@@ -1,3 +1,4 @@
+import os
 import signal
 from pathlib import Path
 from unittest import mock
@@ -7,7 +8,13 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 from d9d_loop.torchrun import main
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(QUIET_TORCHRUN, "")  # restored after the test
 
 
 def _exit_code(error: Exception) -> object:
@@ -34,3 +41,4 @@ def test_a_job_that_succeeds_exits_with_0() -> None:
     with mock.patch.object(run, "main") as torchrun:
         main(["--nproc-per-node", "2", "train.py"])
     torchrun.assert_called_once_with(["--nproc-per-node", "2", "train.py"])
+    assert os.environ[QUIET_TORCHRUN] == "1"  # for the messages of the ranks

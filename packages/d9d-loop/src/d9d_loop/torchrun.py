@@ -1,15 +1,19 @@
 """Command `d9d-torchrun`: torchrun, with an exit code that schedulers can act on.
 
 torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
-a scheduler distinguishes a user error (2) from a hang (124). Arguments and behavior are otherwise those of torchrun.
+a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. Arguments and
+behavior are otherwise those of torchrun.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -19,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: If a rank failed, with its exit code, or 128 plus the number of the signal that killed it. If this
             process received a signal, with 128 plus its number.
     """
+    os.environ[QUIET_TORCHRUN] = "1"
     try:
         run.main(None if arguments is None else list(arguments))
     except ChildFailedError as failed:
