@@ -1,7 +1,7 @@
 """Generate the reference of d9d_loop, one page per topic, while the documentation is built.
 
 The topic of a public name is the folder or module that defines it, so that a new name is on a page as soon as
-`d9d_loop.__all__` lists it.
+`d9d_loop` imports it.
 """
 
 import ast
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from d9d_dist.lazy_exports import exports
 
 SOURCE = Path(__file__).resolve().parents[1] / "packages" / "d9d-loop" / "src" / "d9d_loop"
 TOPICS = {
@@ -38,17 +40,7 @@ def exported(package: Path) -> dict[str, str]:
     path = package / "__init__.py"
     if not path.exists():
         return {}
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    public = next(
-        (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and _assigns_all(node)), []
-    )
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    modules = {(name.asname or name.name): str(node.module) for node in imports for name in node.names}
-    return {name: modules[name] for name in public if name in modules}
-
-
-def _assigns_all(node: ast.Assign) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
+    return exports(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def pages() -> dict[str, str]:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import d9d_dist._peer_memory
+import d9d_dist.model_values
 import d9d_loop.model.built_model
 import d9d_loop.model.model_build
 from d9d_dist import StageInfo, built_values
-from d9d_dist.testing import full_parameters, run_ranks
+from d9d_dist.testing import RankError, full_parameters, run_ranks
 from d9d_loop import Finished, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
 
 NUM_STEPS, LEARNING_RATE, SEED = 3, 0.05, 5
@@ -192,18 +193,47 @@ def _rows_of_a_block_are_shifted() -> AbstractContextManager[object]:
     return _replace(d9d_dist._peer_memory, "_read", read)
 
 
+def _every_rank_copies_the_first_shard() -> AbstractContextManager[object]:
+    def rows(original: Any, targets: Any, whole: Tensor, read: Any) -> None:
+        original(targets, whole, lambda _offset, into: read(0, into))
+
+    return _replace(d9d_dist.model_values, "_read_rows", rows)
+
+
 BUGS = [
     _values_are_drawn_anew,
     _buffers_are_dropped,
     _ties_are_broken,
     _frozen_parts_are_thawed,
     _rows_of_a_block_are_shifted,
+    _every_rank_copies_the_first_shard,
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_caught(tmp_path: Path, bug: Bug) -> None:
     assert _difference(run_ranks(_train, tmp_path, {"data_parallel_shard": 2}, bug, _build, world_size=2)) is not None
+
+
+def _captured(stage: StageInfo) -> nn.Module:
+    """Build the model, whose mixing layer gets its bias from a function that captured the parameter."""
+    model = _build()
+    mix = model.get_submodule("mix")
+    bias = mix.get_parameter("bias")
+    mix.forward = lambda x: F.linear(x, mix.get_parameter("weight"), bias)
+    return model
+
+
+def _captures_are_not_refused() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_dist.model_values, "_check_no_stale_reference")
+
+
+def test_a_stale_capture_is_caught_if_it_is_not_refused(tmp_path: Path) -> None:
+    mesh = {"data_parallel_shard": 2}
+    with pytest.raises(RankError, match=r"mix\.forward holds mix\.bias"):
+        run_ranks(_train, tmp_path / "refused", mesh, nullcontext, _captured, world_size=2)
+    traces = run_ranks(_train, tmp_path / "stale", mesh, _captures_are_not_refused, _captured, world_size=2)
+    assert "trained another" in str(_difference(traces))
 
 
 def _unseeded(stage: StageInfo) -> nn.Module:

@@ -271,7 +271,7 @@ def _outcome(family: Family, config: dict[str, Any], edited: list[str]) -> str:
 
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sample("qwen3-False", "qwen3-True", "gpt_oss-False")
+@pytest.mark.sample("qwen3-False", "qwen3-True")
 def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
     files = family.files
@@ -295,12 +295,20 @@ def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_combinations_are_applied_or_refused_by_name(name: str) -> None:
-    """Three edits at once, of entries that the family reads."""
+    """Three edits at once, of entries that the family reads; each edit alone is applied."""
     family, draw = FAMILIES[name], random.Random(0)  # noqa: S311
     base = _base(name, sliding=False)
     numbers = (0, 1, 2, 3, 4, 6, 8, 0.5, 2.5, True, False)
-    edits = [(key, value) for key in family.files.used for value in (*PLAUSIBLE.get(key, ()), *numbers)]
-    for _ in range(150):
-        chosen = dict(draw.sample(edits, 3))
-        outcome = _outcome(family, {**base, **chosen}, [*chosen])
-        assert outcome in ("transformers cannot", "equal", "refused"), chosen
+    edits = {key: [value for value in (*PLAUSIBLE.get(key, ()), *numbers) if value != base.get(key)] for key in base}
+    applied = {
+        key: [value for value in values if _check(family, base, key, value) == "equal"]
+        for key, values in edits.items()
+        if key in family.files.used
+    }
+    keys = [key for key, values in applied.items() if values]
+    outcomes = []
+    for _ in range(60):
+        chosen = {key: draw.choice(applied[key]) for key in draw.sample(keys, 3)}
+        outcomes.append(_outcome(family, {**base, **chosen}, [*chosen]))
+        assert outcomes[-1] in ("transformers cannot", "equal", "refused"), chosen
+    assert outcomes.count("equal") >= 40, outcomes

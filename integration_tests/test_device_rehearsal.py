@@ -14,6 +14,7 @@ from d9d_loop.engine.engine import Engine
 pytestmark = pytest.mark.skipif(why_no_fake_accelerator() is not None, reason=str(why_no_fake_accelerator()))
 
 KNOWN_WAITS = {
+    "visibility.py document_runs": "lengths of packed documents, for variable-length attention",
     "bad_steps.py wait": "the decision on the step before, one step late",
     "all_to_all.py _sizes": "numbers of tokens to send and receive, which size the all-to-all and its buffers",
     "sync.py read_values": "metrics, read by the thread that delivers them",
@@ -30,6 +31,8 @@ LAYOUTS = {
     "hsdp": Case(mesh={"data_parallel_shard": 2, "data_parallel_replicate": 2}, world_size=4),
     "tp": Case(mesh={"tensor_parallel": 2}, world_size=2),
     "cp": Case(mesh={"context_parallel_shard": 2}, world_size=2),
+    "fsdp, varlen": replace(FSDP, documents=True, attention="varlen"),
+    "fsdp, recipe": replace(FSDP, recipe=True),
     "fsdp, tied": replace(FSDP, model=TINY | {"tie_word_embeddings": True}),
     "ep": Case(mesh={"data_parallel_shard": 4, "expert_parallel": 4}, world_size=4, experts=TINY_EXPERTS),
     "moe": Case(mesh={"data_parallel_shard": 4}, world_size=4, experts=TINY_EXPERTS),
@@ -91,7 +94,9 @@ _PACKAGES = ("d9d_", "resilience/", "engine/", "checkpoint/", "job/", "data/", "
 def _expected_waits(case: Case) -> dict[str, int]:
     num_layers = case.model["num_layers"] // case.mesh.get("pipeline_parallel", 1)
     exchanges = num_layers * case.num_microbatches if case.mesh.get("expert_parallel", 1) > 1 else 0
-    return {"bad_steps.py wait": 1} | ({"all_to_all.py _sizes": exchanges} if exchanges else {})
+    waits = {"bad_steps.py wait": 1} | ({"all_to_all.py _sizes": exchanges} if exchanges else {})
+    # Once for all layers of a batch.
+    return waits | ({"visibility.py document_runs": case.num_microbatches} if case.attention == "varlen" else {})
 
 
 def _check_layout(name: str, log: DeviceLog) -> None:
@@ -167,6 +172,20 @@ def test_a_job_waits_for_nothing_but_decisions_and_metrics_while_a_checkpoint_is
     assert set(_waits(log)) <= {"bad_steps.py wait", "sync.py read_values"}, [
         (wait.name, wait.stack[:6]) for wait in log.host_waits
     ]
+
+
+@pytest.mark.full
+def test_head_layers_balance_the_pipeline() -> None:
+    """The head costs 4.7 layers: 8 V D operations a token, and a layer 6 for each parameter and some for attention."""
+    wide = TINY | {"num_layers": 8, "vocab_size": 2048}
+    cases = {
+        f"{layers} {rank}": replace(LAYOUTS["pp"], rank=rank, model=wide | {"head_layers": layers})
+        for layers in (0, 4)
+        for rank in (0, 1)
+    }
+    flops = {name: log.flops for name, log in rehearsed(cases).items()}
+    assert flops["0 1"] > 1.7 * flops["0 0"]
+    assert 0.85 < flops["4 1"] / flops["4 0"] < 1.2
 
 
 @pytest.mark.full

@@ -3,15 +3,21 @@
 The default run tests a sample of the zoo; `--all` tests all of it, which takes an hour on two cores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from zoo import TORCH
-from zoo_jobs import differences, plain_traces
+from zoo_jobs import compiled_differences, differences, plain_traces
 from zoo_research import RESEARCH
+from zoo_stateful import STATEFUL
 from zoo_unusual import UNUSUAL
 
+import d9d_dist.tensor_styles
+from d9d_dist import SequenceParallel
 from d9d_dist.testing import run_ranks
 
 LAYOUTS = (
@@ -46,14 +52,8 @@ LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
 
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
-    "transformers:diffllama": "splits nothing inside the layers",
-    "transformers:nemo_speechlm": "mixer.experts (NemotronHExperts, moe_tp_experts)",
 }
-"""Modules that are refused on several ranks, with the error.
-
-The first one keeps ranges of activations in buffers. The others are refused with tensor parallelism only: a plan misses
-a parameter of split heads, and a loop over experts does not skip those of other ranks (its grouped kernel does).
-"""
+"""Modules that are refused on several ranks, with the error. I-BERT keeps ranges of activations in buffers."""
 
 _WRITES = "forward replaces or writes to"
 _BUFFERS = "buffers differ between ranks after step 1"
@@ -74,7 +74,17 @@ REFUSED_UNUSUAL = {
     "weight captured by a function": "project holds layer.weight",
     "attribute shares memory": "table holds embed.weight",
 }
-"""Modules of `UNUSUAL` and `RESEARCH` that are refused, with the error; two of them on one rank, too."""
+"""Modules of `UNUSUAL`, `RESEARCH` and `STATEFUL` that are refused, with the error; two of them on one rank, too."""
+
+COMPILED = {
+    "transformer encoder layer": "",
+    "timm:test_vit": "",
+    "transformers:gpt2": "",
+    "transformers:qwen3": "",
+    "counter": "seen[int(steps) % 3] = True",
+    "threads": "pool.map(",
+}
+"""Modules that Inductor compiles, with a line that runs eagerly."""
 
 _CHUNK = 16
 
@@ -128,9 +138,54 @@ def test_torch_modules_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", _chunks([*UNUSUAL, *RESEARCH]), ids=lambda names: names[0])
+@pytest.mark.parametrize("names", _chunks([*UNUSUAL, *RESEARCH, *STATEFUL]), ids=lambda names: names[0])
 def test_unusual_modules_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
     assert not _check(names, tmp_path)
+
+
+def _norms_of_heads_are_not_reduced() -> AbstractContextManager[object]:
+    return mock.patch.object(SequenceParallel, "has_partial_gradients", False)
+
+
+def _whole_layers_get_the_gradient_of_a_part() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_dist.tensor_styles, "copy_to_axis", lambda x, mesh: x)
+
+
+def _differences_with(bug: Callable[[], AbstractContextManager[object]], *args: Any) -> dict[str, list[str]]:
+    with bug():
+        return differences(*args)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("transformers:qwen3", _norms_of_heads_are_not_reduced),
+        ("transformers:diffllama", _whole_layers_get_the_gradient_of_a_part),
+    ],
+)
+def test_a_bug_of_a_tensor_plan_is_caught(
+    name: str, bug: Callable[[], AbstractContextManager[object]], tmp_path: Path
+) -> None:
+    run_ranks(plain_traces, [name], str(tmp_path), world_size=1, timeout=1200)
+    mesh = {"tensor_parallel": 2}
+    for found in run_ranks(_differences_with, bug, [name], [mesh], str(tmp_path), world_size=2, timeout=1200):
+        assert "gradient 1" in found[name][0]
+    for found in run_ranks(differences, [name], [mesh], str(tmp_path), world_size=2, timeout=1200):
+        assert not found[name]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_modules_train_as_in_a_plain_loop(name: str, tmp_path: Path) -> None:
+    run_ranks(plain_traces, [name], str(tmp_path), world_size=1, timeout=1200)
+    for mesh in ({}, {"data_parallel_shard": 2}):
+        found = run_ranks(compiled_differences, name, mesh, str(tmp_path), world_size=1 + len(mesh), timeout=1200)
+        for lines, num_graphs, _ in found:
+            assert not lines
+            assert num_graphs
+        assert ("runs these lines of the model eagerly" in found[0][2]) == bool(COMPILED[name])
+        assert COMPILED[name] in found[0][2]
 
 
 @pytest.mark.full

@@ -520,12 +520,13 @@ TORCH: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry:
-    """Return the entry of a name: one of `TORCH`, `UNUSUAL` or `RESEARCH`, or `library:name`."""
+    """Return the entry of a name: one of `TORCH`, `UNUSUAL`, `RESEARCH` or `STATEFUL`, or `library:name`."""
     from zoo_research import RESEARCH  # noqa: PLC0415  (it imports this module)
+    from zoo_stateful import STATEFUL  # noqa: PLC0415  (it imports this module)
     from zoo_unusual import UNUSUAL  # noqa: PLC0415  (it imports this module)
 
     if ":" not in name:
-        return TORCH.get(name) or UNUSUAL.get(name) or RESEARCH[name]
+        return {**TORCH, **UNUSUAL, **RESEARCH, **STATEFUL}[name]
     from zoo_libraries import library_entry  # noqa: PLC0415  (their imports take seconds)
 
     return library_entry(name)

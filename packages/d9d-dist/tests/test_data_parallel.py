@@ -19,6 +19,7 @@ from d9d_dist import (
     parallelize_hsdp,
     parallelize_replicate,
     parallelize_tensor,
+    refuse_later_writes,
     set_gradient_sync,
 )
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
@@ -404,13 +405,20 @@ def test_replicated_parameters_can_be_used_outside_their_module(degrees: dict[st
 
 
 class _Writes(nn.Linear):
-    """A layer whose forward casts the layer, or clamps or halves its weight."""
+    """A layer whose forward casts the layer, or clamps, halves, replaces or freezes its weight, from a call on."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, first_call: int) -> None:
         super().__init__(4, 4)
-        self._how = how
+        self._how, self._left = how, first_call
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        self._left -= 1
+        if self._left > 0:
+            return super().forward(input)
+        if self._how == "freezes":
+            self.weight.requires_grad_(False)
+        if self._how == "replaces":
+            self.weight.data = self.weight.data.clone()
         if self._how == "casts":
             self.to(torch.float64)
         with torch.no_grad():
@@ -420,25 +428,42 @@ class _Writes(nn.Linear):
         return super().forward(input.to(self.weight.dtype))
 
 
-def _forward_that(how: str) -> str:
+def _forward_that(how: str, first_call: int) -> tuple[int, str]:
+    """Return the number of complete calls, and the message."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
-        model = nn.Sequential(nn.Linear(4, 4), _Writes(how))
+        model = nn.Sequential(nn.Linear(4, 4), _Writes(how, first_call))
         parallelize_fsdp(model, ctx.mesh_for("dense")["dp_cp_shard"])
+        call = 0
         try:
-            model(torch.ones(2, 4)).sum().backward()
-            model(torch.ones(2, 4))
+            for call in range(6):
+                model(torch.ones(2, 4)).sum().backward()
+                refuse_later_writes(model, compare_next=call == 1)
         except UserError as error:
-            return str(error)
-        return ""
+            return call, str(error)
+        return 6, ""
 
 
 @pytest.mark.parametrize(
-    ("how", "names"), [("reads", ""), ("clips", "1.weight"), ("halves", "1.weight"), ("casts", "1.weight, 1.bias")]
+    ("how", "first_call", "found_in_call", "names"),
+    [
+        ("reads", 1, 6, ""),
+        ("clips", 1, 0, "1.weight"),
+        ("halves", 1, 0, "1.weight"),
+        ("casts", 1, 0, "1.weight, 1.bias"),
+        ("freezes", 1, 0, "1.weight"),
+        ("clips", 5, 4, "1.weight"),
+        ("replaces", 5, 4, "1.weight"),
+        ("halves", 2, 2, "1.weight"),
+        ("freezes", 2, 2, "1.weight"),
+        ("halves", 5, 6, ""),  # not found, because only the third call is compared
+    ],
 )
-def test_a_forward_that_changes_sharded_parameters_is_refused(how: str, names: str) -> None:
-    for message in run_ranks(_forward_that, how):
+def test_a_forward_that_changes_sharded_parameters_is_refused(
+    how: str, first_call: int, found_in_call: int, names: str
+) -> None:
+    for call, message in run_ranks(_forward_that, how, first_call):
         assert message.startswith(f"forward replaces or writes to {names}, for example by" if names else "")
-        assert bool(message) == bool(names)
+        assert (call, bool(message)) == (found_in_call, bool(names))
 
 
 class _View(nn.Module):

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lazy_package.light import a, b
-    from lazy_package.heavy import c
+    from lazy_package.light import a as a
+    from lazy_package.light import b as b
+    from lazy_package.light import hidden
+    from lazy_package.heavy import c as c
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
-
-__all__ = ["a", "b", "c"]
 '''
 
 
@@ -45,6 +45,7 @@ def test_a_module_is_imported_at_the_first_use_of_its_name(package: ModuleType) 
 
 def test_public_names_are_listed_before_their_use(package: ModuleType) -> None:
     assert {"__all__", "a", "b", "c"} <= set(dir(package))
+    assert package.__all__ == ["a", "b", "c"]
     names: dict[str, object] = {}
     exec("from lazy_package import *", names)  # noqa: S102
     assert [names[name] for name in ("a", "b", "c")] == [[], 2, 4]

@@ -82,8 +82,20 @@ def test_blocks_with_unknown_styles_stay_whole() -> None:
     assert not [name for name in styles if "mlp" in name]
     assert styles["model.layers.0.self_attn.o_proj"] == RowParallel()
     model.tp_plan["model.layers.*.self_attn.v_proj"] = "diagonal"
-    with pytest.raises(UserError, match=r"splits nothing .* model.layers.\*.self_attn.v_proj \(Linear, diagonal"):
-        tensor_plan(model, 2)
+    styles, whole = tensor_plan(model, 2)
+    assert styles.keys() == {"model.embed_tokens", "lm_head"}
+    assert whole.keys() == {"model.layers.*.mlp", "model.layers.*.self_attn"}
+
+
+def test_layers_that_the_plan_does_not_name_stay_whole() -> None:
+    styles, whole = tensor_plan(_model("DiffLlamaForCausalLM"), 2)
+    assert styles.keys() == {"lm_head"}
+    assert whole == {"the layers of DiffLlamaForCausalLM": ["a plan that names only lm_head"]}
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(UserError, match="BertForMaskedLM carries no tensor-parallel plan"):
+        tensor_plan(_model("BertForMaskedLM", hidden_size=8, num_attention_heads=2), 2)
 
 
 def _embedding(padding_idx: int) -> nn.ModuleDict:
@@ -183,10 +195,11 @@ def test_plans_of_parameters_without_a_layer() -> None:
     assert shared.placements() == {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
 
 
-def test_a_loop_that_computes_experts_of_other_ranks_is_refused() -> None:
+def test_a_loop_that_computes_experts_of_other_ranks_stays_whole() -> None:
     model = _model("NemotronHForCausalLM", layers_block_type=["moe"], n_routed_experts=4)
     model.config._experts_implementation = "eager"
-    with pytest.raises(UserError, match=r"model.layers.\*.mixer.experts \(NemotronHExperts, moe_tp_experts\)"):
-        tensor_plan(model, 2)
+    styles, whole = tensor_plan(model, 2)
+    assert "model.layers.*.mixer.experts (NemotronHExperts, moe_tp_experts)" in whole["model.layers.*.mixer.experts"]
+    assert not [name for name in styles if "experts" in name]
     model.config._experts_implementation = "grouped_mm"
     assert tensor_plan(model, 2).styles["model.layers.0.mixer.experts"].placements()

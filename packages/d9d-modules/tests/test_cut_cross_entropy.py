@@ -48,11 +48,16 @@ def test_the_package_is_called_with_its_arguments(installed: None, monkeypatch: 
     monkeypatch.setattr(lm_head, "why_not_cut_cross_entropy", lambda *_: None)  # as on an accelerator
     hidden, weight = torch.randn(1, 3, 4), torch.randn(5, 4)
     labels = torch.tensor([[0, 4, -100]])
-    for backend in (None, "cut_cross_entropy"):
-        found = language_model_head(hidden, weight, labels=labels, softcap=2.0, backend=backend)
-        expected = language_model_head(hidden, weight, labels=labels, softcap=2.0, backend="chunked")
-        torch.testing.assert_close(found, expected)
+    found = language_model_head(hidden, weight, labels=labels, softcap=2.0, backend="cut_cross_entropy")
+    torch.testing.assert_close(found, language_model_head(hidden, weight, labels=labels, softcap=2.0))
     assert cut_cross_entropy(hidden[0].double(), weight.double(), labels[0], softcap=None).dtype == torch.float32
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_does_not_change_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_head, "why_not_cut_cross_entropy", lambda *_: None)  # as on an accelerator
+    monkeypatch.setattr(lm_head, "cut_cross_entropy", lambda *_, **__: pytest.fail("the package is called"))
+    assert language_model_head(torch.randn(1, 3, 4), torch.randn(5, 4), labels=torch.ones(1, 3).long()).isfinite().all()
 
 
 def test_missing_entries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

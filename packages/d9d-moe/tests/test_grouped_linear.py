@@ -20,6 +20,7 @@ def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("sizes", [(16, 8), (5, 7)], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
@@ -29,21 +30,25 @@ def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ("grouped_mm", torch.bfloat16),
     ],
 )
-def test_values_and_gradients(backend: GroupedMatmulBackend, dtype: torch.dtype, counts: list[int]) -> None:
-    x = torch.randn(12, 16, dtype=dtype, requires_grad=True)
-    weight = torch.randn(4, 8, 16, dtype=dtype, requires_grad=True)
-    sizes = torch.tensor(counts)
-    gradient = torch.randn(12, 8, dtype=dtype)
-    got = grouped_matmul(x, weight, sizes, backend=backend)
-    expected = _loop(x, weight, sizes)
+def test_values_and_gradients(
+    backend: GroupedMatmulBackend, dtype: torch.dtype, sizes: tuple[int, int], counts: list[int]
+) -> None:
+    num_inputs, num_outputs = sizes
+    x = torch.randn(12, num_inputs, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, num_outputs, num_inputs, dtype=dtype, requires_grad=True)
+    counts_G = torch.tensor(counts)
+    gradient = torch.randn(12, num_outputs, dtype=dtype)
+    got = grouped_matmul(x, weight, counts_G, backend=backend)
+    expected = _loop(x, weight, counts_G)
     assert got.dtype == dtype
     got_gradients = torch.autograd.grad(got, (x, weight), gradient)
     wanted = torch.autograd.grad(expected, (x, weight), gradient)
     wide = [each.detach().double().requires_grad_() for each in (x, weight)]
-    exact = _loop(*wide, sizes)
+    exact = _loop(*wide, counts_G)
     exact_gradients = torch.autograd.grad(exact, wide, gradient.double())
     assert_rounds_like([got, *got_gradients], [exact, *exact_gradients], peer=[expected, *wanted])
-    assert got_gradients[1][sizes == 0].eq(0).all()
+    assert got_gradients[1][counts_G == 0].eq(0).all()
+    assert got_gradients[1].is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -79,9 +84,9 @@ def test_autocast_matches_a_linear_layer(rows_dtype: torch.dtype, weight_dtype: 
         (torch.bfloat16, 8, 16, 3, "grouped_mm"),
         (torch.float16, 8, 16, 3, "grouped_mm"),
         (torch.float64, 4, 8, 3, "eager"),
-        (torch.float32, 5, 8, 3, "eager"),
-        (torch.float32, 4, 6, 3, "eager"),
-        (torch.bfloat16, 4, 8, 3, "eager"),
+        (torch.float32, 5, 8, 3, "grouped_mm"),
+        (torch.float32, 4, 6, 3, "grouped_mm"),
+        (torch.bfloat16, 4, 8, 3, "grouped_mm"),
         (torch.float32, 4, 8, 0, "eager"),
     ],
 )
@@ -90,13 +95,28 @@ def test_kernel_is_chosen_for_supported_inputs(
 ) -> None:
     x = torch.randn(num_rows, num_inputs, dtype=dtype, requires_grad=True)
     weight = torch.randn(2, num_outputs, num_inputs, dtype=dtype, requires_grad=True)
-    assert choose_grouped_matmul(x, weight) == expected
+    assert choose_grouped_matmul(x) == expected
     y = grouped_matmul(x, weight, torch.tensor([0, num_rows]))
     assert y.shape == (num_rows, num_outputs)
     y.sum().backward()  # an expanded gradient, which the kernel refuses as it is
     assert x.grad is not None
     assert weight.grad is not None
     assert weight.grad[0].eq(0).all()
+
+
+def test_the_kernel_gets_rows_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        for each in (x, weight):
+            inner = each if each.stride(-1) == 1 else each.transpose(-1, -2)
+            assert all(stride * each.element_size() % 16 == 0 for stride in inner.stride()[:-1])
+        return kernel(x, weight, offs=offs)
+
+    kernel = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", checked)
+    x = torch.randn(5, 3, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(2, 7, 3, dtype=torch.bfloat16, requires_grad=True)
+    grouped_matmul(x, weight, torch.tensor([1, 4])).sum().backward()
+    assert weight.grad is not None
 
 
 def test_noncontiguous_rows_are_supported() -> None:
@@ -152,8 +172,8 @@ def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
 
 def test_environment_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, counts = torch.randn(3, 4), torch.randn(2, 8, 4), torch.tensor([1, 2])
-    assert choose_grouped_matmul(x, weight, environment={}) == "grouped_mm"
-    assert choose_grouped_matmul(x, weight, environment={GROUPED_MATMUL_VARIABLE: "eager"}) == "eager"
+    assert choose_grouped_matmul(x, environment={}) == "grouped_mm"
+    assert choose_grouped_matmul(x, environment={GROUPED_MATMUL_VARIABLE: "eager"}) == "eager"
     monkeypatch.setenv(GROUPED_MATMUL_VARIABLE, "cublas")
     with pytest.raises(UserError, match=r"D9D_GROUPED_MATMUL = 'cublas'; expected one of grouped_mm, grouped_gemm,"):
         grouped_matmul(x, weight, counts)

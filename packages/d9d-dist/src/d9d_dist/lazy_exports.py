@@ -17,8 +17,10 @@ from typing import Any
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package whose `__init__.py` imports its names under `TYPE_CHECKING`.
 
-    Type checkers and the documentation read those imports, and `__getattr__` runs the one for a name at its first use.
-    A name must differ from those of the package's modules: importing a module sets an attribute of the package.
+    The public names are those that `__init__.py` imports as themselves: `from package.module import name as name`.
+    Type checkers read those imports, and `.ci/docs_exports.py` for the documentation. `__getattr__` runs the import of
+    a name at its first use, and returns all names for `__all__`. A name must differ from those of the package's
+    modules: importing a module sets an attribute of the package.
 
     Args:
         package: `__name__` in `__init__.py`.
@@ -29,9 +31,14 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     @cache
     def owners() -> dict[str, str]:
-        return _type_checking_imports(package)
+        spec = importlib.util.find_spec(package)
+        source = spec.loader.get_source(package) if spec and isinstance(spec.loader, InspectLoader) else None
+        assert source is not None, f"lazy_exports reads the source of {package}, which is not installed"
+        return exports(ast.parse(source))
 
     def get(name: str) -> Any:
+        if name == "__all__":
+            return sorted(owners())
         if name.startswith("__") or name not in owners():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(owners()[name]), name)
@@ -39,16 +46,12 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *owners()})
+        return sorted({*vars(sys.modules[package]), *owners(), "__all__"})
 
     return get, names
 
 
-def _type_checking_imports(package: str) -> dict[str, str]:
-    """Return the module of each name that the package imports under `TYPE_CHECKING`."""
-    spec = importlib.util.find_spec(package)
-    source = spec.loader.get_source(package) if spec and isinstance(spec.loader, InspectLoader) else None
-    assert source is not None, f"lazy_exports reads the source of {package}, which is not installed"
-    branches = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
-    imports = [node for branch in branches for node in branch.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
+def exports(init: ast.AST) -> dict[str, str]:
+    """Return the public names of an `__init__.py`, each with the module it is imported from."""
+    imports = [node for node in ast.walk(init) if isinstance(node, ast.ImportFrom)]
+    return {each.name: str(node.module) for node in imports for each in node.names if each.asname == each.name}

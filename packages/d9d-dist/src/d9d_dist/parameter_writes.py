@@ -2,7 +2,8 @@
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -36,13 +37,54 @@ def refuse_writes(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> 
     )
 
 
+class _Gathered(NamedTuple):
+    """Parameter that a module gathered in a compared forward, and its state then."""
+
+    name: str
+    parameter: torch.Tensor
+    storage: int
+    version: int
+
+    @property
+    def is_written(self) -> bool:
+        """True if a forward wrote to the parameter since then."""
+        return (self.parameter.untyped_storage()._cdata, self.parameter._version) != (self.storage, self.version)
+
+
+_GATHERED = WeakKeyDictionary[nn.Module, list[_Gathered]]()
+"""Parameters of sharded modules whose first forward was compared. FSDP gathers into the same objects again."""
+
+
 def refuse_writes_in_first_forward(module: nn.Module) -> None:
     """Make the first forward raise `UserError` if it changes parameters: FSDP would lose the writes.
 
     Call it before `fully_shard`: the check must run after the hooks of tensor parallelism restore the parameters and
-    before FSDP frees them. It compares checksums, because writes by `.data` do not change version counters.
+    before FSDP frees them.
     """
-    before: dict[str, tuple[torch.Tensor, tuple[int, int], torch.Tensor | None]] = {}
+    _compare_next_forward(module, prepend=False)
+
+
+def refuse_later_writes(model: nn.Module, *, compare_next: bool = False) -> None:
+    """Raise `UserError` if a forward wrote to sharded parameters after the first forward. No collectives.
+
+    Version counters find in-place writes and `.data = ...` in any forward since the first. They do not count in-place
+    writes to `.data`; with `compare_next`, the next forward is compared again by checksums, which takes two reads of
+    the parameters and a host-device synchronization. Both are too slow for every step.
+    """
+    for module in model.modules():
+        if (gathered := _GATHERED.get(module)) is not None:
+            _raise_if_any(each.name for each in gathered if each.is_written)
+            if compare_next:
+                _compare_next_forward(module, prepend=True)
+
+
+def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
+    """Make the next forward raise `UserError` if it changes parameters.
+
+    It compares checksums, because writes by `.data` do not change version counters. With `prepend`, the comparison runs
+    before the hooks that were registered earlier.
+    """
+    before: dict[str, tuple[torch.Tensor, tuple[int, int, bool], torch.Tensor | None]] = {}
 
     def note(_module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -70,10 +112,14 @@ def refuse_writes_in_first_forward(module: nn.Module) -> None:
             names += [name for name, (first, second) in zip(pairs, found, strict=True) if first != second]
         before.clear()
         _raise_if_any(names)
+        if module not in _GATHERED:
+            _GATHERED[module] = [
+                _Gathered(name, each, each.untyped_storage()._cdata, each._version) for name, each in now.items()
+            ]
 
     handles = [
         module.register_forward_pre_hook(note),
-        module.register_forward_hook(compare),
+        module.register_forward_hook(compare, prepend=prepend),
     ]
 
 
@@ -113,8 +159,8 @@ def _gathered(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, each) for name, each in module.named_parameters() if not isinstance(each, DTensor)]
 
 
-def _state(parameter: torch.Tensor) -> tuple[int, int]:
-    return parameter.data_ptr(), parameter._version
+def _state(parameter: torch.Tensor) -> tuple[int, int, bool]:
+    return parameter.data_ptr(), parameter._version, parameter.requires_grad
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ class TensorPlan(NamedTuple):
 
     Attributes:
         styles: The plan for `parallelize_tensor`, by full module names.
-        whole: Blocks that stay replicated, with the modules that are the reasons; `*` stands for layer numbers.
+        whole: Blocks that stay replicated, with the modules that are the reasons; `*` stands for layer numbers. All
+            layers are one block if none is split.
     """
 
     styles: dict[str, TensorStyle]
@@ -50,7 +51,7 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
     replicated if the degree does not divide them, or if they are tied to a replicated module.
 
     Raises:
-        UserError: If the model has no plan, or no block can be split.
+        UserError: If the model has no plan.
     """
     rules: Mapping[str, str] = model.tp_plan or {}
     if not rules:
@@ -75,13 +76,8 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
     plan = _without_blocks(plan, (block for block, _ in blocks))
     unnamed = _name_inner_modules(model, plan)
     plan, whole = _without_blocks(plan, unnamed), _by_kind((*blocks, *unnamed.items()))
-    if not any(style.placements() and not _has_whole_output(style) for style in plan.values()):
-        reasons = ", ".join(each for block in whole.values() for each in block)
-        raise UserError(
-            f"mesh.tensor_parallel = {degree}, and the plan of {type(model).__name__} splits nothing inside the layers "
-            f"beside styles that are not supported: {reasons}; expected 1. Shard the model with "
-            "mesh.data_parallel_shard instead."
-        )
+    if not whole and not any(style.placements() and not _has_whole_output(style) for style in plan.values()):
+        whole[f"the layers of {type(model).__name__}"] = [f"a plan that names only {', '.join(rules)}"]
     for name, module in model.named_modules():
         if type(module).__name__ == "Gemma4Model" and module.config.get_text_config().hidden_size_per_layer_input:
             # It reads the row of the padding token outside of the embedding.

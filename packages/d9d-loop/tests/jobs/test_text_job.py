@@ -202,7 +202,7 @@ def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: P
     run = _train(config)
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    model, total, count = _load("sft", folder / "model"), 0.0, 0
+    model, total, count = _load("sft", folder / "model").double(), 0.0, 0
     texts = {f"<|user|>{each['prompt']}<|end|><|assistant|>": f"{each['completion']}<|end|>" for each in chats}
     for number in numbers:
         found = tokenizer.decode(row["input_ids"][row["documents"] == number])
@@ -212,7 +212,8 @@ def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: P
         labels[:, : len(tokenizer(prompt).input_ids)] = -100
         num_labels = int((labels != -100).sum())
         total, count = total + model(ids, labels=labels).loss.item() * num_labels, count + num_labels
-    assert _losses(run)[0] == pytest.approx(total / count, rel=1e-5)
+    # Roundings of at most 200 operators in sequence add up like a random walk.
+    assert _losses(run)[0] == pytest.approx(total / count, rel=200**0.5 * torch.finfo(torch.float32).eps)
 
 
 def _greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:

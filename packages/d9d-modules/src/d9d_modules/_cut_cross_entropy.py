@@ -43,6 +43,4 @@ def cut_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *,
 def require_cut_cross_entropy(reason: str | None) -> None:
     """Raise a `UserError` if the backend is unavailable; `reason` is None if it is available."""
     if reason is not None:
-        raise UserError(
-            f"loss backend 'cut_cross_entropy' is not available: {reason}. Use 'chunked', or None to select one."
-        )
+        raise UserError(f"loss backend 'cut_cross_entropy' is not available: {reason}. Use 'chunked'.")

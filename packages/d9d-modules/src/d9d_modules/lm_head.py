@@ -64,7 +64,7 @@ class LanguageModelHead(VocabularySplits):
         bias: bool = False,
         softcap: float | None = None,
         token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
-        loss_backend: LossBackend | None = None,
+        loss_backend: LossBackend = "chunked",
         init_std: float = 0.02,
     ) -> None:
         vocab_sizes = {"": vocab_size} if isinstance(vocab_size, int) else vocab_size
@@ -76,7 +76,7 @@ class LanguageModelHead(VocabularySplits):
             raise UserError(f"softcap = {softcap}; expected a number above 0, or None for no soft-cap.")
         self.softcap = softcap
         self.token_loss: TokenLoss = token_loss
-        self.loss_backend: LossBackend | None = loss_backend
+        self.loss_backend: LossBackend = loss_backend
         self.logit_positions = slice(None)
 
     def forward(
@@ -160,7 +160,7 @@ def language_model_head(
     vocab_size: int | None = None,
     token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
     softcap: float | None = None,
-    backend: LossBackend | None = None,
+    backend: LossBackend = "chunked",
 ) -> Tensor:
     """Compute per-token losses if labels are given, else logits.
 
@@ -174,8 +174,7 @@ def language_model_head(
             Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from the materialized
             logits of one chunk of tokens at a time.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-        backend: Implementation of a cross entropy. None selects Cut Cross Entropy if it is installed and supports the
-            call, else `"chunked"`. With deterministic algorithms enabled None always selects `"chunked"`.
+        backend: Implementation of a cross entropy. An installed `cut-cross-entropy` is used only if it is named.
 
     Returns:
         Without labels, the logits [B, L, V] in the dtype of the product. With labels, the loss of each token [B, L] or
@@ -229,13 +228,9 @@ def _cross_entropy(
     *,
     loss: CrossEntropy,
     softcap: float | None,
-    backend: LossBackend | None,
+    backend: LossBackend,
 ) -> Tensor:
-    reason = why_not_cut_cross_entropy(hidden_TD, len(weights_VD), loss)
-    if backend is None:
-        is_able = reason is None and not torch.are_deterministic_algorithms_enabled()
-        backend = "cut_cross_entropy" if is_able else "chunked"
     if backend == "chunked":
         return linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap)
-    require_cut_cross_entropy(reason)
+    require_cut_cross_entropy(why_not_cut_cross_entropy(hidden_TD, len(weights_VD), loss))
     return cut_cross_entropy(hidden_TD, weights_VD[0], labels_T, softcap=softcap)

@@ -1,7 +1,9 @@
-"""The packages need GPUs, so stand-ins take the calls and compute with the eager backend."""
+"""The kernels need GPUs, so stand-ins take the calls and compute with the eager backend."""
 
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from d9d_dist import UserError
 from d9d_modules.attention_backends import (
@@ -18,6 +21,8 @@ from d9d_modules.attention_backends import (
     EagerBackend,
     Flash2Backend,
     Flash4Backend,
+    VarlenBackend,
+    flash,
 )
 
 BOTH: list[Callable[[], AttentionBackend]] = [Flash2Backend, Flash4Backend]
@@ -48,16 +53,35 @@ def _attend_by_lengths(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tens
     return torch.cat(parts)
 
 
+def _varlen(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, enable_gqa: bool = False, **settings: Any) -> Tensor:
+    inspect.signature(varlen_attn).bind(q, k, v, *lengths, **settings)
+    assert enable_gqa, "the query heads share key/value heads"
+    left, right = settings["window_size"]
+    is_causal = right == 0
+    return _attend_by_lengths(
+        q,
+        k,
+        v,
+        **dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True)),
+        window_size=(-1, -1) if left == -1 else (left, right),
+        causal=is_causal,
+        softmax_scale=settings["scale"],
+        softcap=0.0,
+    )
+
+
 def _packages() -> dict[str, ModuleType]:
-    flash, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
     stand_ins = {"flash_attn_func": _attend, "flash_attn_varlen_func": _attend_by_lengths}
     for name, function in stand_ins.items():
-        setattr(flash, name, function)
+        setattr(package, name, function)
         setattr(cute, name, lambda *args, _function=function, **settings: (_function(*args, **settings), None))
-    return {"flash_attn": flash, "flash_attn.cute": cute}
+    varlen: Any = ModuleType("torch.nn.attention.varlen")
+    varlen.varlen_attn = _varlen
+    return {"flash_attn": package, "flash_attn.cute": cute, varlen.__name__: varlen}
 
 
-@pytest.mark.parametrize("make", BOTH)
+@pytest.mark.parametrize("make", [*BOTH, VarlenBackend])
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -66,6 +90,7 @@ def _packages() -> dict[str, ModuleType]:
         AttentionOptions(window=3, scale=0.3, softcap=2.0),
         AttentionOptions(is_causal=False),
         AttentionOptions(is_causal=False, window=3),
+        AttentionOptions(window=3, scale=0.3),
     ],
 )
 @pytest.mark.parametrize("length", [9, 4])
@@ -74,6 +99,8 @@ def test_package_calls_have_the_same_meaning(
 ) -> None:
     q, k, v = (torch.randn(2, n, heads, 8, dtype=torch.float64) for n, heads in ((length, 4), (9, 2), (9, 2)))
     backend = make()
+    if backend.name == "varlen" and options.softcap is not None:
+        options = replace(options, softcap=None)
     rest: dict[str, Any] = {
         "options": options,
         "documents_BS": torch.tensor([[0] * 4 + [1] * 5, [7] * 6 + [2] + [3] * 2]) if has_documents else None,
@@ -84,7 +111,23 @@ def test_package_calls_have_the_same_meaning(
     torch.testing.assert_close(got, EagerBackend().attend(q, k, v, **rest), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", BOTH)
+def test_document_lengths_are_read_once_for_the_layers_of_a_batch() -> None:
+    q = torch.randn(1, 3, 1, 8)
+    documents = torch.tensor([[0, 0, 1]])
+    with (
+        patch.dict(sys.modules, _packages()),
+        patch.object(flash, "document_runs", wraps=flash.document_runs) as read,
+    ):
+        for backend in (Flash2Backend(), Flash4Backend(), VarlenBackend()):
+            backend.attend(q, q, q, options=AttentionOptions(), documents_BS=documents, sinks_H=None)
+        assert read.call_count == 1
+        documents[0, 1] = 1
+        changed = VarlenBackend().attend(q, q, q, options=AttentionOptions(), documents_BS=documents, sinks_H=None)
+    expected = EagerBackend().attend(q, q, q, options=AttentionOptions(), documents_BS=documents, sinks_H=None)
+    torch.testing.assert_close(changed, expected)
+
+
+@pytest.mark.parametrize("make", [*BOTH, VarlenBackend])
 def test_a_non_contiguous_document_raises(make: Callable[[], AttentionBackend]) -> None:
     q = torch.randn(1, 3, 1, 8)
     documents = torch.tensor([[0, 1, 0]])
@@ -135,6 +178,13 @@ def test_what_both_reject(make: Callable[[], AttentionBackend]) -> None:
     assert "needs a device of compute capability" in str(_rejection(make, _request(), capability=7))
     assert make().is_fast(_request())
     assert not make().is_fast(_request(has_documents=True))
+
+
+def test_what_the_backend_of_torch_rejects() -> None:
+    assert _rejection(VarlenBackend, _request(options=AttentionOptions(window=4), has_documents=True)) is None
+    assert _rejection(VarlenBackend, _request(options=AttentionOptions(softcap=2.0))) == "has no softcap"
+    assert "log-sum-exp" in str(_rejection(VarlenBackend, _request(has_sinks=True)))
+    assert _rejection(VarlenBackend, _request(device=torch.device("cpu"))) == "does not support cpu"
 
 
 def test_only_the_newer_one_has_sinks() -> None:

@@ -30,16 +30,17 @@ PARAMS = Qwen3Params(
 )
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_chained_stages_are_the_whole_model(num_stages: int) -> None:
-    whole = Qwen3ForCausalLM(PARAMS).double()
+@pytest.mark.parametrize(("num_stages", "head_layers"), [(2, 0), (3, 0), (5, 0), (2, 2), (3, 2)])
+def test_chained_stages_are_the_whole_model(num_stages: int, head_layers: int) -> None:
+    params = replace(PARAMS, head_layers=head_layers)
+    whole = Qwen3ForCausalLM(params).double()
     input_ids = torch.randint(0, 19, (2, 7))
     labels = torch.randint(0, 19, (2, 7))
     position_ids = torch.arange(3, 10).unsqueeze(0)
     expected = whole(input_ids, position_ids=position_ids, labels=labels)
     expected.sum().backward()
 
-    stages = [Qwen3ForCausalLM(PARAMS, StageInfo(index, num_stages)).double() for index in range(num_stages)]
+    stages = [Qwen3ForCausalLM(params, StageInfo(index, num_stages)).double() for index in range(num_stages)]
     state = whole.state_dict()
     hidden = input_ids
     for stage in stages:
@@ -64,6 +65,14 @@ def test_a_stage_builds_only_its_own_part() -> None:
     assert last.backbone.embedding is None
     assert last.backbone.norm is not None
     assert last.lm_head is not None
+
+
+def test_the_last_stage_has_fewer_layers_for_the_cost_of_its_head() -> None:
+    params = replace(PARAMS, num_layers=10, head_layers=3)
+    found = [[*Qwen3ForCausalLM(params, StageInfo(index, 3)).layers] for index in range(3)]
+    assert [len(layers) for layers in found] == [5, 4, 1]
+    with pytest.raises(UserError, match=r"head_layers = -1; expected 0 or more"):
+        replace(PARAMS, head_layers=-1)
 
 
 def test_only_the_last_stage_has_a_head() -> None:

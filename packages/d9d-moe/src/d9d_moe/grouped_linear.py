@@ -1,7 +1,7 @@
 """Grouped matrix product: each group of rows is multiplied by its own matrix, as in a layer of experts.
 
-`torch.nn.functional.grouped_mm` is one kernel for float32, bfloat16 and float16 with rows aligned to 16 bytes. Other
-inputs use a loop over groups ("eager"). The library `grouped_gemm` is used only on request.
+`torch.nn.functional.grouped_mm` is one kernel for float32, bfloat16 and float16. Rows that are not aligned to 16 bytes
+are padded for it. Other dtypes use a loop over groups ("eager"). The library `grouped_gemm` is used only on request.
 
 Shape legend: N rows, sorted by group; G groups; I input features; O output features.
 """
@@ -29,9 +29,6 @@ GROUPED_GEMM_INSTALL = "TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolatio
 
 _ALIGNMENT = 16
 """Row alignment in bytes that `grouped_mm` requires."""
-
-_BIAS_COLUMNS = 8
-"""Columns of a bias as a matrix, which align it for all dtypes of `grouped_mm`."""
 
 
 @final
@@ -76,7 +73,7 @@ def grouped_matmul(
         UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows.
     """
     x_NI, weight_GOI = autocast_inputs(x_NI, weight_GOI)
-    chosen = choose_grouped_matmul(x_NI, weight_GOI) if backend is None else backend
+    chosen = choose_grouped_matmul(x_NI) if backend is None else backend
     _check_backend(chosen, x_NI)
     weight, slot = defer_weight_grad(weight_GOI, x_NI)
     return cast(Tensor, _GroupedMatmul.apply(x_NI, weight, counts_G, slot, chosen))
@@ -87,17 +84,13 @@ def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
 
     A grouped product, because the gradient of indexing is summed in a nondeterministic order on accelerators.
     """
-    weight_GOI = F.pad(bias_GO.unsqueeze(-1), (0, _BIAS_COLUMNS - 1))  # aligned for the kernel
-    one_N = x_NI.new_ones(len(x_NI), 1)
-    return grouped_matmul(F.pad(one_N, (0, _BIAS_COLUMNS - 1)), weight_GOI, counts_G)
+    return grouped_matmul(x_NI.new_ones(len(x_NI), 1), bias_GO.unsqueeze(-1), counts_G)
 
 
-def choose_grouped_matmul(
-    x_NI: Tensor, weight_GOI: Tensor, *, environment: Mapping[str, str] | None = None
-) -> GroupedMatmulBackend:
-    """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the inputs, else "eager".
+def choose_grouped_matmul(x_NI: Tensor, *, environment: Mapping[str, str] | None = None) -> GroupedMatmulBackend:
+    """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the rows, else "eager".
 
-    The choice depends only on dtypes and shapes. `environment` defaults to `os.environ`.
+    The choice depends only on dtype and shape. `environment` defaults to `os.environ`.
 
     Raises:
         UserError: If the variable names an unknown backend.
@@ -108,12 +101,9 @@ def choose_grouped_matmul(
             expected = ", ".join(get_args(GroupedMatmulBackend))
             raise UserError(f"{GROUPED_MATMUL_VARIABLE} = {named!r}; expected one of {expected}.")
         return cast(GroupedMatmulBackend, named)
-    _, num_outputs, num_inputs = weight_GOI.shape
     # On meta only shapes are needed, and before torch 2.15 the meta function of grouped_mm took only bfloat16.
     is_supported = not x_NI.is_meta and x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    # I is the row size of the input and its gradient, O the row size of the output and its gradient.
-    is_aligned = all(size * x_NI.element_size() % _ALIGNMENT == 0 for size in (num_inputs, num_outputs))
-    return "grouped_mm" if is_supported and is_aligned and len(x_NI) > 0 else "eager"
+    return "grouped_mm" if is_supported and len(x_NI) > 0 else "eager"
 
 
 def _check_backend(backend: str, x_NI: Tensor) -> None:
@@ -159,12 +149,25 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
+def _missing(size: int, dtype: torch.dtype) -> int:
+    """Return the number of elements by which a row is extended to be aligned."""
+    return -size % (_ALIGNMENT // dtype.itemsize)
+
+
 def _grouped_mm(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
-    return F.grouped_mm(x_NI, weight_GIO, offs=counts_G.cumsum(0, dtype=torch.int32))
+    num_outputs = weight_GIO.shape[2]
+    inner, outer = (_missing(size, x_NI.dtype) for size in weight_GIO.shape[1:])
+    if inner or outer:  # zeros add nothing to a product
+        x_NI, weight_GIO = F.pad(x_NI, (0, inner)), F.pad(weight_GIO, (0, outer, 0, inner))
+    y_NO = F.grouped_mm(x_NI, weight_GIO, offs=counts_G.cumsum(0, dtype=torch.int32))
+    return y_NO[:, :num_outputs] if outer else y_NO
 
 
 def _grouped_mm_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
-    return F.grouped_mm(y_NO.T, x_NI, offs=counts_G.cumsum(0, dtype=torch.int32))
+    num_outputs, num_inputs = y_NO.shape[1], x_NI.shape[1]
+    y_NO, x_NI = (F.pad(each, (0, _missing(each.shape[1], each.dtype))) for each in (y_NO, x_NI))
+    weight_GOI = F.grouped_mm(y_NO.T, x_NI, offs=counts_G.cumsum(0, dtype=torch.int32))
+    return weight_GOI[:, :num_outputs, :num_inputs].contiguous()
 
 
 def _eager(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:

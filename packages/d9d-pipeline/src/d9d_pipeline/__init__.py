@@ -3,90 +3,54 @@
 from typing import TYPE_CHECKING
 
 from d9d_dist.lazy_exports import lazy_exports
-from d9d_pipeline.build import build
-from d9d_pipeline.simulate import Costs, simulate
-from d9d_pipeline.verify import ProgramError, Verified, verify
+from d9d_pipeline.build import build as build
+from d9d_pipeline.simulate import Costs as Costs
+from d9d_pipeline.simulate import simulate as simulate
+from d9d_pipeline.verify import ProgramError as ProgramError
+from d9d_pipeline.verify import Verified as Verified
+from d9d_pipeline.verify import verify as verify
 
 if TYPE_CHECKING:
-    from d9d_pipeline._channel import Messages, stage_output
-    from d9d_pipeline._message import check_can_be_sent
-    from d9d_pipeline.actions import (
-        Action,
-        Backward,
-        BackwardInput,
-        BackwardWeight,
-        Compute,
-        ComputeLoss,
-        Forward,
-        Overlap,
-        ReceiveInput,
-        ReceiveOutputGradient,
-        SendInputGradient,
-        SendOutput,
-    )
-    from d9d_pipeline.executor import Executor, OutputHandler, Outputs
-    from d9d_pipeline.inputs import Inputs
-    from d9d_pipeline.pipelined_model import PipelinedModel
-    from d9d_pipeline.plot import plot_program, plot_simulation
-    from d9d_pipeline.program import Program
-    from d9d_pipeline.rank_stages import RankStages
-    from d9d_pipeline.schedule import Schedule, StagePlacement, ranks_of_stages
-    from d9d_pipeline.schedules.fill_drain import ForwardOnly, GPipe, LoopedBreadthFirst
-    from d9d_pipeline.schedules.one_forward_one_backward import Interleaved, OneForwardOneBackward
-    from d9d_pipeline.schedules.v_shaped import DualPipeV, ZeroBubbleV
-    from d9d_pipeline.schedules.zero_bubble import ZeroBubble1P
-    from d9d_pipeline.shared_parameters import SharedParameters, shared_names
-    from d9d_pipeline.timeline import TimedAction, Timeline, format_simulation
-    from d9d_pipeline.tree_broadcast import broadcast_tree
+    from d9d_pipeline._channel import Messages as Messages
+    from d9d_pipeline._channel import stage_output as stage_output
+    from d9d_pipeline._message import check_can_be_sent as check_can_be_sent
+    from d9d_pipeline.actions import Action as Action
+    from d9d_pipeline.actions import Backward as Backward
+    from d9d_pipeline.actions import BackwardInput as BackwardInput
+    from d9d_pipeline.actions import BackwardWeight as BackwardWeight
+    from d9d_pipeline.actions import Compute as Compute
+    from d9d_pipeline.actions import ComputeLoss as ComputeLoss
+    from d9d_pipeline.actions import Forward as Forward
+    from d9d_pipeline.actions import Overlap as Overlap
+    from d9d_pipeline.actions import ReceiveInput as ReceiveInput
+    from d9d_pipeline.actions import ReceiveOutputGradient as ReceiveOutputGradient
+    from d9d_pipeline.actions import SendInputGradient as SendInputGradient
+    from d9d_pipeline.actions import SendOutput as SendOutput
+    from d9d_pipeline.executor import Executor as Executor
+    from d9d_pipeline.executor import OutputHandler as OutputHandler
+    from d9d_pipeline.executor import Outputs as Outputs
+    from d9d_pipeline.inputs import Inputs as Inputs
+    from d9d_pipeline.pipelined_model import PipelinedModel as PipelinedModel
+    from d9d_pipeline.plot import plot_program as plot_program
+    from d9d_pipeline.plot import plot_simulation as plot_simulation
+    from d9d_pipeline.program import Program as Program
+    from d9d_pipeline.rank_stages import RankStages as RankStages
+    from d9d_pipeline.schedule import Schedule as Schedule
+    from d9d_pipeline.schedule import StagePlacement as StagePlacement
+    from d9d_pipeline.schedule import ranks_of_stages as ranks_of_stages
+    from d9d_pipeline.schedules.fill_drain import ForwardOnly as ForwardOnly
+    from d9d_pipeline.schedules.fill_drain import GPipe as GPipe
+    from d9d_pipeline.schedules.fill_drain import LoopedBreadthFirst as LoopedBreadthFirst
+    from d9d_pipeline.schedules.one_forward_one_backward import Interleaved as Interleaved
+    from d9d_pipeline.schedules.one_forward_one_backward import OneForwardOneBackward as OneForwardOneBackward
+    from d9d_pipeline.schedules.v_shaped import DualPipeV as DualPipeV
+    from d9d_pipeline.schedules.v_shaped import ZeroBubbleV as ZeroBubbleV
+    from d9d_pipeline.schedules.zero_bubble import ZeroBubble1P as ZeroBubble1P
+    from d9d_pipeline.shared_parameters import SharedParameters as SharedParameters
+    from d9d_pipeline.shared_parameters import shared_names as shared_names
+    from d9d_pipeline.timeline import TimedAction as TimedAction
+    from d9d_pipeline.timeline import Timeline as Timeline
+    from d9d_pipeline.timeline import format_simulation as format_simulation
+    from d9d_pipeline.tree_broadcast import broadcast_tree as broadcast_tree
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
-
-__all__ = [
-    "Action",
-    "Backward",
-    "BackwardInput",
-    "BackwardWeight",
-    "Compute",
-    "ComputeLoss",
-    "Costs",
-    "DualPipeV",
-    "Executor",
-    "Forward",
-    "ForwardOnly",
-    "GPipe",
-    "Inputs",
-    "Interleaved",
-    "LoopedBreadthFirst",
-    "Messages",
-    "OneForwardOneBackward",
-    "OutputHandler",
-    "Outputs",
-    "Overlap",
-    "PipelinedModel",
-    "Program",
-    "ProgramError",
-    "RankStages",
-    "ReceiveInput",
-    "ReceiveOutputGradient",
-    "Schedule",
-    "SendInputGradient",
-    "SendOutput",
-    "SharedParameters",
-    "StagePlacement",
-    "TimedAction",
-    "Timeline",
-    "Verified",
-    "ZeroBubble1P",
-    "ZeroBubbleV",
-    "broadcast_tree",
-    "build",
-    "check_can_be_sent",
-    "format_simulation",
-    "plot_program",
-    "plot_simulation",
-    "ranks_of_stages",
-    "shared_names",
-    "simulate",
-    "stage_output",
-    "verify",
-]

@@ -3,13 +3,19 @@
 import math
 from pathlib import Path
 
+from d9d_dist import refuse_later_writes
 from d9d_loop.events import Finished, ModelExported, TrainResult
 from d9d_loop.job.job_parts import Job
 from d9d_state import save_model_state
 
 
 def finish_job(job: Job) -> TrainResult:
-    """Export the model, and emit `Finished` with the result. Collective."""
+    """Export the model, and emit `Finished` with the result. Collective.
+
+    Raises:
+        UserError: If a forward wrote to sharded parameters.
+    """
+    refuse_later_writes(job.engine.model)
     limit = job.ctx.timeouts.startup
     # The export and the handlers of `Finished` may take longer than a step.
     job.ctx.set_timeout(limit + job.watchdog.margin)

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, UserError, seed_everything
+from d9d_dist import DistributedContext, UserError, refuse_later_writes, seed_everything
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
 from d9d_loop.model.frozen_digest import frozen_digest
@@ -224,6 +224,7 @@ class JobState:
 
     def _content(self, record: Record) -> dict[str, Any]:
         """Return the arguments of a save that are its content."""
+        refuse_later_writes(self._model)
         return {
             "tensors": self._tensors(trainable_only=self._trainable_only),
             # JSON has no NaN or infinity, which a loss or a perplexity may be; the dump writes strings instead.

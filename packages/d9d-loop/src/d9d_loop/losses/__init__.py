@@ -4,31 +4,19 @@ Every loss takes per-token values and returns a `Loss`, a sum with its weight. S
 batch over microbatches and ranks.
 """
 
-from d9d_loop.losses.advantages import AdvantageScale, Baseline, normalize_advantages
-from d9d_loop.losses.distillation import DistillationLoss
-from d9d_loop.losses.document_sums import sum_per_document
-from d9d_loop.losses.importance import ImportanceLevel, truncated_importance
-from d9d_loop.losses.kl_divergence import KlForm, kl_divergence
-from d9d_loop.losses.next_token import next_token_loss
-from d9d_loop.losses.policy import Average, Clipping, PolicyLoss
-from d9d_loop.losses.preference import PreferenceKind, PreferenceLoss
-from d9d_loop.losses.reward import RewardLoss
-
-__all__ = [
-    "AdvantageScale",
-    "Average",
-    "Baseline",
-    "Clipping",
-    "DistillationLoss",
-    "ImportanceLevel",
-    "KlForm",
-    "PolicyLoss",
-    "PreferenceKind",
-    "PreferenceLoss",
-    "RewardLoss",
-    "kl_divergence",
-    "next_token_loss",
-    "normalize_advantages",
-    "sum_per_document",
-    "truncated_importance",
-]
+from d9d_loop.losses.advantages import AdvantageScale as AdvantageScale
+from d9d_loop.losses.advantages import Baseline as Baseline
+from d9d_loop.losses.advantages import normalize_advantages as normalize_advantages
+from d9d_loop.losses.distillation import DistillationLoss as DistillationLoss
+from d9d_loop.losses.document_sums import sum_per_document as sum_per_document
+from d9d_loop.losses.importance import ImportanceLevel as ImportanceLevel
+from d9d_loop.losses.importance import truncated_importance as truncated_importance
+from d9d_loop.losses.kl_divergence import KlForm as KlForm
+from d9d_loop.losses.kl_divergence import kl_divergence as kl_divergence
+from d9d_loop.losses.next_token import next_token_loss as next_token_loss
+from d9d_loop.losses.policy import Average as Average
+from d9d_loop.losses.policy import Clipping as Clipping
+from d9d_loop.losses.policy import PolicyLoss as PolicyLoss
+from d9d_loop.losses.preference import PreferenceKind as PreferenceKind
+from d9d_loop.losses.preference import PreferenceLoss as PreferenceLoss
+from d9d_loop.losses.reward import RewardLoss as RewardLoss

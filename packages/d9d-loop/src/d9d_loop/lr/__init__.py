@@ -3,33 +3,18 @@
 from typing import TYPE_CHECKING
 
 from d9d_dist.lazy_exports import lazy_exports
-from d9d_loop.lr.piecewise import piecewise
+from d9d_loop.lr.piecewise import piecewise as piecewise
 
 if TYPE_CHECKING:
-    from d9d_loop.lr.phase import (
-        ConstantPhase,
-        CosinePhase,
-        ExponentialPhase,
-        LinearPhase,
-        Phase,
-        PolynomialPhase,
-        RexPhase,
-        SqrtPhase,
-    )
-    from d9d_loop.lr.picture import draw_lr_schedule, plot_lr_schedule
+    from d9d_loop.lr.phase import ConstantPhase as ConstantPhase
+    from d9d_loop.lr.phase import CosinePhase as CosinePhase
+    from d9d_loop.lr.phase import ExponentialPhase as ExponentialPhase
+    from d9d_loop.lr.phase import LinearPhase as LinearPhase
+    from d9d_loop.lr.phase import Phase as Phase
+    from d9d_loop.lr.phase import PolynomialPhase as PolynomialPhase
+    from d9d_loop.lr.phase import RexPhase as RexPhase
+    from d9d_loop.lr.phase import SqrtPhase as SqrtPhase
+    from d9d_loop.lr.picture import draw_lr_schedule as draw_lr_schedule
+    from d9d_loop.lr.picture import plot_lr_schedule as plot_lr_schedule
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
-
-__all__ = [
-    "ConstantPhase",
-    "CosinePhase",
-    "ExponentialPhase",
-    "LinearPhase",
-    "Phase",
-    "PolynomialPhase",
-    "RexPhase",
-    "SqrtPhase",
-    "draw_lr_schedule",
-    "piecewise",
-    "plot_lr_schedule",
-]

@@ -141,7 +141,7 @@ class _HuggingFaceModel(ModelProvider):
             plan = tensor_plan(model, tensor.size())
             if ctx.is_main_process:
                 for block, reasons in plan.whole.items():
-                    print(f"d9d: {block} is not split by mesh.tensor_parallel, because of {', '.join(reasons)}.")
+                    print(f"d9d: mesh.tensor_parallel does not split {block}, because of {', '.join(reasons)}.")
             parallelize_tensor(model, tensor, plan.styles)
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # Do not cast inputs: blocks get float32 rotary tables, and activations already in the compute dtype.

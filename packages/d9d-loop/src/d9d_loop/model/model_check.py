@@ -69,6 +69,18 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
         )
 
 
+def check_same_parameters(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Check that a step made and replaced no parameters, else raise `UserError`: the optimizer does not have them."""
+    now = dict(model.named_parameters())
+    changed = [canonical_name(name) for name, each in now.items() if before.get(name) is not each]
+    changed += [canonical_name(name) for name in before if name not in now]
+    if changed:
+        raise UserError(
+            f"the first step made, replaced or deleted the parameters {', '.join(changed)}; expected those that were "
+            "built, because the optimizer trains no others. Make them in build; a lazy module needs one call there."
+        )
+
+
 def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedContext) -> None:
     """Check that some parameter is sharded by expert parallelism, if its degree is above 1; else raise `UserError`.
 

@@ -9,29 +9,17 @@ from typing import TYPE_CHECKING
 from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from d9d_loop.optimizers.adam import LocalAdam, LocalAdamW
-    from d9d_loop.optimizers.averaging import Averaging, evaluation_weights
-    from d9d_loop.optimizers.joined import JoinedOptimizer
-    from d9d_loop.optimizers.lion import Lion
-    from d9d_loop.optimizers.muon import Muon, orthogonalize
-    from d9d_loop.optimizers.schedule_free import ScheduleFreeAdamW
-    from d9d_loop.optimizers.sgd import LocalSGD
-    from d9d_loop.optimizers.stochastic_adamw import StochasticAdamW
-    from d9d_loop.optimizers.stochastic_copy import stochastic_copy_
+    from d9d_loop.optimizers.adam import LocalAdam as LocalAdam
+    from d9d_loop.optimizers.adam import LocalAdamW as LocalAdamW
+    from d9d_loop.optimizers.averaging import Averaging as Averaging
+    from d9d_loop.optimizers.averaging import evaluation_weights as evaluation_weights
+    from d9d_loop.optimizers.joined import JoinedOptimizer as JoinedOptimizer
+    from d9d_loop.optimizers.lion import Lion as Lion
+    from d9d_loop.optimizers.muon import Muon as Muon
+    from d9d_loop.optimizers.muon import orthogonalize as orthogonalize
+    from d9d_loop.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
+    from d9d_loop.optimizers.sgd import LocalSGD as LocalSGD
+    from d9d_loop.optimizers.stochastic_adamw import StochasticAdamW as StochasticAdamW
+    from d9d_loop.optimizers.stochastic_copy import stochastic_copy_ as stochastic_copy_
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
-
-__all__ = [
-    "Averaging",
-    "JoinedOptimizer",
-    "Lion",
-    "LocalAdam",
-    "LocalAdamW",
-    "LocalSGD",
-    "Muon",
-    "ScheduleFreeAdamW",
-    "StochasticAdamW",
-    "evaluation_weights",
-    "orthogonalize",
-    "stochastic_copy_",
-]

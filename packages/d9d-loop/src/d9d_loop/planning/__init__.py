@@ -1,64 +1,41 @@
 """Planning of jobs: what a job allocates, sends and computes, and how long it takes on a cluster."""
 
-from d9d_loop.planning.collective_log import Collective, CollectiveLog
-from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.dry_run import (
-    DryRun,
-    dry_run,
-    fake_ranks,
-    gradient_bytes,
-    optimizer_bytes,
-    parameter_bytes,
-    representatives,
-)
-from d9d_loop.planning.goodput import Goodput, goodput
-from d9d_loop.planning.hardware_spec import Device, Fitted, Hardware, Links, Network, hardware_names
-from d9d_loop.planning.job_plan import ClusterPlan, PlanWith, RankMemory, describe, plan_cluster
-from d9d_loop.planning.layout_search import Candidate, SearchResult, evaluate, legal_layouts, search_layouts
-from d9d_loop.planning.memory_size import Memory, memory_of
-from d9d_loop.planning.plan_layout import PlanLayout
-from d9d_loop.planning.plan_report import fit_message, report, verdict
-from d9d_loop.planning.step_model import StepTime, step_time
-from d9d_loop.planning.step_record import Operation, StepRecord, recorded
-
-__all__ = [
-    "Candidate",
-    "ClusterPlan",
-    "Collective",
-    "CollectiveLog",
-    "DecoderShape",
-    "Device",
-    "DryRun",
-    "Fitted",
-    "Goodput",
-    "Hardware",
-    "Links",
-    "Memory",
-    "Network",
-    "Operation",
-    "PlanLayout",
-    "PlanWith",
-    "RankMemory",
-    "SearchResult",
-    "StepRecord",
-    "StepTime",
-    "describe",
-    "dry_run",
-    "evaluate",
-    "fake_ranks",
-    "fit_message",
-    "goodput",
-    "gradient_bytes",
-    "hardware_names",
-    "legal_layouts",
-    "memory_of",
-    "optimizer_bytes",
-    "parameter_bytes",
-    "plan_cluster",
-    "recorded",
-    "report",
-    "representatives",
-    "search_layouts",
-    "step_time",
-    "verdict",
-]
+from d9d_loop.planning.collective_log import Collective as Collective
+from d9d_loop.planning.collective_log import CollectiveLog as CollectiveLog
+from d9d_loop.planning.decoder_shape import DecoderShape as DecoderShape
+from d9d_loop.planning.dry_run import DryRun as DryRun
+from d9d_loop.planning.dry_run import dry_run as dry_run
+from d9d_loop.planning.dry_run import fake_ranks as fake_ranks
+from d9d_loop.planning.dry_run import gradient_bytes as gradient_bytes
+from d9d_loop.planning.dry_run import optimizer_bytes as optimizer_bytes
+from d9d_loop.planning.dry_run import parameter_bytes as parameter_bytes
+from d9d_loop.planning.dry_run import representatives as representatives
+from d9d_loop.planning.goodput import Goodput as Goodput
+from d9d_loop.planning.goodput import goodput as goodput
+from d9d_loop.planning.hardware_spec import Device as Device
+from d9d_loop.planning.hardware_spec import Fitted as Fitted
+from d9d_loop.planning.hardware_spec import Hardware as Hardware
+from d9d_loop.planning.hardware_spec import Links as Links
+from d9d_loop.planning.hardware_spec import Network as Network
+from d9d_loop.planning.hardware_spec import hardware_names as hardware_names
+from d9d_loop.planning.job_plan import ClusterPlan as ClusterPlan
+from d9d_loop.planning.job_plan import PlanWith as PlanWith
+from d9d_loop.planning.job_plan import RankMemory as RankMemory
+from d9d_loop.planning.job_plan import describe as describe
+from d9d_loop.planning.job_plan import plan_cluster as plan_cluster
+from d9d_loop.planning.layout_search import Candidate as Candidate
+from d9d_loop.planning.layout_search import SearchResult as SearchResult
+from d9d_loop.planning.layout_search import legal_layouts as legal_layouts
+from d9d_loop.planning.layout_search import nearest_layouts as nearest_layouts
+from d9d_loop.planning.layout_search import search_layouts as search_layouts
+from d9d_loop.planning.memory_size import Memory as Memory
+from d9d_loop.planning.memory_size import memory_of as memory_of
+from d9d_loop.planning.plan_layout import PlanLayout as PlanLayout
+from d9d_loop.planning.plan_report import fit_message as fit_message
+from d9d_loop.planning.plan_report import report as report
+from d9d_loop.planning.plan_report import verdict as verdict
+from d9d_loop.planning.step_model import StepTime as StepTime
+from d9d_loop.planning.step_model import step_time as step_time
+from d9d_loop.planning.step_record import Operation as Operation
+from d9d_loop.planning.step_record import StepRecord as StepRecord
+from d9d_loop.planning.step_record import recorded as recorded

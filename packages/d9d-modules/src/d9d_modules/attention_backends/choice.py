@@ -13,12 +13,12 @@ from torch import Tensor
 from d9d_dist.errors import UserError
 from d9d_modules.attention_backends.backend import AttentionBackend
 from d9d_modules.attention_backends.eager import EagerBackend
-from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend
+from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend, VarlenBackend
 from d9d_modules.attention_backends.flex import FlexBackend
 from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest, request_of
 from d9d_modules.attention_backends.sdpa import SdpaBackend
 
-AttentionBackendName: TypeAlias = Literal["eager", "sdpa", "flex", "flash2", "flash4"]
+AttentionBackendName: TypeAlias = Literal["eager", "sdpa", "flex", "flash2", "flash4", "varlen"]
 """Names of the backends in this package."""
 
 ATTENTION_VARIABLE = "D9D_ATTENTION"
@@ -27,8 +27,8 @@ ATTENTION_VARIABLE = "D9D_ATTENTION"
 
 def default_attention_backends() -> tuple[AttentionBackend, ...]:
     """Return all backends of this package in the order of preference of `choose_attention_backend`."""
-    # FlexAttention is last: on the CPU it is the slowest backend.
-    return Flash4Backend(), Flash2Backend(), SdpaBackend(), EagerBackend(), FlexBackend()
+    # FlexAttention is after the eager backend: on the CPU it is the slowest.
+    return Flash4Backend(), Flash2Backend(), SdpaBackend(), EagerBackend(), FlexBackend(), VarlenBackend()
 
 
 def choose_attention_backend(

@@ -1,13 +1,15 @@
-"""Attention with the optional FlashAttention packages.
+"""Attention with the optional FlashAttention packages, and with torch's variable-length attention.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim, N documents.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Unpack, final
+from typing import Any, NamedTuple, Unpack, final
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ from d9d_modules.attention_backends.visibility import document_runs
 class Flash2Backend:
     """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later.
 
-    Packed documents use the variable-length function. Reading the document lengths synchronizes with the device, so
-    `is_fast` is False for packed documents.
+    Packed documents use the variable-length function. Reading the document lengths synchronizes with the device, once
+    for the layers of a batch, so `is_fast` is False for packed documents.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,45 @@ class Flash4Backend:
         """See `AttentionBackend`; document ids must be contiguous."""
         sinks = {"learnable_sink": features["sinks_H"]}
         return _attend("flash_attn.cute", q_BLHK, k_BSGK, v_BSGK, features, unlimited=None, **sinks)
+
+
+@final
+class VarlenBackend:
+    """`torch.nn.attention.varlen`, part of torch: FlashAttention or cuDNN; packed documents as in `Flash2Backend`.
+
+    Without packed documents, each row is one sequence.
+    """
+
+    name = "varlen"
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        """See `AttentionBackend`."""
+        if request.options.softcap is not None:
+            return "has no softcap"
+        if request.has_sinks:
+            return "does not differentiate its log-sum-exp, as sinks need"
+        return _rejection(request, oldest_capability=8, largest_head_dim=256)
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        """See `AttentionBackend`."""
+        return not request.has_documents
+
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+        """See `AttentionBackend`; document ids must be contiguous."""
+        attend: Any = import_module("torch.nn.attention.varlen").varlen_attn
+        # Before torch 2.12, the function has no such argument and groups heads always.
+        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
+        options, documents_BS = features["options"], features["documents_BS"]
+        unlimited = (-1, 0 if options.is_causal else -1)
+        return attend(
+            q_BLHK.flatten(0, 1),
+            k_BSGK.flatten(0, 1),
+            v_BSGK.flatten(0, 1),
+            *(_row_lengths(q_BLHK, k_BSGK) if documents_BS is None else _lengths(documents_BS, q_BLHK.shape[1])),
+            scale=options.scale,
+            window_size=unlimited if options.window is None else _window(options),
+            **grouped,
+        ).unflatten(0, q_BLHK.shape[:2])
 
 
 def _attend(
@@ -150,18 +191,65 @@ def _by_lengths(
     kernel: Callable[..., Any], q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, documents_BS: Tensor, **settings: Any
 ) -> Any:
     """Call a variable-length kernel and return its output in the shape of the queries."""
-    query_ends, key_ends = _cumulative_lengths(documents_BS, q_BLHK.shape[1])
+    lengths = _lengths(documents_BS, q_BLHK.shape[1])
     out = kernel(
         q_BLHK.flatten(0, 1),
         k_BSGK.flatten(0, 1),
         v_BSGK.flatten(0, 1),
-        cu_seqlens_q=torch.tensor(query_ends, dtype=torch.int32, device=q_BLHK.device),
-        cu_seqlens_k=torch.tensor(key_ends, dtype=torch.int32, device=q_BLHK.device),
-        max_seqlen_q=_longest(query_ends),
-        max_seqlen_k=_longest(key_ends),
+        cu_seqlens_q=lengths.query_ends,
+        cu_seqlens_k=lengths.key_ends,
+        max_seqlen_q=lengths.longest_query,
+        max_seqlen_k=lengths.longest_key,
         **settings,
     )
     return _first(out).view(q_BLHK.shape)
+
+
+class _Lengths(NamedTuple):
+    """Cumulative lengths of sequences [N + 1], int32, on the device, and the longest: the arguments of a kernel."""
+
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, query_ends: list[int], key_ends: list[int], device: torch.device) -> "_Lengths":
+        def copied(ends: list[int]) -> Tensor:
+            # A copy from pageable memory would wait for the device.
+            on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type != "cpu")
+            return on_host.to(device, non_blocking=True)
+
+        keys = copied(key_ends)
+        # cuDNN requires the same tensor for queries and keys.
+        queries = keys if query_ends == key_ends else copied(query_ends)
+        return cls(queries, keys, _longest(query_ends), _longest(key_ends))
+
+
+@lru_cache(maxsize=8)
+def _row_lengths_of(num_rows: int, length: int, key_length: int, device: torch.device) -> _Lengths:
+    return _Lengths.of(*([size * row for row in range(num_rows + 1)] for size in (length, key_length)), device)
+
+
+def _row_lengths(q_BLHK: Tensor, k_BSGK: Tensor) -> _Lengths:
+    """Return the lengths of rows that are one sequence each."""
+    return _row_lengths_of(len(q_BLHK), q_BLHK.shape[1], k_BSGK.shape[1], q_BLHK.device)
+
+
+@lru_cache(maxsize=8)
+def _lengths_of_batch(documents_BS: Tensor, length: int, *, version: int) -> _Lengths:
+    """Return document lengths, which the layers of a batch share.
+
+    A tensor is equal if it is the same object with the same version, that is, not changed in place.
+    """
+    del version
+    return _Lengths.of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
+
+
+def _lengths(documents_BS: Tensor, length: int) -> _Lengths:
+    if documents_BS.is_inference():  # inference tensors have no version
+        return _Lengths.of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
+    return _lengths_of_batch(documents_BS, length, version=documents_BS._version)
 
 
 def _cumulative_lengths(documents_BS: Tensor, length: int) -> tuple[list[int], list[int]]:

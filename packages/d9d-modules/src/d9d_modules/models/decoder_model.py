@@ -54,9 +54,8 @@ class DecoderModel(nn.Module):
             else None
         )
         self.embedding_norm = params.embedding_norm() if stage.is_first else None
-        self.layers = nn.ModuleDict(
-            {str(index): build_layer(params, index) for index in stage.layers(params.num_layers)}
-        )
+        indices = stage.layers(params.num_layers, virtual_after=params.head_layers)
+        self.layers = nn.ModuleDict({str(index): build_layer(params, index) for index in indices})
         self.norm = params.norm() if stage.is_last else None
         self.auxiliary_losses = losses = params.auxiliary_losses
         self.total_losses = losses.total() if stage.is_last and losses is not None and losses.total else None

@@ -73,6 +73,8 @@ class DecoderParams(ABC):
             longest row of each call, like `transformers`; results then depend on how a batch is split.
         initializer_range: Standard deviation of the initial weights.
         max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
+        head_layers: Cost of the head in layers: the last pipeline stage has as many layers less than the others. The
+            losses do not depend on it, and exports do not contain it.
     """
 
     zero_centered_norms: ClassVar[bool] = False
@@ -101,6 +103,7 @@ class DecoderParams(ABC):
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
+    head_layers: int = 0
 
     def __post_init__(self) -> None:
         check_positive(
@@ -114,6 +117,8 @@ class DecoderParams(ABC):
             initializer_range=self.initializer_range,
             max_position_embeddings=self.max_position_embeddings,
         )
+        if self.head_layers < 0:
+            raise UserError(f"head_layers = {self.head_layers}; expected 0 or more.")
 
     @classmethod
     def like(cls, other: "DecoderParams", **changes: Any) -> Self:

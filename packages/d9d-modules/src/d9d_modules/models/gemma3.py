@@ -24,6 +24,7 @@ from d9d_modules.models.hugging_face_layers import (
     written_layer_types,
 )
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
+from d9d_modules.pooling import Pooling
 from d9d_modules.swiglu import GeGLU
 from d9d_state import JsonValue
 
@@ -64,6 +65,11 @@ class Gemma3Params(LocalGlobalParams):
     def attention_form(self) -> AttentionForm:
         """See `GroupedQueryParams`."""
         return AttentionForm(qk_norm=True, scale=self.query_pre_attn_scalar**-0.5, is_causal=self.is_causal)
+
+    @property
+    def pooling(self) -> Pooling:
+        """See `DecoderParams`; that of EmbeddingGemma without causality."""
+        return "last" if self.is_causal else "mean"
 
     @property
     def embedding_scale(self) -> float:

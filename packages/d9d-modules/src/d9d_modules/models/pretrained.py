@@ -31,6 +31,7 @@ from d9d_modules.models.modernbert import MODERNBERT
 from d9d_modules.models.qwen2 import QWEN2
 from d9d_modules.models.qwen3 import QWEN3
 from d9d_modules.models.qwen3_5 import QWEN3_5
+from d9d_modules.models.sentence_transformers import read_pooling
 from d9d_modules.pooling import Pooling
 from d9d_state import (
     JsonValue,
@@ -84,13 +85,15 @@ def from_pretrained_config(
             `config.json` for a model without stored weights.
         head: Head of the model to build.
         num_classes: Number of classes of the classification head.
-        pooling: Pooling of the classification or embedding head; None for that of the family.
+        pooling: Pooling of the classification or embedding head; None for that of the folder's `modules.json`, which
+            sentence-transformers writes for embedders, or else of the family.
         embedding_size: Size of the embeddings; see `EmbeddingHead`.
         families: Further families, which have precedence over `known_families` of the same `model_type`.
 
     Raises:
-        UserError: If the folder has no valid `config.json`. If the family is unknown; the message names the nearest
-            family and the entries that differ. If the family does not support an entry; see `HuggingFaceFamily.read`.
+        UserError: If the folder has no valid `config.json`. If `modules.json` lists modules that the embedding head
+            does not have, and `pooling` is None. If the family is unknown; the message names the nearest family and the
+            entries that differ. If the family does not support an entry; see `HuggingFaceFamily.read`.
     """
     path, config = (None, folder) if isinstance(folder, Mapping) else _read_folder(folder)
     known = {**known_families(), **{family.model_type: family for family in families}}
@@ -101,6 +104,8 @@ def from_pretrained_config(
         raise UserError(
             f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head."
         )
+    if head == "embedding" and pooling is None and path is not None:
+        pooling = read_pooling(path)
     return PretrainedDecoder(
         path,
         config,

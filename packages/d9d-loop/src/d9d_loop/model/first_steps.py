@@ -1,0 +1,141 @@
+"""Checks of what the first steps change in a model besides the values of parameters and buffers.
+
+The optimizer has the parameters that were built, so a step must not make others. State in Python attributes, such as a
+moving average in a number, must not depend on the rank's part of the batch. `check_buffers` compares buffers. An
+attribute may be kept for inspection only, such as the scores of the last batch. So an attribute that differs between
+ranks is refused only if the next forward reads it before it sets it. A list is read to add to it, so it is only named.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from d9d_dist import DistributedContext, UserError, canonical_name, digest_values, gather_json
+from d9d_loop.model.model_check import check_same_parameters
+
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module: registries, hooks and the training flag."""
+
+
+@final
+class FirstSteps:
+    """Checks after the first and the second step. Numbers and tensors are found in lists, tuples and dicts, too.
+
+    Args:
+        model: Model of the job, before the first step.
+        ctx: Distributed context. On one rank, attributes are not compared.
+    """
+
+    def __init__(self, model: nn.Module, ctx: DistributedContext) -> None:
+        self._model, self._ctx, self._num_steps = model, ctx, 0
+        self._parameters = dict(model.named_parameters())
+        self._before = _digests(model) if ctx.world_size > 1 else {}
+        self._watched: list[_Reads] = []
+
+    def check(self) -> None:
+        """Check the model after a step; from the third step on, do nothing.
+
+        Collective over the ranks that split a batch, with several ranks: an all-gather of the digests of the changed
+        attributes, and an all-gather of names.
+
+        Raises:
+            UserError: If the first step made, replaced or deleted parameters. On all ranks, if the second step read an
+                attribute that differs between ranks before it set the attribute.
+        """
+        self._num_steps += 1
+        if self._num_steps == 1:
+            check_same_parameters(self._model, self._parameters)
+            self._parameters.clear()
+        if self._num_steps > 2 or self._ctx.world_size == 1:
+            return
+        if self._num_steps == 1:
+            self._watch_differences()
+        else:
+            self._refuse_reads()
+
+    def _watch_differences(self) -> None:
+        now = _digests(self._model)
+        changed = {name: digest for name, digest in now.items() if self._before.get(name) != digest}
+        every = gather_json(changed, self._ctx.group_for("batch", "dp", "cp"))
+        differs = {name for peer in every for name, digest in peer.items() if changed.get(name) != digest}
+        for module_name, module in self._model.named_modules():
+            if found := {key for key in vars(module) if _full_name(module_name, key) in differs}:
+                self._watched.append(_Reads(module, module_name, found))
+
+    def _refuse_reads(self) -> None:
+        read = {name: is_container for watch in self._watched for name, is_container in watch.stop().items()}
+        self._watched.clear()
+        found = {name: is_container for each in gather_json(read) for name, is_container in each.items()}
+        lists = sorted(name for name, is_container in found.items() if is_container)
+        if lists and self._ctx.is_main_process:
+            print(
+                f"d9d: forward changes {', '.join(lists)} by each rank's own part of the batch. If it also computes "
+                "with what they hold, the results depend on the number of ranks."
+            )
+        if values := sorted(found.keys() - set(lists)):
+            raise UserError(
+                f"{', '.join(values)}: the values differ between ranks after the first step, because forward computes "
+                "them from each rank's own part of the batch, and the next forward reads them; expected equal values. "
+                'Sum what goes into them over ctx.group_for("batch", "dp", "cp"), or set them before they are read.'
+            )
+
+
+@final
+class _Reads:
+    """Watch of a module's attributes that are read before they are set, by a subclass of the module's class."""
+
+    def __init__(self, module: nn.Module, name: str, keys: set[str]) -> None:
+        self._module, self._name, kind = module, name, type(module)
+        unset, read = set(keys), list[str]()
+        self._kind: Any = kind
+        self._read = read
+
+        def get(self: nn.Module, key: str) -> Any:
+            if key in unset:
+                unset.discard(key)
+                read.append(key)
+            return kind.__getattribute__(self, key)
+
+        def put(self: nn.Module, key: str, value: Any) -> None:
+            unset.discard(key)
+            kind.__setattr__(self, key, value)
+
+        module.__class__ = type(kind.__name__, (self._kind,), {"__getattribute__": get, "__setattr__": put})
+
+    def stop(self) -> dict[str, bool]:
+        """End the watch; return the names of the attributes that were read first, and if they are containers."""
+        self._module.__class__ = self._kind
+        return {_full_name(self._name, key): not _is_plain(vars(self._module).get(key)) for key in self._read}
+
+
+def _full_name(module_name: str, key: str) -> str:
+    return canonical_name(f"{module_name}.{key}".removeprefix("."))
+
+
+def _digests(model: nn.Module) -> dict[str, int]:
+    """Return digests of the attributes of modules that hold numbers or tensors."""
+    found: dict[str, int] = {}
+    for module_name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in _OWN and (digest := _digest(value)) is not None:
+                found[_full_name(module_name, key)] = digest
+    return found
+
+
+def _digest(value: Any) -> int | None:
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if _is_plain(leaf)]
+    if not leaves:
+        return None
+    tensors: Mapping[str, Tensor] = {str(place): x for place, x in enumerate(leaves) if isinstance(x, Tensor)}
+    numbers = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    return zlib.crc32(repr((numbers, digest_values({key: x.detach() for key, x in tensors.items()}))).encode())
+
+
+def _is_plain(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return type(leaf) in {Tensor, nn.Parameter} and leaf.layout == torch.strided and not leaf.is_meta
+    return isinstance(leaf, int | float | complex)
