@@ -1,9 +1,9 @@
 """Command `d9d-torchrun`: torchrun, with an exit code that schedulers can act on, and fast restarts.
 
 torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
-a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. With `--warm`, ranks
-are forked from a process of the node that has imported their modules, so a restart imports nothing. Other arguments and
-behavior are those of torchrun.
+a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. With `--warm`,
+ranks are forked from a process of the node that has imported their modules, so a restart imports nothing. Other
+arguments and behavior are those of torchrun.
 """
 
 import json
