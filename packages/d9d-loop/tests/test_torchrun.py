@@ -10,7 +10,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from d9d_loop import warm_rank
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 from d9d_loop.torchrun import main
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(QUIET_TORCHRUN, "")  # restored after the test
 
 
 def _exit_code(error: Exception) -> object:
@@ -43,6 +49,7 @@ def test_a_job_that_succeeds_exits_with_0() -> None:
         ["--warm"],
     )
     assert (options.start_method, options.run_path) == ("spawn", False)
+    assert os.environ[QUIET_TORCHRUN] == "1"  # for the messages of the ranks
 
 
 def test_warm_ranks_are_forked_from_a_process_with_their_imports(monkeypatch: pytest.MonkeyPatch) -> None:
