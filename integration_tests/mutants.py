@@ -64,7 +64,8 @@ class Mutant:
         bug: Context manager that applies the bug.
         cell: Name of a cell of the oracle, or of a similar one.
         num_steps: Number of optimizer steps until the bug has an effect.
-        is_nightly: True if the mutant and its cell run only with `--all`, in the lane `oracle` of `.ci/nightly`.
+        is_nightly: True if the mutant runs only with `--all`, in the lane `oracle` of `.ci/nightly`. So does its cell,
+            unless another mutant of the default run has the same cell.
     """
 
     name: str
