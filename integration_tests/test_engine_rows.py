@@ -147,6 +147,23 @@ def test_the_reference_is_the_model_without_its_adapters(layout: str) -> None:
     assert next(differences(one["trained"], one["reference"], rtol=1e-3), None), "the adapters must be trained"
 
 
+NAMED_LAYOUTS = {name: ADAPTER_LAYOUTS[name] for name in ("sharded", "stages and tensor")}
+
+
+@pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+@pytest.mark.sample("sharded")
+def test_one_adapter_is_trained_and_another_is_the_reference(layout: str) -> None:
+    degrees = NAMED_LAYOUTS[layout]
+    ((expected,),) = run_ranks(adapter_rows, {}, None, "frozen", world_size=1)
+    for (found,) in run_ranks(adapter_rows, degrees, None, "frozen", world_size=prod(degrees.values())):
+        there = {key: {name: expected[key][name] for name in values} for key, values in found.items()}
+        assert next(differences(found, there, rtol=RTOL), None) is None
+    reference, (one,) = expected["reference"], _adapters_in_one_process()
+    assert all(torch.equal(value, expected["before"][name]) for name, value in reference.items())
+    for others in (expected["trained"], one["reference"]):  # trained adapters, and none
+        assert next(differences(reference, others, rtol=1e-3), None), "the reference must have its own adapters"
+
+
 def _the_reference_keeps_its_adapters() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_peft, "adapters_off", return_value=nullcontext())
 
