@@ -112,7 +112,11 @@ class ElasticJob:
         child = os.fork()
         if child == 0:
             enter(self._hosts.init_process(host))
-            environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            environment = {
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as d9d-torchrun does
+            }
             be_rank(_agent, (self._name, self._settings), Place(self._folder, host), environment)
         self._agents[host] = child
 
