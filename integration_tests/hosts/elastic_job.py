@@ -210,6 +210,7 @@ def _life(folder: str, name: str, settings: Settings) -> None:
     rank, shared = int(os.environ["RANK"]), Path(folder)
     is_warm = "d9d_loop.job.training" in sys.modules
     _replace(shared / f"rank-{rank}", json.dumps([socket.gethostname(), os.getpid(), is_warm]))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has the handler of its agent
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
     where = parse_layout(settings.layout)
