@@ -4,7 +4,6 @@
 model, loader and engine. Both return the log of one step. `rehearsed` runs them in another process.
 """
 
-import atexit
 import gc
 import os
 import tempfile
@@ -13,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
+from unittest import mock
 
 import pretrain
 import torch
@@ -21,18 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from d9d_dist import DistributedContext, Launch, MeshConfig, materialize
+from d9d_dist import DistributedContext, Launch, MeshConfig
 from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.engine.engine import Engine
-from d9d_loop.job.job import _build_loader
-from d9d_loop.job.pipeline import Pipeline
-from d9d_loop.model.model_build import parallelize_stages
+from d9d_loop.job.job import _build_loader, build_engine
+from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.planning.dry_run import _messages
 from d9d_loop.resilience import StepGuard
-from d9d_modules import parallelize_decoder
+from d9d_modules import ATTENTION_VARIABLE, parallelize_decoder
 from d9d_modules.attention_backends import flex
 from d9d_moe import parallelize_moe
 
@@ -56,6 +55,7 @@ class Case:
     Attributes:
         settings: Other settings of the job's configuration.
         documents: True to mask attention between packed documents.
+        attention: Name of the attention backend; None for the default.
         recipe: True to parallelize with `parallelize_decoder`; False for the lines of the example `pretrain`.
         mutant: Called with the engine before the recorded step, to plant a fault.
     """
@@ -69,6 +69,7 @@ class Case:
     microbatch_size: int = 1
     num_microbatches: int = 1
     documents: bool = False
+    attention: str | None = None
     recipe: bool = False
     num_workers: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -198,27 +199,18 @@ def stepped(case: Case) -> DeviceLog:
     gc.collect()
     other_bytes = device.allocated_bytes
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if case.attention is not None:
+            stack.enter_context(mock.patch.dict(os.environ, {ATTENTION_VARIABLE: case.attention}))
         trainer = _trainer(case, folder)
         messages = _messages(trainer.plan_for, case.world_size, FakeTensorMode(allow_non_fake_inputs=True), "bfloat16")
         stack.enter_context(device.ranks(rank=case.rank, world_size=case.world_size))
         plan = trainer.plan_for(Launch(rank=case.rank, world_size=case.world_size))
         launch = Launch(rank=case.rank, world_size=case.world_size)
         ctx = stack.enter_context(plan.model.mesh.build(launch=launch, precision="bfloat16"))
-        stages = parallelize_stages(plan.model, ctx)
-        for stage in stages.values():
-            materialize(stage, device=ctx.device, seed=0)
-        schedule, shared = plan.model.schedule, plan.model.shared_names
-        pipeline = Pipeline(stages, ctx=ctx, schedule=schedule, shared_names=shared, messages=messages)
+        pipeline = build_pipeline(plan.model, ctx, progress=False, messages=messages)
         optimizer = plan.optimizer(pipeline.model)
-        engine = Engine(
-            pipeline,
-            optimizer,
-            ctx=ctx,
-            task=plan.task,
-            max_norm=plan.config.gradients.max_norm,
-            num_microbatches=plan.num_microbatches,
-            guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
-        )
+        guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
+        engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
         loader = stack.enter_context(_build_loader(plan, ctx))
         for _ in range(2):
             engine.accumulate(next(loader), plan.task.loss)
@@ -241,9 +233,7 @@ def rehearsed(cases: Mapping[str, Case], *, whole_jobs: bool = False) -> dict[st
 @cache
 def _pool() -> RankPool:
     """Return a process of this file only: the fake accelerator stays for the rest of a process."""
-    pool = RankPool()
-    atexit.register(pool.close)
-    return pool
+    return RankPool()
 
 
 def _rehearse(cases: Mapping[str, Case], whole_jobs: bool) -> dict[str, DeviceLog]:

@@ -14,6 +14,7 @@ from d9d_loop.engine.engine import Engine
 pytestmark = pytest.mark.skipif(why_no_fake_accelerator() is not None, reason=str(why_no_fake_accelerator()))
 
 KNOWN_WAITS = {
+    "visibility.py document_runs": "lengths of packed documents, for variable-length attention",
     "bad_steps.py wait": "the decision on the step before, one step late",
     "all_to_all.py _sizes": "numbers of tokens to send and receive, which size the all-to-all and its buffers",
     "sync.py read_values": "metrics, read by the thread that delivers them",
@@ -30,6 +31,7 @@ LAYOUTS = {
     "hsdp": Case(mesh={"data_parallel_shard": 2, "data_parallel_replicate": 2}, world_size=4),
     "tp": Case(mesh={"tensor_parallel": 2}, world_size=2),
     "cp": Case(mesh={"context_parallel_shard": 2}, world_size=2),
+    "fsdp, varlen": replace(FSDP, documents=True, attention="varlen"),
     "fsdp, recipe": replace(FSDP, recipe=True),
     "fsdp, tied": replace(FSDP, model=TINY | {"tie_word_embeddings": True}),
     "ep": Case(mesh={"data_parallel_shard": 4, "expert_parallel": 4}, world_size=4, experts=TINY_EXPERTS),
@@ -92,7 +94,9 @@ _PACKAGES = ("d9d_", "resilience/", "engine/", "checkpoint/", "job/", "data/", "
 def _expected_waits(case: Case) -> dict[str, int]:
     num_layers = case.model["num_layers"] // case.mesh.get("pipeline_parallel", 1)
     exchanges = num_layers * case.num_microbatches if case.mesh.get("expert_parallel", 1) > 1 else 0
-    return {"bad_steps.py wait": 1} | ({"all_to_all.py _sizes": exchanges} if exchanges else {})
+    waits = {"bad_steps.py wait": 1} | ({"all_to_all.py _sizes": exchanges} if exchanges else {})
+    # Once for all layers of a batch.
+    return waits | ({"visibility.py document_runs": case.num_microbatches} if case.attention == "varlen" else {})
 
 
 def _check_layout(name: str, log: DeviceLog) -> None:

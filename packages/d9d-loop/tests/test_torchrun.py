@@ -10,7 +10,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from d9d_loop import warm_rank
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 from d9d_loop.torchrun import main
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
 
 
 def _exit_code(error: Exception) -> object:
@@ -33,12 +41,6 @@ def test_the_exit_code_of_a_signal_is_that_of_a_shell() -> None:
     assert _exit_code(SignalException("stop", signal.SIGTERM)) == 143
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")  # restores the variable after the test
-    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-
-
 def test_a_job_that_succeeds_exits_with_0() -> None:
     with mock.patch.object(run, "run") as torchrun:
         main(["--nproc-per-node", "2", "train.py", "--warm"])
@@ -50,6 +52,7 @@ def test_a_job_that_succeeds_exits_with_0() -> None:
     )
     assert (options.start_method, options.run_path) == ("spawn", False)
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # nodes that replace others need it
+    assert os.environ[QUIET_TORCHRUN] == "1"  # for the messages of the ranks
 
 
 def test_warm_ranks_are_forked_from_a_process_with_their_imports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from d9d_loop.data import (
 from d9d_loop.data.conversation_stream import fit_tokens
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Samples
+from d9d_loop.data.text_tokens import load_tokenizer
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_files import open_samples, split_samples
 
@@ -84,9 +85,7 @@ class FileTokenizer:
         file = folder / "tokenizer.json" if folder.is_dir() else folder
         if not file.is_file():
             raise UserError(f"{file} does not exist; expected the tokenizer of the model. Set model.tokenizer.")
-        from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
-
-        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer = load_tokenizer(file)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.name = f"tokenizer-{self.vocab_size}"
 
@@ -191,7 +190,7 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
 def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
     """Return the labelled texts of a job, and the names of its classes in the order of their numbers.
 
-    Numeric labels keep their order; others are sorted. All training labels are read once.
+    Numeric labels keep their order; others are sorted. All labels are read once.
     """
     training, evaluation = samples_of(config)
     field = config.dataset.label_field
@@ -204,6 +203,8 @@ def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
     check_size(training, config)
     numbers = {name: number for number, name in enumerate(names)}
     rows = _LabelledRow(text_tokenizer(config), numbers, config)
+    for index in range(0 if evaluation is None else len(evaluation)):
+        rows.number(_label(evaluation[index], field, index))
     return TextRows(training, evaluation, convert=rows, shuffle=config.data.shuffle), [str(name) for name in names]
 
 
@@ -345,11 +346,18 @@ class _LabelledRow:
         self._tokenizer, self._numbers, self._data = tokenizer, numbers, config.dataset
 
     def __call__(self, sample: Any) -> dict[str, Tensor]:
-        label = sample[self._data.label_field]
-        if label not in self._numbers:
-            raise UserError(f"the label {label!r} is not among the training labels; expected one of those classes.")
+        number = self.number(sample[self._data.label_field])
         tokens = self._tokenizer(sample[self._data.text_field])
         if len(tokens) > self._data.length and self._data.too_long == "refuse":
             raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {self._data.length}.")
         ids = torch.tensor(tokens[: self._data.length] or [0])
-        return {"input_ids": ids, "labels": torch.tensor(self._numbers[label])}
+        return {"input_ids": ids, "labels": torch.tensor(number)}
+
+    def number(self, label: Any) -> int:
+        """Return the number of a class."""
+        if label not in self._numbers:
+            raise UserError(
+                f"the label {label!r} is not among the training labels; expected one of those classes. Add samples "
+                "of it to dataset.files, or remove it from the evaluation."
+            )
+        return self._numbers[label]

@@ -3,11 +3,11 @@
 Shape legend: B batch, L query length, S key length, H query heads.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 
@@ -69,13 +69,12 @@ def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
 
     Synchronizes with the device unless the tensor is on the CPU.
     """
-    starts_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
     runs: list[list[int]] = []
-    for ids, starts in zip(documents_BS.tolist(), starts_BS.tolist(), strict=True):
-        borders = [position for position, is_start in enumerate(starts) if is_start]
-        if len({ids[position] for position in borders}) < len(borders):
+    for ids in documents_BS.tolist():
+        documents = [(id_, sum(1 for _ in run)) for id_, run in itertools.groupby(ids)]
+        if len(dict(documents)) < len(documents):
             return None
-        runs.append([end - start for start, end in zip(borders, [*borders[1:], len(ids)], strict=True)])
+        runs.append([length for _, length in documents])
     return runs
 
 
