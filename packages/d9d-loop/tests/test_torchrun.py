@@ -16,7 +16,9 @@ from d9d_loop.torchrun import main
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(QUIET_TORCHRUN, "")  # restored after the test
+    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
 
 
 def _exit_code(error: Exception) -> object:
@@ -49,6 +51,7 @@ def test_a_job_that_succeeds_exits_with_0() -> None:
         ["--warm"],
     )
     assert (options.start_method, options.run_path) == ("spawn", False)
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # nodes that replace others need it
     assert os.environ[QUIET_TORCHRUN] == "1"  # for the messages of the ranks
 
 

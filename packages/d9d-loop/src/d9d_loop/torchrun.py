@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "and a node that waits as a spare has imported them already.",
     )
     options = parser.parse_args(arguments)
+    # With the shared store, a node keeps the address of the ranks' store over restarts, and a node that replaces
+    # another one would wait for it in vain. Without it, the nodes exchange the address in each restart.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.warm:
         _warm_up(options, parser)
     try:
