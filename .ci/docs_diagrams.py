@@ -74,24 +74,24 @@ def post_training() -> Figure:
 
 
 def packages() -> Figure:
-    """Draw the packages and what they depend on."""
+    """Draw the packages and what they depend on, without the dependencies that follow from others."""
     places = {
-        "loop": (1.0, 3, "Trainer, config, data"),
-        "moe": (3.4, 3, "mixture of experts"),
-        "peft": (5.2, 2, "LoRA, DoRA"),
-        "modules": (3.4, 2, "blocks, kernels, models"),
-        "pipeline": (0.0, 2, "schedules"),
-        "metrics": (1.7, 2, "metrics, trackers"),
-        "state": (3.4, 1, "weights, checkpoints"),
-        "dist": (1.7, 0, "meshes, collectives, exact gradients"),
+        "loop": (1.9, 3, "Trainer, config, data"),
+        "moe": (4.2, 3, "mixture of experts"),
+        "peft": (6.0, 2, "LoRA, DoRA"),
+        "modules": (4.2, 2, "blocks, kernels, models"),
+        "pipeline": (-0.2, 2, "schedules"),
+        "metrics": (1.5, 2, "metrics, trackers"),
+        "state": (3.3, 1, "weights, checkpoints"),
+        "dist": (1.5, 0, "meshes, collectives, exact gradients"),
     }
     edges = (
-        *(("loop", each) for each in ("pipeline", "metrics", "state", "dist")),
-        *(("moe", each) for each in ("modules", "state")),
-        *(("modules", "state"), ("peft", "state"), ("state", "dist"), ("pipeline", "dist"), ("metrics", "dist")),
+        *(("loop", each) for each in ("pipeline", "metrics", "state")),
+        *(("moe", "modules"), ("modules", "state"), ("peft", "state")),
+        *(("state", "dist"), ("pipeline", "dist"), ("metrics", "dist")),
     )
-    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
-    axes = _plain(figure, (-0.9, 6.2), (-0.45, 3.5))
+    figure = Figure(figsize=(8.8, 3.6), layout="constrained")
+    axes = _plain(figure, (-1.1, 6.9), (-0.45, 3.5))
     for upper, lower in edges:
         start, end = places[upper], places[lower]
         arrow = FancyArrowPatch((start[0], start[1] - 0.28), (end[0], end[1] + 0.28), arrowstyle="-|>")

@@ -14,9 +14,10 @@ import torch
 from pretrain import Decoder, for_generation
 from pydantic import Field, PositiveInt
 from rollout_client import RolloutClient
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist import StageInfo
 from d9d_loop import Engine, EngineConfig, Loss, Section, cli_main
 from d9d_loop.losses import PolicyLoss, normalize_advantages, truncated_importance
 from d9d_loop.tasks import PolicyTask
@@ -24,6 +25,13 @@ from d9d_modules import IGNORED_LABEL, QWEN3, Qwen3Params, generate
 
 END = ord(";")
 ANSWER = 3  # at most two digits, and the end
+
+
+class Float64Decoder(Decoder):
+    """Decoder in float64: layouts differ by rounding, which float32 amplifies over steps until samples differ."""
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return super().build(stage).double()
 
 
 class Imitation(Section):
@@ -150,7 +158,8 @@ class Arithmetic:
 def main() -> None:
     config = GrpoConfig.from_cli(Path(__file__).with_suffix(".toml"))
     task = PolicyTask(PolicyLoss())
-    with Engine.open(config, model=Decoder(config.model), task=task) as engine:
+    decoder = Float64Decoder if config.rollouts is None else Decoder  # transformers serves float32
+    with Engine.open(config, model=decoder(config.model), task=task) as engine:
         start = time.process_time()
         arithmetic = Arithmetic(engine, config)
         arithmetic.imitate()

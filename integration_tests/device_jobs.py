@@ -4,7 +4,6 @@
 model, loader and engine. Both return the log of one step. `rehearsed` runs them in another process.
 """
 
-import atexit
 import gc
 import os
 import tempfile
@@ -22,15 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from d9d_dist import DistributedContext, Launch, MeshConfig, materialize
+from d9d_dist import DistributedContext, Launch, MeshConfig
 from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.engine.engine import Engine
-from d9d_loop.job.job import _build_loader
-from d9d_loop.job.pipeline import Pipeline
-from d9d_loop.model.model_build import parallelize_stages
+from d9d_loop.job.job import _build_loader, build_engine
+from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.planning.dry_run import _messages
 from d9d_loop.resilience import StepGuard
 from d9d_modules import ATTENTION_VARIABLE, parallelize_decoder
@@ -212,21 +210,10 @@ def stepped(case: Case) -> DeviceLog:
         plan = trainer.plan_for(Launch(rank=case.rank, world_size=case.world_size))
         launch = Launch(rank=case.rank, world_size=case.world_size)
         ctx = stack.enter_context(plan.model.mesh.build(launch=launch, precision="bfloat16"))
-        stages = parallelize_stages(plan.model, ctx)
-        for stage in stages.values():
-            materialize(stage, device=ctx.device, seed=0)
-        schedule, shared = plan.model.schedule, plan.model.shared_names
-        pipeline = Pipeline(stages, ctx=ctx, schedule=schedule, shared_names=shared, messages=messages)
+        pipeline = build_pipeline(plan.model, ctx, progress=False, messages=messages)
         optimizer = plan.optimizer(pipeline.model)
-        engine = Engine(
-            pipeline,
-            optimizer,
-            ctx=ctx,
-            task=plan.task,
-            max_norm=plan.config.gradients.max_norm,
-            num_microbatches=plan.num_microbatches,
-            guard=StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx),
-        )
+        guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
+        engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
         loader = stack.enter_context(_build_loader(plan, ctx))
         for _ in range(3):
             engine.accumulate(next(loader), plan.task.loss)
@@ -249,9 +236,7 @@ def rehearsed(cases: Mapping[str, Case], *, whole_jobs: bool = False) -> dict[st
 @cache
 def _pool() -> RankPool:
     """Return a process of this file only: the fake accelerator stays for the rest of a process."""
-    pool = RankPool()
-    atexit.register(pool.close)
-    return pool
+    return RankPool()
 
 
 def _rehearse(cases: Mapping[str, Case], whole_jobs: bool) -> dict[str, DeviceLog]:

@@ -6,7 +6,9 @@ PyTorch: all rows of the batch at once, all logits in memory, no engine.
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, final
 
 import torch
 from oracle_models import MaskedNextToken, decoder, samples
@@ -17,10 +19,11 @@ from torch.distributions import Categorical
 from torch.utils.data import default_collate
 
 import d9d_peft
-from d9d_dist import ContextMethod, DistributedContext, MeshConfig, StageInfo, materialize
+from d9d_dist import ContextMethod, DistributedContext, MeshConfig, StageInfo, local_tensor, materialize
 from d9d_dist.testing import full_gradients, full_parameters
 from d9d_loop import AdamWConfig, Engine, GradientsReady, Loss, ModelProvider, Pipeline, ScheduleConfig
 from d9d_loop.testing import Around
+from d9d_moe import TopKRouter, record_experts
 from d9d_pipeline import Schedule, ranks_of_stages, shared_names
 from d9d_state import gathered_weights
 
@@ -102,6 +105,9 @@ def _run(row: Row, ctx: DistributedContext) -> dict[str, Any]:
     calls = _calls(ctx.coordinate("batch", "dp"), ctx.size("batch", "dp"))
     everything = [each for call in calls for each in call]
     trace["scores before"] = _by_row(everything, engine.score([batch for _, batch in everything]))
+    if row.model == "moe":
+        found = engine.score([batch for _, batch in everything], experts=record_experts)
+        trace["experts"] = _by_row(everything, [{"experts": each["expert_indices"].double()} for each in found])
     trace["losses"] = {}
     for call in calls:
         trace["losses"] |= _by_row(call, engine.forward_backward([batch for _, batch in call], _loss))
@@ -151,6 +157,8 @@ def by_hand(model_name: str) -> dict[str, Any]:
     batch = _batch(list(range(8)))
     optimizer = AdamWConfig(learning_rate=RATE).build(model)
     trace: dict[str, Any] = {"scores before": _scores(model, batch)}
+    if model_name == "moe":
+        trace["experts"] = _by_row([batch], [{"experts": _experts(model, batch[1]).double()}])
     losses = _forward(model, batch[1], labels=batch[1]["labels"])
     trace["losses"] = _by_row([batch], [{"losses": losses.detach()}])
     total = (losses * batch[1]["mask"]).sum() / batch[1]["mask"].sum()
@@ -180,22 +188,63 @@ def _scores(model: nn.Module, batch: tuple[list[int], Batch]) -> dict[str, Tenso
     return _by_row([batch], [scores])
 
 
-def adapter_rows(degrees: dict[str, int], around: Around | None = None) -> list[dict[str, Any]]:
-    """Train adapters for a step; return scores with them, without them, and with them again."""
-    provider = Adapted(_provider(Row()), METHODS["lora"])
+@torch.no_grad()
+def _experts(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the experts that the routers choose [B, L, layers, A], by hooks on the routers."""
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    found: list[Tensor] = []
+    hooks = [
+        each.register_forward_hook(lambda module, args, routing: found.append(routing.indices)) for each in routers
+    ]
+    _forward(model, batch, labels=None)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([each.unflatten(0, batch["labels"].shape) for each in found], dim=2)
+
+
+@final
+@dataclass(frozen=True)
+class TwoAdapters(ModelProvider):
+    """Decoder with the adapters that are trained, and frozen ones named `frozen`."""
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        model = _provider(Row()).build(stage)
+        d9d_peft.inject(METHODS["lora"], model, is_part=stage.count > 1)
+        frozen = d9d_peft.LoRA(r"attention|ffn", rank=2, alpha=4)
+        d9d_peft.inject(frozen, model, is_part=stage.count > 1, adapter="frozen", trainable=False)
+        return model
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        _provider(Row()).parallelize(model, ctx)
+
+
+def adapter_rows(
+    degrees: dict[str, int], around: Around | None = None, reference: str | None = None
+) -> list[dict[str, Any]]:
+    """Train adapters for a step; return scores with them, with the reference, and with them again.
+
+    The reference has no adapters, or those named `reference`.
+    """
+    provider = Adapted(_provider(Row()), METHODS["lora"]) if reference is None else TwoAdapters()
+    enter = d9d_peft.adapters_off if reference is None else partial(d9d_peft.use_adapter, adapter=reference)
     with MeshConfig(**degrees).build() as ctx, nullcontext() if around is None else around():
         pipeline = build_pipeline(provider, ScheduleConfig.model_validate({"kind": "1f1b"}).build(), ctx)
+        for name, parameter in pipeline.model.named_parameters():
+            if name.endswith(f"adapter_{reference}.lora_b"):
+                torch.nn.init.constant_(local_tensor(parameter.detach()), 0.1)  # equal in any layout
         optimizer = AdamWConfig(learning_rate=RATE).build(pipeline.model)
-        engine = Engine(pipeline, optimizer, ctx=ctx, task=TASK, reference=d9d_peft.adapters_off)
+        engine = Engine(pipeline, optimizer, ctx=ctx, task=TASK, reference=enter)
         calls = _calls(ctx.coordinate("batch", "dp"), ctx.size("batch", "dp"))
         everything = [each for call in calls for each in call]
         batches = [batch for _, batch in everything]
+        with enter(engine.model):
+            before = _by_row(everything, engine.score(batches))
         for call in calls:
             engine.forward_backward([batch for _, batch in call], _loss)
         result = engine.step()
         trained = _by_row(everything, engine.score(batches))
         with engine.reference():
-            reference = _by_row(everything, engine.score(batches))
+            found = _by_row(everything, engine.score(batches))
         again = _by_row(everything, engine.score(batches))
         step = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
-        return [{"step": step, "trained": trained, "reference": reference, "again": again}]
+        return [{"step": step, "before": before, "trained": trained, "reference": found, "again": again}]

@@ -1,6 +1,5 @@
 """Jobs whose ranks are forked from a warm process, so that a restart after a kill does not repeat imports."""
 
-import atexit
 import ctypes
 import importlib
 import json
@@ -68,9 +67,7 @@ class _Job:
 @cache
 def _warm_process() -> RankPool:
     """Return a separate process: a process cannot be forked after it ran a backward pass."""
-    pool = RankPool()
-    atexit.register(pool.close)
-    return pool
+    return RankPool()
 
 
 def _in_warm_process(job: _Job) -> list[dict[str, Any]] | None:

@@ -4,8 +4,8 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -72,14 +72,29 @@ def assert_same_export(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, to
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def script(name: str, arguments: Sequence[str]) -> Ended:
-    """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does; it generates less text."""
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Generator[None]:
+    """Use a default dtype for the body."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def script(name: str, arguments: Sequence[str], double: bool = False) -> Ended:
+    """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does; it generates less text.
+
+    With `double`, models are in float64: layouts then differ by so little rounding that curves agree to 1e-9.
+    """
     module = importlib.import_module(name)
     output, errors = StringIO(), StringIO()
     before, sys.argv = sys.argv, [f"{name}.py", *arguments]
     code = 0
     try:
-        with redirect_stdout(output), redirect_stderr(errors), _shorter_text(module), cli_main():
+        dtype = torch.float64 if double else torch.get_default_dtype()
+        with redirect_stdout(output), redirect_stderr(errors), _shorter_text(module), default_dtype(dtype), cli_main():
             module.main()
     except SystemExit as leave:
         code = int(leave.code or 0)
@@ -109,9 +124,11 @@ def options(*parts: Mapping[str, Any], **more: Any) -> list[str]:
     return [word for name, value in merged.items() for word in (f"--{name}", str(value))]
 
 
-def on_ranks(name: str, arguments: Sequence[str], *, world_size: int = 1, timeout: float = 300) -> list[Ended]:
-    """Run an example on every rank of a job."""
-    return run_ranks(script, name, list(arguments), world_size=world_size, timeout=timeout)
+def on_ranks(
+    name: str, arguments: Sequence[str], *, world_size: int = 1, double: bool = False, timeout: float = 300
+) -> list[Ended]:
+    """Run an example on every rank of a job; see `script`."""
+    return run_ranks(script, name, list(arguments), double, world_size=world_size, timeout=timeout)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

@@ -137,15 +137,15 @@ def train(layout: str, folder: str, steps: int, rate: float) -> None:
     trainer = Trainer(
         config,
         model=TinyDeepseek(),
-        data=_samples(),
+        data=samples(),
         task=task,
-        evaluation_data=_samples()[:5],
+        evaluation_data=samples()[:5],
         lr_schedule=lambda step: 1.0,  # otherwise it would depend on the number of steps
     )
     trainer.events.subscribe(task)
     trainer.train()
 
 
-def _samples() -> list[dict[str, Tensor]]:
-    windows = torch.randint(0, VOCAB, (NUM_ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+def samples(num_rows: int = NUM_ROWS) -> list[dict[str, Tensor]]:
+    windows = torch.randint(0, VOCAB, (num_rows, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": window[:-1], "labels": window[1:]} for window in windows]

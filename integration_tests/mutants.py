@@ -99,7 +99,7 @@ caught_by = list_in(MUTANTS)
 
 
 @contextmanager
-def _collective(module: Any, **replaced: Any) -> Generator[None]:
+def collectives_replaced(module: Any, **replaced: Any) -> Generator[None]:
     """Replace functions of `torch.distributed` in one module."""
 
     class Changed(SimpleNamespace):
@@ -148,7 +148,7 @@ def hybrid_sharding_forgets_the_axis_after_the_shards() -> AbstractContextManage
 
 @caught_by("plain,dp_replicate=2")
 def replicas_are_not_reduced() -> AbstractContextManager[object]:
-    return _collective(d9d_dist._gradient_buckets, all_reduce=lambda *args, **kwargs: _Done())
+    return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=lambda *args, **kwargs: _Done())
 
 
 @caught_by("plain,dp_replicate=2")
@@ -157,7 +157,7 @@ def replicas_are_reduced_twice() -> AbstractContextManager[object]:
         dist.all_reduce(tensor, group=kwargs["group"])
         return dist.all_reduce(tensor, **kwargs)
 
-    return _collective(d9d_dist._gradient_buckets, all_reduce=twice)
+    return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=twice)
 
 
 @caught_by("plain,dp_replicate=2")
@@ -165,7 +165,7 @@ def replicas_are_averaged() -> AbstractContextManager[object]:
     def mean(tensor: Tensor, **kwargs: Any) -> Any:
         return dist.all_reduce(tensor.div_(dist.get_world_size(kwargs["group"])), **kwargs)
 
-    return _collective(d9d_dist._gradient_buckets, all_reduce=mean)
+    return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=mean)
 
 
 @caught_by("plain,dp_replicate=2,cp_replicate=2", is_nightly=True)
@@ -214,7 +214,7 @@ def replicas_keep_the_first_microbatch_only() -> AbstractContextManager[object]:
 
 @caught_by("dense,dp_shard=2,mask=ragged")
 def each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
-    return _collective(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
+    return collectives_replaced(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
 
 
 @caught_by("dense,cp_shard=2")
@@ -234,7 +234,7 @@ def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
         dist.all_reduce(totals, group=kwargs["group"])
         totals.mul_(2)
 
-    with _collective(d9d_loop.engine.step_totals, all_reduce=doubled):
+    with collectives_replaced(d9d_loop.engine.step_totals, all_reduce=doubled):
         yield
 
 
@@ -266,7 +266,7 @@ def the_norm_counts_replicas() -> AbstractContextManager[object]:
 
 @caught_by("dense,dp_shard=2")
 def gradients_are_clipped_by_the_norm_of_a_shard() -> AbstractContextManager[object]:
-    return _collective(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
+    return collectives_replaced(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
 
 
 # --- tensor parallelism
@@ -341,7 +341,7 @@ def a_loss_normalises_over_its_part_of_the_vocabulary() -> AbstractContextManage
         if kwargs.get("op") is dist.ReduceOp.MAX:
             dist.all_reduce(tensor, **kwargs)
 
-    return _collective(d9d_modules.chunked_cross_entropy, all_reduce=only_the_largest)
+    return collectives_replaced(d9d_modules.chunked_cross_entropy, all_reduce=only_the_largest)
 
 
 @caught_by("tied,tp=2")
@@ -416,7 +416,7 @@ def split_gradients_are_reduced_after_the_first_microbatch() -> Generator[None]:
 
 @caught_by("dense,pp=2")
 def the_norm_is_that_of_the_own_stages() -> AbstractContextManager[object]:
-    return _collective(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
+    return collectives_replaced(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
 
 
 @caught_by("dense,pp=2")

@@ -233,7 +233,7 @@ def test_a_stale_capture_is_caught_if_it_is_not_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"mix\.forward holds mix\.bias"):
         run_ranks(_train, tmp_path / "refused", mesh, nullcontext, _captured, world_size=2)
     traces = run_ranks(_train, tmp_path / "stale", mesh, _captures_are_not_refused, _captured, world_size=2)
-    assert "trained another mix.bias" in str(_difference(traces))
+    assert "trained another" in str(_difference(traces))
 
 
 def _unseeded(stage: StageInfo) -> nn.Module:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_rows import Row, adapter_rows, by_hand, run_rows
+from mutants import collectives_replaced
 from torch import Tensor
 
 import d9d_loop.engine.model_weights
@@ -147,6 +147,23 @@ def test_the_reference_is_the_model_without_its_adapters(layout: str) -> None:
     assert next(differences(one["trained"], one["reference"], rtol=1e-3), None), "the adapters must be trained"
 
 
+NAMED_LAYOUTS = {name: ADAPTER_LAYOUTS[name] for name in ("sharded", "stages and tensor")}
+
+
+@pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+@pytest.mark.sample("sharded")
+def test_one_adapter_is_trained_and_another_is_the_reference(layout: str) -> None:
+    degrees = NAMED_LAYOUTS[layout]
+    ((expected,),) = run_ranks(adapter_rows, {}, None, "frozen", world_size=1)
+    for (found,) in run_ranks(adapter_rows, degrees, None, "frozen", world_size=prod(degrees.values())):
+        there = {key: {name: expected[key][name] for name in values} for key, values in found.items()}
+        assert next(differences(found, there, rtol=RTOL), None) is None
+    reference, (one,) = expected["reference"], _adapters_in_one_process()
+    assert all(torch.equal(value, expected["before"][name]) for name, value in reference.items())
+    for others in (expected["trained"], one["reference"]):  # trained adapters, and none
+        assert next(differences(reference, others, rtol=1e-3), None), "the reference must have its own adapters"
+
+
 def _the_reference_keeps_its_adapters() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_peft, "adapters_off", return_value=nullcontext())
 
@@ -169,20 +186,8 @@ def test_a_deliberate_bug_of_the_reference_is_caught(bug: Callable[[], AbstractC
     assert _difference_of_adapters(ADAPTER_LAYOUTS["sharded"], bug) is not None
 
 
-@contextmanager
-def _collective(module: Any, **replaced: Any) -> Generator[None]:
-    """Replace functions of `torch.distributed` in one module."""
-
-    class Changed(SimpleNamespace):
-        def __getattr__(self, name: str) -> Any:
-            return getattr(dist, name)
-
-    with mock.patch.object(module, "dist", Changed(**replaced)):
-        yield
-
-
 def _each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
-    return _collective(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
+    return collectives_replaced(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
 
 
 def _stand_ins_count() -> AbstractContextManager[object]:
@@ -251,7 +256,7 @@ def _entropy_is_that_of_a_vocabulary_shard() -> AbstractContextManager[object]:
         if tensor.dim() == 1:
             dist.all_reduce(tensor, **options)
 
-    return _collective(d9d_modules.vocabulary_scores, all_reduce=only_the_largest)
+    return collectives_replaced(d9d_modules.vocabulary_scores, all_reduce=only_the_largest)
 
 
 @contextmanager

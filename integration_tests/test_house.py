@@ -198,6 +198,12 @@ def test_no_lazy_name_is_that_of_a_module_of_its_package() -> None:
     assert not {package: names for package, names in lazy.items() if names}
 
 
+def test_packages_compute_the_list_of_their_names() -> None:
+    """A list would hide the names that are imported as themselves."""
+    listed = [path for path in SOURCES if path.name == "__init__.py" and "__all__" in path.read_text(encoding="utf-8")]
+    assert not listed, "expected `from ... import name as name` per public name, and no `__all__`"
+
+
 def test_every_exported_name_exists() -> None:
     for path in sorted(ROOT.glob("packages/*/src/*/__init__.py")):
         package = importlib.import_module(path.parent.name)

@@ -63,10 +63,10 @@ def test_the_main_job_has_the_curve_of_one_process(tmp_path: Path) -> None:
         job = {"run.folder": tmp_path, "run.name": name, "steps": 6, "evaluation.every": 3, "logging.every": 1}
         cut = {"batch.microbatch_size": 2} if mesh else {}
         arguments = [str(EXAMPLES / "pretrain_moe.toml"), *options(TINY_MODEL, job, mesh, cut)]
-        ended = on_ranks("pretrain", arguments, world_size=4 if mesh else 1)
+        # In float32 a rounding error can send a token to another expert.
+        ended = on_ranks("pretrain", arguments, world_size=4 if mesh else 1, double=True)
         assert [each.code for each in ended] == [0] * len(ended), ended[0].errors
     for name in layouts:
         for values in ("loss", "grad_norm", "evaluation_loss"):
-            # In float32 a rounding error can send a token to another expert.
-            assert curve(tmp_path / name, values) == pytest.approx(curve(tmp_path / "one", values), rel=1e-3), name
+            assert curve(tmp_path / name, values) == pytest.approx(curve(tmp_path / "one", values), rel=1e-9), name
     assert len(curve(tmp_path / "one", "loss")) == 6

@@ -22,8 +22,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(ended.summary["export_dir"])
 
 
-def _run(name: str, folder: Path, more: dict[str, Any], *, world_size: int = 1) -> Ended:
-    ended = on_ranks(name, options({"run.folder": folder}, more), world_size=world_size)
+def _run(name: str, folder: Path, more: dict[str, Any], *, world_size: int = 1, double: bool = False) -> Ended:
+    ended = on_ranks(name, options({"run.folder": folder}, more), world_size=world_size, double=double)
     assert ended[0].code == 0, ended[0].errors
     return ended[0]
 
@@ -48,10 +48,11 @@ def test_sft_exports_adapters_and_a_merged_model_that_answers(tmp_path: Path, pr
 @pytest.mark.full
 def test_sft_gives_the_same_curve_and_answer_on_several_ranks(tmp_path: Path, pretrained: Path) -> None:
     more = _sft(pretrained, 12)
-    one = _run("sft_chat", tmp_path / "one", more).summary
-    four = _run("sft_chat", tmp_path / "four", {**more, **TWO_BY_TWO, "batch.microbatch_size": 2}, world_size=4).summary
+    ranks = {**more, **TWO_BY_TWO, "batch.microbatch_size": 2}
+    one = _run("sft_chat", tmp_path / "one", more, double=True).summary
+    four = _run("sft_chat", tmp_path / "four", ranks, world_size=4, double=True).summary
     losses = curve(tmp_path / "one" / "sft-chat", "loss")
-    assert curve(tmp_path / "four" / "sft-chat", "loss") == pytest.approx(losses, rel=curve_rounding(12))
+    assert curve(tmp_path / "four" / "sft-chat", "loss") == pytest.approx(losses, rel=1e-9)
     assert four["answer"] == one["answer"]
 
 
@@ -71,10 +72,10 @@ def test_dpo_starts_at_log_two_and_learns(tmp_path: Path, pretrained: Path) -> N
 @pytest.mark.full
 def test_dpo_gives_the_same_curve_on_several_ranks(tmp_path: Path, pretrained: Path) -> None:
     more = _dpo(pretrained, 8)
-    one = _run("dpo", tmp_path / "one", more).summary
-    two = _run("dpo", tmp_path / "two", {**more, **SHARDED}, world_size=2).summary
-    assert two["losses"] == pytest.approx(one["losses"], rel=curve_rounding(8))
-    assert two["held_out"][-1]["margin"] == pytest.approx(one["held_out"][-1]["margin"], rel=1e-2)
+    one = _run("dpo", tmp_path / "one", more, double=True).summary
+    two = _run("dpo", tmp_path / "two", {**more, **SHARDED}, world_size=2, double=True).summary
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
+    assert two["held_out"][-1]["margin"] == pytest.approx(one["held_out"][-1]["margin"], rel=1e-9, abs=1e-9)
 
 
 def test_typos_swap_neighbouring_letters_of_two_words() -> None:

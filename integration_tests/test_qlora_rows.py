@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -14,12 +15,15 @@ import pytest
 import torch
 from oracle_grid import RTOL
 from oracle_models import MaskedNextToken, decoder, samples
+from post_training import rows
+from pretrain import Decoder
 from test_peft_rows import METHODS
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, ModuleLateInit, StageInfo
-from d9d_dist.testing import differences
-from d9d_loop import ModelProvider
+from d9d_dist import DistributedContext, ModuleLateInit, StageInfo, UserError
+from d9d_dist.testing import differences, run_ranks
+from d9d_loop import Engine, EngineConfig, ModelProvider
+from d9d_loop.tasks import NextTokenTask
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
 from d9d_peft import QuantizedWeight, inject, quantize_base
 from d9d_state import StateMapper, save_model_state, sequential
@@ -73,18 +77,18 @@ class Quantized(ModelProvider):
         return model, injected
 
     @property
-    def base(self) -> ModelProvider:
+    def base(self) -> Decoder:
         return decoder(self.kind, method="all_gather", checkpointing="full", num_layers=4)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         self.base.parallelize(model, ctx)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        _, mapper = self._build(StageInfo())
-        return mapper
+        _, mapper = self._adapted(StageInfo()) if self.is_dense else self._build(StageInfo())
+        return sequential(self.base.state_mapper(model), mapper)
 
 
-def _drawn(provider: ModelProvider, stage: StageInfo) -> nn.Module:
+def _drawn(provider: Decoder, stage: StageInfo) -> nn.Module:
     """Build a model in float64 whose modules have drawn their values."""
     model = provider.build(stage).double()
     for module in model.modules():
@@ -105,6 +109,9 @@ def _draw_adapters(model: nn.Module) -> None:
 
 
 def _experiment(kind: str, **options: Any) -> Experiment:
+    """Return an experiment on a dense or sparse decoder; `packed`: supervised fine-tuning on packed documents."""
+    if kind == "packed":
+        return Experiment(model=Quantized("dense", **options), batch=rows(), task=NextTokenTask())
     return Experiment(model=Quantized(kind, **options), batch=samples(ragged=True), task=MaskedNextToken())
 
 
@@ -126,7 +133,9 @@ def _difference(kind: str, layout: str, *, streamed: bool = False, around: Aroun
     else:
         with TemporaryDirectory() as folder:
             torch.manual_seed(0)  # the seed of the job
-            save_model_state(_drawn(Quantized(kind).base, StageInfo()), folder)
+            base = Quantized("dense" if kind == "packed" else kind).base
+            model = _drawn(base, StageInfo())
+            save_model_state(model, folder, base.state_mapper(model).inverse())
             experiment = _experiment(kind, folder=Path(folder))
             found = trace_layout(experiment, parse_layout(layout), around=around)
     difference = next(differences(_trained(found), _dense(kind), rtol=RTOL), None)
@@ -140,6 +149,8 @@ ROWS = (
     pytest.param("dense", "tp=2,cp_shard=2", True, marks=pytest.mark.full),
     pytest.param("dense", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2", True, marks=pytest.mark.full),
     pytest.param("dense", "pp=2,tp=2,schedule=zbv,microbatch=2", False, marks=pytest.mark.full),
+    pytest.param("packed", "dp_shard=2,microbatch=2", False, marks=pytest.mark.full),
+    pytest.param("packed", "pp=2,cp_shard=2,microbatch=2", True, marks=pytest.mark.full),
     pytest.param("moe", "ep=2,dp_shard=2", True, marks=pytest.mark.full),
     pytest.param("moe", "tp=2,dp_shard=2", False, marks=pytest.mark.full),
     pytest.param("moe", "pp=2,ep=2,tp=2,microbatch=2", True, marks=pytest.mark.full),
@@ -149,6 +160,39 @@ ROWS = (
 @pytest.mark.parametrize(("kind", "layout", "streamed"), ROWS)
 def test_a_quantised_base_trains_as_its_dequantised_weights(kind: str, layout: str, streamed: bool) -> None:
     assert _difference(kind, layout, streamed=streamed) is None
+
+
+def _handed_over(kind: str, mesh: dict[str, int], folder: Path, is_dense: bool = False) -> dict[str, Tensor]:
+    config = EngineConfig.model_validate(
+        {"run": {"folder": folder}, "mesh": mesh, "health": {"enabled": False}, "optimizer": {"learning_rate": 0.1}}
+    )
+    torch.manual_seed(0)
+    task = MaskedNextToken()
+    with Engine.open(config, model=Quantized(kind, is_dense=is_dense), task=task) as engine:
+        with pytest.raises(UserError, match=r"no place for \d+ trained parameters.*save_adapters.*base_only=True"):
+            engine.weights()
+        if not is_dense:
+            with pytest.raises(UserError, match=r"is computed from .* by the state mapper.*Use weights\(\) without sh"):
+                list(engine.weights(shards=True, base_only=True))
+        return {name: tensor.clone() for name, tensor in engine.weights(base_only=True)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("dense", {"tensor_parallel": 2}),
+        pytest.param("moe", {"data_parallel_shard": 2, "expert_parallel": 2}, marks=pytest.mark.full),
+        pytest.param("moe", {"pipeline_parallel": 2, "data_parallel_shard": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_a_quantised_base_is_handed_over_dequantised(kind: str, mesh: dict[str, int], tmp_path: Path) -> None:
+    (expected,) = run_ranks(_handed_over, kind, {}, tmp_path, True, world_size=1)
+    size = prod(degree for name, degree in mesh.items() if name != "expert_parallel")
+    found = run_ranks(_handed_over, kind, mesh, tmp_path, world_size=size)
+    assert {name for each in found for name in each} == expected.keys()
+    assert any("layers.0.mlp" in name for name in expected), "names of Hugging Face"
+    for each in found:
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in each.items())
 
 
 def _scales_of_other_rows() -> AbstractContextManager[object]:

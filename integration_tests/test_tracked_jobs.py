@@ -132,12 +132,12 @@ def _losses(life: list[Any]) -> dict[int, float]:
 
 def _finished_records(file: Path) -> list[Any]:
     """Return the records of a file, after W&B's process has finished it."""
-    for _ in range(600):
+    for _ in range(3000):
         found = list(_records(file.read_bytes()))
         if any(record.HasField("exit") for record in found):
             return found
         time.sleep(0.1)
-    raise AssertionError("W&B did not finish its run in a minute")
+    raise AssertionError("W&B did not finish its run in five minutes")
 
 
 def _records(content: bytes) -> Iterator[Any]:

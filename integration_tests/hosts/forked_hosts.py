@@ -70,7 +70,7 @@ def _launch(
 
     def run(rank: int) -> NoReturn:
         host, local_rank = divmod(rank, ranks_per_host)
-        _enter(inits[host])
+        enter(inits[host])
         environment = {
             "RANK": rank,
             "WORLD_SIZE": world_size,
@@ -88,7 +88,7 @@ def _launch(
     return fork_ranks(run, folder, world_size=world_size)
 
 
-def _enter(init: int) -> None:
+def enter(init: int) -> None:
     """Enter the namespaces of a host, in a process that was forked for it."""
     libc = ctypes.CDLL(None, use_errno=True)
     opened = [os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in _NAMESPACES]

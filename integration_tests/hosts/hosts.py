@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Self, final
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child")
 _TOOLS = ("unshare", "nsenter", "ip", "tc", "mount")
 _SWITCH = Path(__file__).with_name("switch.py")
+_REBOOT_SECONDS = 60.0
 PORT = 29500  # free on every host, because each has its own network
 
 
@@ -116,6 +118,18 @@ class Hosts:
         self.cut(host)
         os.kill(self._inits[host], 9)
 
+    def reboot(self, host: int) -> None:
+        """Start a host that lost its power: with an empty memory, its disk, and no processes. Needs the bridge."""
+        assert self._switch is None, "expected hosts without delay or loss"
+        # The interface of the old host is deleted some time after its last process.
+        deadline = time.monotonic() + _REBOOT_SECONDS
+        while f"port{host}:" in (ports := self._in_bridge("ip -o link")) or f"port{host}@" in ports:
+            assert time.monotonic() < deadline, f"host {host} still has its interface"
+            time.sleep(0.02)
+        self._boot(host)
+        self._plug_in(host)
+        self._configure_link(host)
+
     def run(self, host: int, *command: str) -> str:
         """Run a command on a host; return its output. Raises if the command fails."""
         return subprocess.run([*self._enter(host), *command], check=True, capture_output=True, text=True).stdout
@@ -175,14 +189,20 @@ class Hosts:
             self._start_switch()
         else:
             self._bridge = self._create(["ip link add bridge0 type bridge", "ip link set bridge0 up"])
-            for number, init in self._inits.items():
-                port = f"port{number}"
-                self._in_bridge(f"ip link add {port} type veth peer name eth0 netns {init}")
-                self._in_bridge(f"ip link set {port} master bridge0 up")
+            for number in self._inits:
+                self._plug_in(number)
         for number in self._inits:
-            rate = f"tc qdisc add dev eth0 root tbf rate {self._rate} burst 128kb latency 400ms"
-            commands = [f"ip addr add {_address(number)}/24 dev eth0", "ip link set eth0 up"]
-            self.run(number, "sh", "-c", " && ".join([*commands, *([rate] if self._rate is not None else [])]))
+            self._configure_link(number)
+
+    def _plug_in(self, host: int) -> None:
+        port = f"port{host}"
+        self._in_bridge(f"ip link add {port} type veth peer name eth0 netns {self._inits[host]}")
+        self._in_bridge(f"ip link set {port} master bridge0 up")
+
+    def _configure_link(self, host: int) -> None:
+        rate = f"tc qdisc add dev eth0 root tbf rate {self._rate} burst 128kb latency 400ms"
+        commands = [f"ip addr add {_address(host)}/24 dev eth0", "ip link set eth0 up"]
+        self.run(host, "sh", "-c", " && ".join([*commands, *([rate] if self._rate is not None else [])]))
 
     def _start_switch(self) -> None:
         inits = [str(init) for init in self._inits.values()]
@@ -202,8 +222,9 @@ class Hosts:
         self._switch.stdin.write(f"{command} {host}\n")
         self._switch.stdin.flush()
 
-    def _in_bridge(self, command: str) -> None:
-        subprocess.run(["nsenter", "-t", str(self._bridge), "--net", *command.split()], check=True)
+    def _in_bridge(self, command: str) -> str:
+        entered = ["nsenter", "-t", str(self._bridge), "--net", *command.split()]
+        return subprocess.run(entered, check=True, capture_output=True, text=True).stdout
 
     def _enter(self, host: int) -> list[str]:
         return ["nsenter", "-t", str(self._inits[host]), "--all", f"--wd={Path.cwd()}"]

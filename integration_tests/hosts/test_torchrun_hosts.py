@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Without these settings, connections to a host that lost its power fail after a quarter of an hour.
 IMPATIENT = {"net.ipv4.tcp_rto_max_ms": 1000, "net.ipv4.tcp_retries2": 6}
 
+_SECONDS = 300.0  # timeout of a job; `Hosts` then kills it
+
 pytestmark = pytest.mark.full
 
 
@@ -33,7 +35,7 @@ def _documented_command() -> list[str]:
 
 
 def _assert_trained(jobs: Sequence[subprocess.Popen[str]], run: Path) -> None:
-    output = [job.communicate()[0] for job in jobs]
+    output = [job.communicate(timeout=_SECONDS)[0] for job in jobs]
     assert {job.returncode for job in jobs} == {0}, "\n".join(output)
     assert (run / "checkpoints" / "step-00000002").is_dir(), "\n".join(output)
 
@@ -84,14 +86,17 @@ def test_the_batch_script_for_slurm_trains_over_two_nodes(tmp_path: Path) -> Non
         with subprocess.Popen(
             script, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as job:
-            _assert_trained([job], hosts.shared / "pretrain-7")
+            try:
+                _assert_trained([job], hosts.shared / "pretrain-7")
+            finally:
+                job.kill()
 
 
 def test_a_user_error_of_all_ranks_is_the_exit_code_of_the_launcher() -> None:
     with Hosts(1) as hosts:
         launcher = (sys.executable, "-m", "d9d_loop.torchrun", "--nproc-per-node", "2")
         job = hosts.start(0, *launcher, "examples/quickstart.py", "--steps", "-5")
-        output, _ = job.communicate()
+        output, _ = job.communicate(timeout=_SECONDS)
     assert job.returncode == ExitCode.USER_ERROR, output
     assert "steps = '-5'" in output
 

@@ -161,5 +161,5 @@ def _build_with(shard_on_rank: list[int]) -> str:
 
 
 def test_ranks_with_other_degrees_are_named_before_meshes_are_made() -> None:
-    for message in run_ranks(_build_with, [2, 2, 4, 2], world_size=4, timeout=60):
+    for message in run_ranks(_build_with, [2, 2, 4, 2], world_size=4):
         assert message.startswith("the mesh differs between the 4 ranks: rank 2 differs from rank 0;")

@@ -91,7 +91,7 @@ def _fail_first(nodes: list[int], failing: int, local: bool) -> str:
 
 @pytest.mark.parametrize(("failing", "local"), [(0, False), (2, True)])
 def test_if_the_body_fails_on_a_first_rank_all_others_stop(failing: int, local: bool) -> None:
-    messages = run_ranks(_fail_first, [2, 2], failing, local, world_size=4, timeout=60)
+    messages = run_ranks(_fail_first, [2, 2], failing, local, world_size=4)
     stopped = (
         f"rank {failing} failed in code that it runs before the other ranks, so this rank stops too; see the traceback "
         f"of rank {failing}."
@@ -153,7 +153,7 @@ def _build_again_and_again() -> list[float]:
 
 
 def test_contexts_can_be_built_one_after_another() -> None:
-    assert run_ranks(_build_again_and_again, world_size=4, timeout=120) == [[4.0] * 10] * 4
+    assert run_ranks(_build_again_and_again, world_size=4) == [[4.0] * 10] * 4
 
 
 def _late_peer(folder: str, group_kind: str) -> float:
@@ -186,9 +186,9 @@ def _late_peer(folder: str, group_kind: str) -> float:
 @pytest.mark.parametrize("group_kind", ["axis", "flattened"])
 @pytest.mark.sample("flattened")
 def test_a_collective_fails_after_the_last_timeout_set(group_kind: str, tmp_path: Path) -> None:
-    waited = run_ranks(_late_peer, str(tmp_path), group_kind, world_size=4, timeout=60)
+    waited = run_ranks(_late_peer, str(tmp_path), group_kind, world_size=4)
     for seconds in waited[::2]:
-        assert 0.9 < seconds < 50  # the start-up timeout was five minutes
+        assert 0.9 < seconds < 150  # the start-up timeout was five minutes
 
 
 def _timeouts_of_groups() -> list[float]:

@@ -27,12 +27,12 @@ def _fail_while_others_wait() -> tuple[float, str]:
 
 
 def test_a_failing_rank_does_not_wait_and_the_others_name_its_error() -> None:
-    (waited, waiting), (took, culprit) = run_ranks(_fail_while_others_wait, timeout=60)
+    (waited, waiting), (took, culprit) = run_ranks(_fail_while_others_wait)
     assert "KeyError: 'the culprit'" in culprit
     assert "Rank" not in culprit
     assert "RuntimeError" in waiting
     assert "Rank 1 failed before this rank: KeyError: 'the culprit'" in waiting
-    assert max(waited, took) < 50  # the groups' timeout is 30 minutes
+    assert max(waited, took) < 150  # the groups' timeout is 30 minutes
 
 
 def _fail_alike() -> list[str]:

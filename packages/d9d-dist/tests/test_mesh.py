@@ -92,7 +92,7 @@ def _refusals(configs: list[dict[str, int]]) -> list[str]:
 
 def test_all_ranks_raise_the_same_error_before_any_collective() -> None:
     configs = [degrees for degrees, _ in REFUSED.values()]
-    assert run_ranks(_refusals, configs, timeout=60) == [[message for _, message in REFUSED.values()]] * 2
+    assert run_ranks(_refusals, configs) == [[message for _, message in REFUSED.values()]] * 2
 
 
 def test_long_lists_of_divisors_are_shortened() -> None:

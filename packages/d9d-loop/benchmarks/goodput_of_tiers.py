@@ -1,6 +1,7 @@
 """Goodput of a job with checkpoints in several tiers, simulated failure by failure.
 
     uv run python packages/d9d-loop/benchmarks/goodput_of_tiers.py
+    uv run python packages/d9d-loop/benchmarks/goodput_of_tiers.py --measured campaign.jsonl
 
 Prints JSON. Each tier saves at its own period. A save stops the job for its stall, and is complete after its delay.
 Failures arrive at random (Poisson). A failure ends a process, loses a host, or loses neighbours on the ring of replicas
@@ -10,7 +11,8 @@ survive it, after detection, restart and the load. Goodput is the share of the t
 Failure rates are published: a mean time to failure of 7.9 h at 1,024 devices and 1.8 h at 16,384 (Kokolis et al. 2024,
 https://arxiv.org/abs/2410.21680); 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3, 2024,
 https://arxiv.org/abs/2407.21783). The rate per device at 100,000 devices is that at 16,384. `check` compares the
-simulation of one tier with the formula of the planner.
+simulation of one tier with the formula of the planner. `--measured` takes the times from a fault to the next step, and
+the steps lost, from the output of `integration_tests/hosts/fault_campaign.py`.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 
 from d9d_loop.planning import goodput
 
@@ -27,6 +31,11 @@ _CASES = {
     "16,384 devices, 419 in 54 days": 54 * 24 * _HOUR / 419,
     "16,384 devices, MTTF 1.8 h": 1.8 * _HOUR,
     "100,000 devices, MTTF 0.3 h": 1.8 * _HOUR * 16384 / 100_000,
+}
+# Faults of the campaign by the kind of failure; those that lose several hosts are not measured.
+_MEASURED = {
+    "process": ("rank killed", "rank stopped", "two ranks of a host killed", "rank killed in a recovery"),
+    "host": ("host without power", "host cut off", "memory of a host lost"),
 }
 
 
@@ -52,9 +61,15 @@ class Tier:
 
 
 def simulate(
-    tiers: Sequence[Tier], *, mttf: float, kinds: dict[str, float], restart: float, failures: int, seed: int = 0
+    tiers: Sequence[Tier],
+    *,
+    mttf: float,
+    kinds: dict[str, float],
+    restart: dict[str, float],
+    failures: int,
+    seed: int = 0,
 ) -> float:
-    """Return the goodput over many failures. `restart` is the time from a failure to the load, in seconds."""
+    """Return the goodput over many failures. `restart` is the time from a failure of each kind to the load."""
     draws = random.Random(seed)  # noqa: S311
     slowdown = 1 + sum(tier.stall / tier.period for tier in tiers)
     saved: dict[str, float] = {}  # by tier, the progress of its newest complete save
@@ -73,8 +88,19 @@ def simulate(
         left = [(saved[tier.name], -rank, tier.load) for rank, tier in enumerate(tiers) if tier.name in saved]
         progress, _, load = max(left, default=(0.0, 0, max(tier.load for tier in tiers)))
         saved = {name: min(each, progress) for name, each in saved.items()}
-        total += worked + restart + load
+        total += worked + restart[kind] + load
     return progress / total
+
+
+def _measured(path: Path) -> dict[str, float]:
+    """Return the median time of recovery after each kind of failure that was measured, in seconds."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    outcomes = [each for each in lines if each.get("seconds") is not None]
+    found: dict[str, float] = {}
+    for kind, faults in _MEASURED.items():
+        if times := [each["seconds"] for each in outcomes if each["fault"] in faults]:
+            found[kind] = median(times)
+    return found
 
 
 def main() -> None:
@@ -87,6 +113,7 @@ def main() -> None:
     parser.add_argument("--disk", type=float, default=2.0, help="GB/s of a host's disk")
     parser.add_argument("--store", type=float, default=0.25, help="GB/s of a host to the shared folder or object store")
     parser.add_argument("--restart", type=float, default=110.0, help="seconds of detection and restart")
+    parser.add_argument("--measured", type=Path, help="output of fault_campaign.py, in place of --restart")
     parser.add_argument("--failures", type=int, default=100_000)
     arguments = parser.parse_args()
     size, stall = arguments.gigabytes, arguments.memory_stall
@@ -100,6 +127,9 @@ def main() -> None:
         "global", 0, stall, size / arguments.store, size / arguments.store, ("process", "host", "power", "hosts")
     )
     kinds = {"process": 0.45, "host": 0.50, "power": 0.03, "hosts": 0.02}
+    restart = dict.fromkeys(kinds, arguments.restart)
+    if arguments.measured is not None:
+        restart |= _measured(arguments.measured)
     results: dict[str, dict[str, float]] = {}
     for case, mttf in _CASES.items():
         # The global tier cannot save more often than it completes; its best period is Young's.
@@ -108,9 +138,7 @@ def main() -> None:
         without = {f"without {gone.name}": [tier for tier in everything if tier is not gone] for gone in everything[:2]}
         ways = {"all tiers": everything, **without, "global only": everything[2:]}
         results[case] = {
-            name: round(
-                simulate(tiers, mttf=mttf, kinds=kinds, restart=arguments.restart, failures=arguments.failures), 4
-            )
+            name: round(simulate(tiers, mttf=mttf, kinds=kinds, restart=restart, failures=arguments.failures), 4)
             for name, tiers in ways.items()
         }
     only = Tier("global", 600.0, 5.0, 0.0, 0.0, ("process",))
@@ -119,11 +147,17 @@ def main() -> None:
         [replace(only, period=formula.save_seconds)],
         mttf=1.8 * _HOUR,
         kinds={"process": 1.0},
-        restart=600.0,
+        restart={"process": 600.0},
         failures=arguments.failures,
     )
     check = {"formula": round(formula.fraction, 4), "simulated": round(simulated, 4)}
-    print(json.dumps({"inputs": vars(arguments), "kinds": kinds, "goodput": results, "check": check}, indent=2))
+    print(
+        json.dumps(
+            {"inputs": vars(arguments), "kinds": kinds, "restart": restart, "goodput": results, "check": check},
+            indent=2,
+            default=str,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Error of the planner on published measurements, as JSON: fitted on a third of the rows, reported on the others.
 
-    python planning_error.py measured_steps.csv [--write FOLDER]
+    python planning_error.py measured_steps.csv [--only CLUSTER]
 
 The six constants of a cluster are fitted to the rows of one group, chosen by a hash of the row, so that the split does
 not depend on the measured value. Beside each error is that of the naive model: model FLOPs x 4/3 with full
-recomputation, over one fitted rate. `--write` prints the constants as TOML.
+recomputation, over one fitted rate.
 """
 
 import argparse

@@ -1,3 +1,5 @@
+import json
+import os
 import signal
 from pathlib import Path
 from unittest import mock
@@ -7,11 +9,12 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from d9d_loop import warm_rank
 from d9d_loop.torchrun import main
 
 
 def _exit_code(error: Exception) -> object:
-    with mock.patch.object(run, "main", side_effect=error), pytest.raises(SystemExit) as left:
+    with mock.patch.object(run, "run", side_effect=error), pytest.raises(SystemExit) as left:
         main(["train.py"])
     return left.value.code
 
@@ -31,6 +34,37 @@ def test_the_exit_code_of_a_signal_is_that_of_a_shell() -> None:
 
 
 def test_a_job_that_succeeds_exits_with_0() -> None:
-    with mock.patch.object(run, "main") as torchrun:
-        main(["--nproc-per-node", "2", "train.py"])
-    torchrun.assert_called_once_with(["--nproc-per-node", "2", "train.py"])
+    with mock.patch.object(run, "run") as torchrun:
+        main(["--nproc-per-node", "2", "train.py", "--warm"])
+    options = torchrun.call_args.args[0]
+    assert (options.nproc_per_node, options.training_script, options.training_script_args) == (
+        "2",
+        "train.py",
+        ["--warm"],
+    )
+    assert (options.start_method, options.run_path) == ("spawn", False)
+
+
+def test_warm_ranks_are_forked_from_a_process_with_their_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warm_rank.COMMAND, "")
+    with mock.patch.object(run, "run") as torchrun, mock.patch("d9d_loop.torchrun.forkserver") as server:
+        main(["--warm", "--nproc-per-node", "2", "-m", "train", "--steps", "2"])
+    options = torchrun.call_args.args[0]
+    assert (options.start_method, options.run_path, options.module) == ("forkserver", True, False)
+    assert [options.training_script, *options.training_script_args] == [
+        warm_rank.__file__,
+        "-m",
+        "train",
+        "--steps",
+        "2",
+    ]
+    assert [call[0] for call in server.method_calls] == ["set_forkserver_preload", "ensure_running"]
+    assert json.loads(os.environ[warm_rank.COMMAND]) == ["-m", "train"]
+
+
+def test_warm_ranks_of_a_program_that_is_not_python_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--warm", "--no-python", "train"])
+    assert (
+        "--warm cannot be combined with --no-python or --run-path; expected a Python script" in capsys.readouterr().err
+    )

@@ -306,9 +306,25 @@ def test_codes_have_no_initial_values() -> None:
     with torch.device("meta"):
         model = base()
         inject(LoRA("0|2"), model)
-        mapper = quantize_base(model, block_size=8)
-    with pytest.raises(ValueError, match=r"quantize\(nf4, block_size=8\) rounds, and has no inverse"):
-        mapper.inverse()
+        quantize_base(model, block_size=8)
+    with pytest.raises(UserError, match=r"0\.weight is quantised, and codes have no initial values to draw"):
+        cast("nn.Linear", model[0]).reset_parameters()
+
+
+@pytest.mark.parametrize("block_format", ["nf4", "int8"])
+def test_the_inverse_of_the_mapper_yields_the_weights_that_the_model_computes_with(block_format: BlockFormat) -> None:
+    model = base()
+    inject(LoRA("0|2"), model)
+    mapper = quantize_base(model, block_format=block_format, block_size=8)
+    for name in ("0", "2"):
+        codes, scales = (model.get_parameter(f"{name}.{each}") for each in ("weight", "quantized.scales"))
+        dense = mapper.inverse().apply({f"{name}.weight": codes, f"{name}.quantized.scales": scales})
+        (weight,) = dense.values()
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, model.get_submodule(f"{name}.quantized")(codes, torch.float32))
+        again = mapper.apply(dense)
+        assert torch.equal(again[f"{name}.weight"], codes)
+        assert torch.equal(again[f"{name}.quantized.scales"], scales)
 
 
 def test_merging_into_quantised_weights_is_refused() -> None:

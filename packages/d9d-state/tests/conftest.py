@@ -51,6 +51,7 @@ def points(exhaustive: bool) -> Callable[..., Sequence[int]]:
 
 def _work_and_exit(work: Callable[[], None], root: Path, at: int) -> NoReturn:
     """Run in the forked child only, so the parent never sees the patches."""
+    signal.alarm(300)  # kills a child that hangs
     try:
         with file_calls(root, Kill(at)):
             work()

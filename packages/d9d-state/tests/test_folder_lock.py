@@ -53,12 +53,17 @@ def test_killed_job_releases_lock_while_its_worker_runs(tmp_path: Path) -> None:
     ready, go_on = os.pipe(), os.pipe()
     job = os.fork()
     if job == 0:
-        with CheckpointStore(tmp_path).locked():
-            if os.fork() == 0:  # a worker that outlives the job
-                os.write(ready[1], b"x")
-                os.read(go_on[0], 1)
-                os._exit(0)
-            signal.pause()
+        try:
+            os.close(go_on[1])
+            with CheckpointStore(tmp_path).locked():
+                if os.fork() == 0:  # a worker that outlives the job
+                    os.write(ready[1], b"x")
+                    os.read(go_on[0], 1)
+                    os._exit(0)
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(ready[1])  # the read below ends if the job fails
     assert os.read(ready[0], 1) == b"x"
     with pytest.raises(UserError, match=rf"process {job} on"), CheckpointStore(tmp_path).locked():
         pass
@@ -66,8 +71,7 @@ def test_killed_job_releases_lock_while_its_worker_runs(tmp_path: Path) -> None:
     os.waitpid(job, 0)
     with CheckpointStore(tmp_path).locked():
         pass
-    os.write(go_on[1], b"x")
-    for descriptor in (*ready, *go_on):
+    for descriptor in (ready[0], *go_on):  # the worker reads the end of its pipe
         os.close(descriptor)
 
 

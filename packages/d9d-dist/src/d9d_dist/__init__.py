@@ -127,7 +127,3 @@ if TYPE_CHECKING:
     from d9d_dist.vocab_parallel import token_cross_entropy as token_cross_entropy
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
-
-__all__ = [
-    "refuse_later_writes",
-]

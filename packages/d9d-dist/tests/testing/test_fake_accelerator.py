@@ -1,4 +1,3 @@
-import atexit
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,9 +18,7 @@ pytestmark = pytest.mark.skipif(why_no_fake_accelerator() is not None, reason=st
 @cache
 def _pool() -> RankPool:
     """Return a process of this file only: the fake accelerator stays for the rest of a process."""
-    pool = RankPool()
-    atexit.register(pool.close)
-    return pool
+    return RankPool()
 
 
 def _run(function: Callable[..., Any], *args: Any) -> Any:

@@ -142,13 +142,13 @@ class StepDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class BadStepFound(Event):
-    """Event of a bad step: its loss or gradients are non-finite, or its loss is a spike.
+    """Event of a bad step: its loss or gradients are non-finite, it has no weight, or its loss is a spike.
 
     The bad step or the next step emits the event, before its own `StepDone`. After a rollback or a stop, this
     `StepDone` is not emitted.
 
     Attributes:
-        kind: `non-finite` or `spike`.
+        kind: `non-finite`, `no weight` or `spike`.
         decision: Action of all ranks: `report`, `skip`, `rewind` (roll back to a checkpoint) or `stop`.
         why: Message about the step, with the first non-finite tensor if one was found.
     """

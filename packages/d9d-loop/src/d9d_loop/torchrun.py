@@ -1,32 +1,62 @@
-"""Command `d9d-torchrun`: torchrun, with an exit code that schedulers can act on.
+"""Command `d9d-torchrun`: torchrun, with an exit code that schedulers can act on, and fast restarts.
 
 torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
-a scheduler distinguishes a user error (2) from a hang (124). Arguments and behavior are otherwise those of torchrun.
+a scheduler distinguishes a user error (2) from a hang (124). With `--warm`, ranks are forked from a process of the node
+that has imported their modules, so a restart imports nothing. Other arguments and behavior are those of torchrun.
 """
 
+import json
+import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from multiprocessing import forkserver
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from d9d_loop import warm_rank
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command: `d9d-torchrun ARGUMENTS`.
+    """Run the command: `d9d-torchrun [--warm] ARGUMENTS`.
 
     Raises:
         SystemExit: If a rank failed, with its exit code, or 128 plus the number of the signal that killed it. If this
             process received a signal, with 128 plus its number.
     """
+    parser = run.get_args_parser()
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="Fork ranks from a process on this node that has imported their modules. Restarts then take no imports, "
+        "and a node that waits as a spare has imported them already.",
+    )
+    options = parser.parse_args(arguments)
+    if options.warm:
+        _warm_up(options, parser)
     try:
-        run.main(None if arguments is None else list(arguments))
+        record(run.run)(options)
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
         _, first = failed.get_first_failure()
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as received:
         raise SystemExit(128 + received.sigval) from None
+
+
+def _warm_up(options: Namespace, parser: ArgumentParser) -> None:
+    """Start the process that imports the modules of the ranks, and change the options to fork ranks from it."""
+    if options.no_python or options.run_path:
+        parser.error("--warm cannot be combined with --no-python or --run-path; expected a Python script or --module")
+    command = [*(["-m"] if options.module else []), options.training_script]
+    os.environ[warm_rank.COMMAND] = json.dumps(command)
+    forkserver.set_forkserver_preload([warm_rank.__name__])
+    forkserver.ensure_running()
+    options.start_method, options.run_path, options.module = "forkserver", True, False
+    options.training_script = warm_rank.__file__
+    options.training_script_args = [*command, *options.training_script_args]
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ def _write_until_killed(target: Path, connection: Connection) -> None:
 def test_leftovers_of_killed_writers_are_removed_and_running_ones_kept(tmp_path: Path) -> None:
     context = get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_write_until_killed, args=(tmp_path / "one", theirs))
+    process = context.Process(target=_write_until_killed, args=(tmp_path / "one", theirs), daemon=True)
     process.start()
+    theirs.close()  # the call below ends if the process fails
     ours.recv()
     (left,) = tmp_path.iterdir()
     beside = PartialFolder(tmp_path / "another")

@@ -6,7 +6,17 @@ from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_loop import AdamWConfig, Engine, Loss, LossFunction, StepResult, Task, WarmupCosineConfig
+from d9d_loop import (
+    AdamWConfig,
+    BadStepFound,
+    Engine,
+    Loss,
+    LossFunction,
+    StepResult,
+    Task,
+    WarmupCosineConfig,
+)
+from d9d_loop.resilience import BadStepConfig, StepGuard
 from d9d_pipeline import Inputs
 
 Batch = dict[str, torch.Tensor]
@@ -170,15 +180,33 @@ def _loss_and_weight(degrees: dict[str, int]) -> tuple[float, float]:
         return result.loss.item(), result.weight.item()
 
 
-def test_a_batch_without_weight_changes_nothing(ctx: DistributedContext) -> None:
-    model, before = _model(), _model().state_dict()
-    batch = _batch(0)
-    batch["mask"].zero_()
-    engine = _engine(model, _sgd(model), ctx, max_norm=1.0, num_microbatches=2)
-    result = _take_step(engine, [_chunk(batch, index, 2) for index in range(2)])
-    assert (result.loss.item(), result.weight.item(), result.grad_norm.item()) == (0, 0, 0)
-    for name, parameter in model.state_dict().items():
-        assert torch.equal(parameter, before[name]), name
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_without_weight_changes_nothing(ctx: DistributedContext, guarded: bool, foreach: bool) -> None:
+    """Momentum and weight decay would change the parameters, and the step its counts."""
+    results = []
+    for steps in ([0, None, 1], [0, 1]):
+        model = _model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, foreach=foreach, fused=not foreach)
+        guard = StepGuard(optimizer, config=BadStepConfig(), ctx=ctx) if guarded else None
+        engine = Engine(model, optimizer, ctx=ctx, task=_Masked(), max_norm=1.0, guard=guard)
+        found = list[str]()
+        engine.events.on(BadStepFound, lambda bad, found=found: found.append(bad.why))
+        for step in steps:
+            batch = _batch(step or 0)
+            batch["mask"] *= step is not None
+            result = _take_step(engine, [batch])
+            assert bool(result.taken) is (step is not None)
+            if step is None:
+                assert (result.loss.item(), result.weight.item(), result.grad_norm.item()) == (0, 0, 0)
+        assert found == [
+            f"step {number}: the loss weight is 0, for example because all labels are masked; its update was skipped."
+            for number, step in enumerate(steps, 1)
+            if step is None and guarded
+        ]
+        results.append([*model.parameters(), *(value for each in optimizer.state.values() for value in each.values())])
+    for skipped, never in zip(*results, strict=True):
+        assert torch.equal(skipped, never)
 
 
 def test_the_norm_is_measured_before_clipping(ctx: DistributedContext) -> None:

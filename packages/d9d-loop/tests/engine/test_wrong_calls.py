@@ -134,6 +134,7 @@ def test_weights_that_omit_trained_parameters_are_refused(shards: bool, tmp_path
     with Engine.open(config_of(tmp_path), model=_WithAdapter(), task=TASK) as engine:
         with pytest.raises(UserError, match="no place for 1 trained parameters, such as bias; expected all of them"):
             engine.weights(shards=shards)
+        assert [each[0] for each in engine.weights(shards=shards, base_only=True)] == ["weight"]
         engine.model.get_parameter("bias").requires_grad_(False)
         assert [each[0] for each in engine.weights(shards=shards)] == ["weight"]
 

@@ -21,7 +21,6 @@ def _python_collects() -> Generator[None]:
     gc.unfreeze()  # of what conftest.py froze
     gc.enable()
     yield
-    gc.collect()
     gc.freeze()
     if not was_enabled:
         gc.disable()

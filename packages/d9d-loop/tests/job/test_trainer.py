@@ -51,6 +51,8 @@ from d9d_state import (
     CheckpointStore,
     ModelFolder,
     StateMapper,
+    identity,
+    keep,
     load_model_state,
     narrow,
     parallel,
@@ -552,6 +554,20 @@ def test_a_mapper_without_an_inverse_is_refused_where_there_will_be_an_export(tm
     with pytest.raises(
         UserError, match=r"^export = true, but the provider's state mapper has no inverse: .*--export f"
     ):
+        trainer.train()
+
+
+def test_an_export_without_trained_parameters_is_refused(tmp_path: Path) -> None:
+    class WithAdapter(ModelProvider):
+        def build(self, stage: StageInfo) -> nn.Module:
+            return _Net()
+
+        def state_mapper(self, model: nn.Module) -> StateMapper:
+            names = [name for name, _ in model.named_parameters()]
+            return parallel(identity(*names[1:]), keep(names[0]))
+
+    trainer = Trainer(_config(tmp_path), model=WithAdapter(), data=_data(), task=_Regression())
+    with pytest.raises(UserError, match=r"^export = true, but the weights on disk have no place for 1 trained par.*Or"):
         trainer.train()
 
 

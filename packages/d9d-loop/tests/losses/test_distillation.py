@@ -32,6 +32,24 @@ def test_the_rest_is_one_more_outcome() -> None:
     assert_close(same.total, torch.tensor(0.0, dtype=torch.float64))
 
 
+def test_losses_and_gradients_equal_those_of_trl() -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
+    server = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
+    logits, teacher, mask = torch.randn(2, 5, 9).double().requires_grad_(), _log_probs(), torch.rand(2, 5) < 0.7
+    labels = torch.where(mask, 1, -100)
+    student = logits.log_softmax(-1)
+    everything = DistillationLoss(with_rest=False)(student, teacher_log_probs_BLK=teacher, mask_BL=mask)
+    expected = gkd.GKDTrainer.generalized_jsd_loss(logits, teacher, labels, beta=0, reduction="sum")
+    assert_close(everything.total, expected)
+    assert_close(*(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (everything.total, expected)))
+    top = DistillationLoss()(student[..., :4], teacher_log_probs_BLK=teacher[..., :4], mask_BL=mask)
+    valid = torch.ones(2, 5, 4, dtype=torch.bool)
+    tails = [server._add_tail_bucket(each[..., :4], valid) for each in (student, teacher)]
+    expected = server._jsd_divergence(tails[0][0], tails[1][0], 0, tails[0][1])[mask].sum()
+    assert_close(top.total, expected)
+    assert_close(*(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (top.total, expected)))
+
+
 def test_missing_candidates_count_nothing() -> None:
     student, teacher = _log_probs(4).requires_grad_(), _log_probs(4)
     teacher[..., 3] = -torch.inf

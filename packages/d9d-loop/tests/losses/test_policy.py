@@ -91,6 +91,25 @@ def test_losses_and_gradients_equal_those_of_trl(ours: PolicyLoss, theirs: dict[
     sampled.compare(sampled.ours(ours, old_log_probs_BL=sampled.old), sampled.trl(**theirs))
 
 
+def test_the_gradient_of_rloo_equals_that_of_trl() -> None:
+    """On the policy's own samples: trl's ratio is that of the sequence, and ours that of each token."""
+    rloo = pytest.importorskip("trl.trainer.rloo_trainer")
+    sampled = Sampled()
+    policy, mask = sampled.rows.padded(sampled.policy), sampled.rows.padded(torch.ones_like(sampled.policy)).long()
+    trainer = MagicMock(epsilon_low=0.2, epsilon_high=0.2, aux_loss_enabled=False)
+    trainer.accelerator.gather = lambda value: value
+    trainer.accelerator.reduce = lambda value, **_: value
+    trainer._get_per_token_logps_and_entropies.return_value = (policy, policy.detach(), None)
+    inputs = {
+        "prompt_ids": torch.zeros(12, 1).long(), "prompt_mask": torch.ones(12, 1).long(), "completion_mask": mask,
+        "completion_ids": torch.zeros_like(mask), "advantages": sampled.advantages,
+        "old_logps": (policy.detach() * mask).sum(1),
+    }  # fmt: skip
+    expected = rloo.RLOOTrainer._compute_loss(trainer, None, inputs)
+    found = sampled.ours(PolicyLoss(clipping="none", average="constant", max_length=1))
+    assert_close(*(torch.autograd.grad(loss, sampled.policy)[0] for loss in (found, expected)))
+
+
 def test_the_kl_penalty_and_importance_equal_those_of_trl() -> None:
     sampled = Sampled()
     found = sampled.ours(

@@ -70,6 +70,30 @@ def test_losses_and_gradients_equal_those_of_trl(ours: PreferenceLoss, theirs: d
     assert_close(*(torch.autograd.grad(loss, policy)[0] for loss in (found, expected)))
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (PreferenceLoss(beta=0.3, label_smoothing=0.2), {"loss_type": "sigmoid", "label_smoothing": 0.2}),
+        (
+            PreferenceLoss(beta=2.0, length_normalized=True, target_margin=0.7, label_smoothing=0.1),
+            {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1},
+        ),
+    ],
+    ids=["conservative", "simpo"],
+)
+def test_losses_without_a_reference_equal_those_of_trl(ours: PreferenceLoss, theirs: dict[str, Any]) -> None:
+    """trl has conservative labels and target margins in its CPOTrainer."""
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    rows = packed_rows()
+    policy = rows.values().requires_grad_()
+    trainer = SimpleNamespace(alpha=0.0, accelerator=SimpleNamespace(device="cpu"), **({"beta": 0.3} | theirs))
+    answers = torch.stack([each.mean() if ours.length_normalized else each.sum() for each in rows.take(policy)])
+    expected = cpo.CPOTrainer.cpo_loss(trainer, answers[0::2], answers[1::2])[0].mean()
+    found = _mean(ours, rows, policy, None)
+    assert_close(found, expected)
+    assert_close(*(torch.autograd.grad(loss, policy)[0] for loss in (found, expected)))
+
+
 def test_smoothing_margin_and_answer_weight_equal_their_formulas() -> None:
     rows = packed_rows()
     policy, reference = rows.values(), rows.values()

@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from packed_rows import packed_rows
@@ -20,6 +23,23 @@ def test_it_equals_its_formula() -> None:
     assert found.weight == 6
     assert_close(found.total, expected)
     assert_close(*(torch.autograd.grad(loss, scores)[0] for loss in (found.total, expected)))
+
+
+def test_loss_and_gradient_equal_those_of_trl() -> None:
+    reward = pytest.importorskip("trl.trainer.reward_trainer")
+    rows = packed_rows()
+    scores = rows.values().requires_grad_()
+    last = torch.stack([each[-1] for each in rows.take(scores, trained=False)])
+    trainer = MagicMock(args=MagicMock(center_rewards_coefficient=0.1), _total_train_tokens=0, _tp_size=1)
+    trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda value: value
+    model = MagicMock(return_value=SimpleNamespace(logits=torch.cat((last[0::2], last[1::2])).unsqueeze(1)))
+    inputs = {"attention_mask": torch.ones(12, 1), "margin": torch.full((6,), 0.2)}
+    expected = reward.RewardTrainer.compute_loss(trainer, model, inputs)
+    found = RewardLoss(centering=0.1, margin=0.2)(
+        scores, position_ids_BL=rows.position_ids, document_ids_BL=rows.document_ids
+    )
+    assert_close(found.total / found.weight, expected)
+    assert_close(*(torch.autograd.grad(loss, scores)[0] for loss in (found.total / found.weight, expected)))
 
 
 def test_padding_is_no_answer() -> None:

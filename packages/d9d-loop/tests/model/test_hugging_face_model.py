@@ -152,10 +152,7 @@ def _load(name: str, folder: Path) -> Any:
 @pytest.mark.parametrize(("mesh", "name"), _TRIED)
 @pytest.mark.sample(
     "replicas-gpt2",
-    "shards-llama tied",
-    "shards-bert",
     "shards-t5",
-    "tensor-qwen3",
     "tensor-glm4 moe lite",
     "shards and tensor-mixtral",
 )

@@ -5,8 +5,17 @@ from itertools import pairwise
 import pytest
 
 from d9d_dist import UserError
-from d9d_loop.planning import DecoderShape, Hardware, legal_layouts, search_layouts
-from d9d_loop.planning.layout_search import mesh_config, worst_memory
+from d9d_loop.planning import (
+    DecoderShape,
+    Hardware,
+    PlanLayout,
+    legal_layouts,
+    nearest_layouts,
+    search_layouts,
+    step_time,
+)
+from d9d_loop.planning.layout_search import mesh_config, num_changes, worst_memory
+from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 
 QWEN3_30B = DecoderShape(
     vocab_size=151936,
@@ -37,8 +46,24 @@ def test_layouts_are_sorted_and_fit() -> None:
     seconds = [each.seconds for each in found.fitting]
     assert seconds == sorted(seconds)
     assert all(worst_memory(QWEN3_30B, each.layout).total <= HARDWARE.device.memory_bytes for each in found.fitting)
+    assert all(each.time == step_time(QWEN3_30B, each.layout, HARDWARE) for each in found.fitting[::20])
     front = found.pareto()
     assert all(a.memory.total > b.memory.total for a, b in pairwise(front))
+
+
+def test_the_nearest_layouts_have_the_fewest_changes() -> None:
+    """The exact memory of the job is 1.1 times the closed form, so the memory of every layout is scaled by it."""
+    layout = PlanLayout(dp=8, length=4096)
+    exact = 1.1 * worst_memory(QWEN3_30B, layout).model
+    found = list(nearest_layouts(QWEN3_30B, HARDWARE, layout, global_size=8, model_bytes=exact))
+    keys = [(num_changes(layout, each.layout), each.seconds) for each in found]
+    assert keys
+    assert keys == sorted(keys)
+    legal = legal_layouts(QWEN3_30B, HARDWARE, world_size=8, global_size=8, length=4096)
+    limit = (HARDWARE.device.memory_bytes - CONTEXT_BYTES) / (1 + FRAGMENTATION) / 1.1
+    assert {each.layout for each in found} == {
+        each for each in legal if worst_memory(QWEN3_30B, each).model <= limit and num_changes(layout, each)
+    }
 
 
 def test_a_model_that_fits_nowhere_has_a_smallest_layout() -> None:

@@ -1,5 +1,6 @@
 """Costs of a step from a run with few layers equal those of a dry run with all layers."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from torch.nn import functional as F
 
 from d9d_dist import DistributedContext, Launch, StageInfo, parallelize_hsdp
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
-from d9d_loop.planning.dry_run import dry_run, representatives
+from d9d_loop.events import BackwardDone, OptimizerDone, StepStarted
+from d9d_loop.planning.dry_run import dry_run, optimizer_bytes, representatives
 from d9d_loop.planning.job_plan import shown_microbatches
 from d9d_loop.planning.layer_repeats import Repeats, repeats_of, without_repeats
 from d9d_loop.planning.short_run import short_runs
+from d9d_loop.planning.step_record import recorded
 from d9d_pipeline import Inputs
 
 WIDTH = 64
@@ -33,6 +36,7 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(i): Layer(i, inner[i]) for i in stage.layers(len(inner))})
         self.head = nn.Linear(WIDTH, 1000) if stage.is_last else None
+        self.unused = nn.Linear(WIDTH, 1) if stage.is_last else None
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers.values():
@@ -62,12 +66,14 @@ class Regression(Task):
         return Loss(F.cross_entropy(outputs, batch["y"], reduction="sum"), weight=batch["y"].numel())
 
 
-def _trainer(inner: list[int], folder: Any, gradients: dict[str, bool] | None, **mesh: int) -> Trainer:
+def _trainer(
+    inner: list[int], folder: Any, gradients: dict[str, bool] | None, *, microbatch_size: int = 2, **mesh: int
+) -> Trainer:
     config = TrainerConfig.model_validate(
         {
             "steps": 2,
             "run": {"folder": folder},
-            "batch": {"global_size": 32, "microbatch_size": 2},
+            "batch": {"global_size": 32, "microbatch_size": microbatch_size},
             "mesh": mesh,
             "gradients": gradients or {},
             "rehearsal": False,
@@ -125,6 +131,35 @@ def test_a_few_microbatches_have_the_memory_and_the_collectives_of_all(
     assert short.collective_bytes(plan.num_microbatches) == whole.collective_bytes(plan.num_microbatches)
     scaled = {name: size * plan.num_microbatches // few for name, size in short.collective_bytes(few).items()}
     assert scaled != whole.collective_bytes(plan.num_microbatches)  # some collectives run once for each step
+
+
+def test_a_dry_run_of_one_microbatch_is_the_second_step_of_a_real_job(tmp_path: Any) -> None:
+    """The unused parameter has no optimizer state; the peak excludes the state that the first step creates."""
+    trainer = _trainer([256] * 3, tmp_path, None, microbatch_size=32)
+    (run,) = dry_run(trainer.plan_for, ranks=[0], world_size=1)
+    records, sizes = {}, {}
+
+    with ExitStack() as stack:
+
+        def start(step: int, name: str) -> None:
+            if step == 2:
+                stack.close()
+                records[name] = stack.enter_context(recorded())
+
+        def on_done(event: OptimizerDone) -> None:
+            if event.step == 2:
+                stack.close()
+                sizes["optimizer"] = optimizer_bytes(event.optimizer)
+
+        trainer.events.on(StepStarted, lambda event: start(event.step, "forward_backward"))
+        trainer.events.on(BackwardDone, lambda event: start(event.step, "update"))
+        trainer.events.on(OptimizerDone, on_done)
+        trainer.train()
+    assert run.optimizer_bytes == sizes["optimizer"]
+    for name, real in records.items():
+        record = getattr(run, name)
+        assert record.flops == real.flops
+        assert record.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
 
 
 def test_the_longest_repeated_part_is_found_and_shortened() -> None:

@@ -43,6 +43,7 @@ def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repe
             step=40,
             lost_steps=10,
             rank=2,
+            host="node1",
             cause="its process 7 on node1 is gone.",
             detection_seconds=2.0,
             recovery_seconds=23.0,
@@ -52,7 +53,8 @@ def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repe
     assert history.effective_ratio == pytest.approx(0.7)
     assert history.describe().splitlines() == [
         "effective training time 70.0 % of 100 s, 1 interruptions",
-        "  after step 40, 10 steps lost, rank 2: its process 7 on node1 is gone.",
+        "  after step 40, 10 steps lost, detected after 2.0 s, recovered after 23.0 s, rank 2 on node1: its process 7 "
+        "on node1 is gone.",
     ]
 
 
@@ -83,3 +85,36 @@ def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_journal_has_no_history(tmp_path: Path) -> None:
     assert read_history(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "cause", "host"),
+    [
+        (0, "KeyError: 'in the task'", "node0"),
+        (1, "DistError\nRank 2 failed before this rank: its process on node7 does not answer: killed, or", "node7"),
+        (
+            1,
+            "no progress.\nRank 2 is missing: it does not answer; its process is stopped, or n-2.b is down or",
+            "n-2.b",
+        ),
+        (1, "no progress.\nRank 2 is missing: it is in a step.", None),
+    ],
+)
+def test_the_host_of_the_culprit_is_in_its_report_or_in_the_cause(
+    rank: int, cause: str, host: str | None, tmp_path: Path
+) -> None:
+    folder = _journal(tmp_path, _step("started", 0.0, 0), _failed(5.0, rank, cause), _step("started", 9.0, 0))
+    history = read_history(folder)
+    assert history is not None
+    assert history.interruptions[0].host == host
+
+
+def test_stragglers_are_listed_with_their_step(tmp_path: Path) -> None:
+    slow = "slow data of rank 3 (cpu of b): 31.0 ms."
+    folder = _journal(
+        tmp_path, _step("started", 0.0, 0), _step("slow", 4.0, 20, parts=[slow]), _step("progress", 9.0, 30)
+    )
+    history = read_history(folder)
+    assert history is not None
+    assert history.describe().splitlines()[1:] == [f"  at step 20, {slow}"]
+    assert (history.effective_ratio, history.interruptions) == (1.0, [])

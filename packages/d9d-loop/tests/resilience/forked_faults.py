@@ -1,6 +1,5 @@
 """Jobs whose ranks are forked from a warm process and then fail; reports how each rank ended."""
 
-import atexit
 import ctypes
 import importlib
 import multiprocessing
@@ -79,9 +78,7 @@ def run_forked(
 @cache
 def warm_process() -> RankPool:
     """Return a separate process: a process cannot be forked after it ran a backward pass."""
-    pool = RankPool()
-    atexit.register(pool.close)
-    return pool
+    return RankPool()
 
 
 def _launch(job: Callable[..., None], arguments: tuple[Any, ...], world_size: int, unwaited: int | None) -> list[Rank]:

@@ -127,6 +127,22 @@ def test_an_optimizer_that_counts_steps_learns_of_a_skipped_one_before_the_next(
         assert torch.equal(skipped, never)
 
 
+def test_a_step_without_weight_has_no_effect(build: Build, ctx: DistributedContext) -> None:
+    model = _model()
+    guard = StepGuard(build(model), config=BadStepConfig(non_finite="stop", spike_after=1), ctx=ctx)
+    for step, weight in enumerate((3.0, 0.0, 3.0, 3.0), 1):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * weight
+        loss = torch.tensor(1.0 if weight else 0.0)
+        taken = guard.step(step, loss=loss, grad_norm=torch.tensor(weight), weight=torch.tensor(weight))
+        bad = guard.poll(settle=True)
+        assert bool(taken) is (weight > 0)
+        assert all(map(torch.equal, model.parameters(), before)) is (weight == 0)
+        assert (None if bad is None else (bad.kind, bad.decision)) == (None if weight else ("no weight", "skip"))
+    assert [step for step, _ in guard.state_dict()["losses"]] == [1, 3, 4]
+
+
 def test_too_many_consecutive_skips_stop_the_job(ctx: DistributedContext) -> None:
     losses = [_NAN, _NAN, 1.0, _NAN, _NAN, _NAN]
     _, verdicts, _ = _steps(losses, ctx, max_in_a_row=3)

@@ -79,8 +79,11 @@ def test_slow_ranks_are_named_with_their_machine(ctx: DistributedContext, caplog
     assert not find_slow(ranks, factor=3)
     ranks[2] = dataclasses.replace(ranks[2], link_seconds=0.05, all_reduce_seconds=0.05)
     ranks[3] = dataclasses.replace(ranks[3], compute_seconds=0.031)
-    assert find_slow(ranks, factor=3) == [
-        "slow compute of rank 3 (cpu of b): 31.0 ms, 3.1 times the median.",
-        "slow link of ranks 1 to 2 (a to b): 50.0 ms, 5.0 times the median.",
-    ]
+    ranks[1] = dataclasses.replace(ranks[1], data_seconds=0.2)
+    assert find_slow(ranks, factor=3, step_seconds=3.9) == {
+        ("compute", 3): "slow compute of rank 3 (cpu of b): 31.0 ms, 3.1 times the median.",
+        ("link", 2): "slow link of ranks 1 to 2 (a to b): 50.0 ms, 5.0 times the median.",
+        ("data", 1): "slow data of rank 1 (cpu of a): 200.0 ms.",
+    }
+    assert ("data", 1) not in find_slow(ranks, factor=3, step_seconds=4.1)  # less than a twentieth of a step
     assert not find_slow([dataclasses.replace(rank, compute_seconds=1e-6 * rank.rank) for rank in ranks[:2]], factor=3)

@@ -284,7 +284,7 @@ def test_flush_does_not_wait_for_a_failing_tracker(caplog: pytest.LogCaptureFixt
         tracker.log(step, {"loss": 1.0})
         begin = time.monotonic()
         tracker.flush()
-        assert time.monotonic() - begin < 30.0
+        assert time.monotonic() - begin < 50.0
     assert "its latest values are durable only in the checkpoint's state" in caplog.text
     recorder.is_down = False
     wait_for(lambda: recorder.steps == [1, 2, 3])
@@ -401,8 +401,8 @@ def test_close_without_any_call_opens_nothing(spool: Path | None) -> None:
 
 
 def wait_for(condition: Any) -> None:
-    for _ in range(6000):
+    for _ in range(30_000):
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("it did not come true in a minute")
+    raise AssertionError("it did not come true in five minutes")

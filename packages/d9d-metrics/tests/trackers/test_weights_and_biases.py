@@ -36,11 +36,11 @@ def records(folder: Path) -> Iterator[Any]:
 
 def finished(folder: Path, *, num_runs: int = 1) -> Path:
     """Return the folder once W&B's own process, which is asynchronous, has finished this number of runs."""
-    for _ in range(600):
+    for _ in range(3000):
         if sum(record.WhichOneof("record_type") == "exit" for record in records(folder)) == num_runs:
             return folder
         time.sleep(0.1)
-    raise AssertionError("W&B did not finish its runs in a minute")
+    raise AssertionError("W&B did not finish its runs in five minutes")
 
 
 def history(folder: Path) -> list[dict[str, Any]]:

@@ -174,7 +174,12 @@ def _next_logits(
 
 
 def _log_softmax(logits_BV: Tensor) -> Tensor:
-    return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(dim=-1).float()
+    return _wide(logits_BV).log_softmax(dim=-1).float()
+
+
+def _wide(logits_BV: Tensor) -> Tensor:
+    """Return logits in at least float32. Float64 ones stay so: rounding them would make other layouts sample others."""
+    return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
 
 
 def _choose(
@@ -193,7 +198,7 @@ def _choose(
     if top_k is not None:
         threshold_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, float("-inf"))
-    probabilities_BV = (logits_BV.float() / temperature).softmax(dim=-1)
+    probabilities_BV = (_wide(logits_BV) / temperature).softmax(dim=-1)
     if top_p is not None:
         descending_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True)
         before_BV = descending_BV.cumsum(dim=-1) - descending_BV

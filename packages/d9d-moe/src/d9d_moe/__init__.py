@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from d9d_moe.expert_balance import update_expert_bias as update_expert_bias
     from d9d_moe.expert_balance import update_global_load as update_global_load
     from d9d_moe.expert_counts import ExpertCounter as ExpertCounter
+    from d9d_moe.expert_record import record_experts as record_experts
     from d9d_moe.experts import Experts as Experts
     from d9d_moe.experts import GroupedClampedSwiGLU as GroupedClampedSwiGLU
     from d9d_moe.experts import GroupedSwiGLU as GroupedSwiGLU

@@ -359,10 +359,11 @@ def test_stages_and_packed_documents(name: str) -> None:
 
 
 def _published() -> list[Any]:
+    """Return all configurations; the first of each family runs in the default run."""
     return [
-        pytest.param(name, size, id=size["_name_or_path"])
+        pytest.param(name, size, id=size["_name_or_path"], marks=[pytest.mark.full] if number else [])
         for name, sizes in json.loads((PUBLISHED.with_suffix(".json")).read_text()).items()
-        for size in sizes
+        for number, size in enumerate(sizes)
     ]
 
 

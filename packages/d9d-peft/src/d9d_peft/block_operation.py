@@ -1,13 +1,14 @@
-"""Quantisation of weights while they are loaded: an operation of the state mapper."""
+"""Quantisation of weights while they are loaded, and its inverse: operations of the state mapper."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from d9d_dist import Region
-from d9d_peft.block_format import BlockFormat, quantize_blocks
+from d9d_peft.block_format import BlockFormat, dequantize_blocks, quantize_blocks
 from d9d_state import StateMapper, TensorInfo, infer_on_meta, leaf
 
 
@@ -18,6 +19,7 @@ class _QuantizeBlocks:
 
     block_format: BlockFormat
     block_size: int
+    dtype: torch.dtype
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (weight,) = tensors
@@ -34,13 +36,42 @@ class _QuantizeBlocks:
         assert first % self.block_size == size % self.block_size == 0, "shards consist of whole blocks"
         return (Region((*region.offsets[:-1], first), (*region.sizes[:-1], size)),)
 
-    def inverse(self) -> "_QuantizeBlocks":
-        raise ValueError(f"{self.describe()} rounds, and has no inverse.")
+    def inverse(self) -> "_DequantizeBlocks":
+        return _DequantizeBlocks(self)
 
     def describe(self) -> str:
         return f"quantize({self.block_format}, block_size={self.block_size})"
 
 
-def quantize_weight(weight: str, scales: str, block_format: BlockFormat, block_size: int) -> StateMapper:
-    """Return the mapper from a weight to its codes, under the name of the weight, and its scales. It has no inverse."""
-    return leaf(_QuantizeBlocks(block_format, block_size), [weight], [weight, scales])
+@final
+@dataclass(frozen=True, slots=True)
+class _DequantizeBlocks:
+    """Operation from codes and scales to the weight [..., O, I] that the model computes with.
+
+    The blocks of this weight have the same codes and scales again, unless its dtype rounds.
+    """
+
+    quantize: _QuantizeBlocks
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        codes, scales = tensors
+        return (dequantize_blocks(codes, scales, self.quantize.block_format, dtype=self.quantize.dtype),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return infer_on_meta(self, *inputs)
+
+    def inverse(self) -> _QuantizeBlocks:
+        return self.quantize
+
+    def describe(self) -> str:
+        return f"de{self.quantize.describe()}"
+
+
+def quantize_weight(
+    weight: str, scales: str, block_format: BlockFormat, block_size: int, dtype: torch.dtype
+) -> StateMapper:
+    """Return the mapper from a weight to its codes, under the name of the weight, and its scales.
+
+    The inverse dequantises to `dtype`.
+    """
+    return leaf(_QuantizeBlocks(block_format, block_size, dtype), [weight], [weight, scales])

@@ -88,7 +88,8 @@ def quantize_base(
     Returns:
         The mapper from the dense weights of the model to its codes and scales; other tensors pass through.
         `sequential(base_mapper, injected, mapper)` loads a dense checkpoint, where `injected` is the result of
-        `inject`. It has no inverse, because quantisation rounds.
+        `inject`. The inverse yields the dequantised weights in their dtype before the call, which is what the model
+        computes with.
 
     Raises:
         UserError: If no layer matches; if a matching layer has DoRA or a tied weight, is already quantised or
@@ -118,7 +119,7 @@ def quantize_base(
         assert weight is not None
         prefix = f"{name}." if name else ""
         names = (f"{prefix}weight", f"{prefix}{_CHILD}.scales")
-        mappers.append(quantize_weight(*names, block_format, block_size))
+        mappers.append(quantize_weight(*names, block_format, block_size, weight.dtype))
         codes, scales = quantize_blocks(weight.detach(), block_format, block_size)
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
         layer.add_module(_CHILD, QuantizedWeight(scales, block_format, block_size))

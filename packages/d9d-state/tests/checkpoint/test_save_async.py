@@ -173,7 +173,7 @@ def _forget(folder: Path) -> None:
 
 
 def test_exiting_process_completes_its_save(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_forget, args=(tmp_path,))
+    process = multiprocessing.get_context("fork").Process(target=_forget, args=(tmp_path,), daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == 0
@@ -186,12 +186,17 @@ def test_a_killed_process_leaves_no_checkpoint(tmp_path: Path, gate: _Gate) -> N
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        _save_async(CheckpointStore(tmp_path), 1, _tensors(1.0))
-        os.write(writer, b"x")
-        time.sleep(60)
+        try:
+            _save_async(CheckpointStore(tmp_path), 1, _tensors(1.0))
+            os.write(writer, b"x")
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(writer)  # the read below ends if the child fails
     assert os.read(reader, 1) == b"x"
     os.kill(child, 9)
     os.waitpid(child, 0)
+    os.close(reader)
     store = CheckpointStore(tmp_path)
     assert store.newest() is None
     store.discard_partials()

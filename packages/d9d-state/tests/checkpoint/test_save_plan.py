@@ -90,7 +90,7 @@ def _plan() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_ranks(_plan, world_size=4, timeout=60.0)
+    return run_ranks(_plan, world_size=4)
 
 
 def test_all_ranks_compute_the_same_plan(found: list[dict[str, Any]]) -> None:

@@ -80,6 +80,7 @@ class RankPool:
         self._context.set_forkserver_preload(["d9d_dist.testing._preload", *_imported_modules()])
         self._folder = tempfile.TemporaryDirectory(prefix="d9d-ranks-")
         self._workers: list[_Worker] = []
+        atexit.register(self.close)
 
     def __enter__(self) -> Self:
         """Return the pool itself."""
@@ -146,7 +147,7 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """Terminate all ranks. The pool can be reused afterwards."""
+        """Terminate all ranks, as the process does at its exit. The pool can be reused afterwards."""
         for worker in self._workers:
             worker.connection.close()
         # Idle ranks exit by themselves and release shared resources; busy ranks are killed.
@@ -215,9 +216,7 @@ class RankPool:
 
 @functools.cache
 def _shared_pool() -> RankPool:
-    pool = RankPool()
-    atexit.register(pool.close)
-    return pool
+    return RankPool()
 
 
 def run_ranks(

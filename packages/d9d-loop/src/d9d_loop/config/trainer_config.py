@@ -5,7 +5,7 @@ A subclass adds the settings of a particular job: `class PretrainConfig(TrainerC
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -19,6 +19,18 @@ from d9d_loop.optimizers.optimizer import AdamWConfig, OptimizerConfig
 from d9d_loop.resilience import ResilienceConfig
 from d9d_metrics import JsonlTrackerConfig, TrackerConfig
 from d9d_state import Retention
+
+TrainingPrecision: TypeAlias = Annotated[
+    PrecisionName,
+    Field(
+        description="Dtype of forward and backward: bfloat16 with float32 parameters and gradient sums, or that of the "
+        "parameters; auto: bfloat16 on accelerators."
+    ),
+]
+InitialWeights: TypeAlias = Annotated[
+    Path | None,
+    Field(description="Folder in the Hugging Face layout with the initial weights; null: random weights."),
+]
 
 
 class JobConfig(Section):
@@ -236,11 +248,7 @@ class TrainerConfig(JobConfig):
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
-    precision: PrecisionName = Field(
-        default="auto",
-        description="Dtype of forward and backward: bfloat16 with float32 parameters and gradient sums, or that of the "
-        "parameters; auto: bfloat16 on accelerators.",
-    )
+    precision: TrainingPrecision = "auto"
     pipeline: PipelineConfig = PipelineConfig.model_validate({})
     data: DataConfig = DataConfig()
     optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyperparameters.")] = AdamWConfig()
@@ -255,9 +263,7 @@ class TrainerConfig(JobConfig):
     trackers: tuple[TrackerConfig, ...] = Field(
         default=(JsonlTrackerConfig(),), description="Trackers that receive the metrics."
     )
-    initial_weights: Path | None = Field(
-        default=None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
-    )
+    initial_weights: InitialWeights = None
     compile: str | None = Field(
         default=None,
         description="Backend of `torch.compile` for the model's forward, such as inductor; null: no compilation.",

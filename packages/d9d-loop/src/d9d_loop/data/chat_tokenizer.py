@@ -14,6 +14,7 @@ from d9d_dist import UserError
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template, read_json
 from d9d_loop.data.conversation import Conversation
 from d9d_loop.data.masked_text import Span, mark_spans
+from d9d_loop.data.text_tokens import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -215,15 +216,10 @@ def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) 
     """
     path = Path(folder)
     template, tool_template = read_chat_template(path), read_chat_template(path, for_tools=True)
-    from tokenizers import Tokenizer  # noqa: PLC0415 - optional
-
     file = path / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"{file} does not exist; expected the folder of a model, with its tokenizer.json.")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise UserError(f"{file} is not a tokenizer.json: {error}") from None
+    tokenizer = load_tokenizer(file)
     ends = read_json(path / "generation_config.json").get("eos_token_id", [])
     named = [tokenizer.id_to_token(number) for number in (ends if isinstance(ends, list) else [ends])]
     return ChatTokenizer(

@@ -151,17 +151,22 @@ def tokenize_text(
 
 def _read_tokenizer(path: Path) -> "Tokenizer":
     _check_installed()
-    from tokenizers import Tokenizer  # noqa: PLC0415 - optional
-
     if not path.is_file():
         raise UserError(
             f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another file with "
             "--tokenizer, or train one with --train-vocab-size."
         )
+    return load_tokenizer(path)
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """Load a `tokenizer.json`; raise `UserError` if it is invalid. Requires `tokenizers`."""
+    from tokenizers import Tokenizer  # noqa: PLC0415 - optional
+
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
-        raise UserError(f"{path} is not a tokenizer.json: {error}") from None
+        raise UserError(f"{path} is not a tokenizer.json: {error}. Download it again.") from None
 
 
 def _token_id(tokenizer: "Tokenizer", token: str, path: Path) -> int:

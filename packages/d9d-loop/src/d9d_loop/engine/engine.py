@@ -4,11 +4,10 @@ The Trainer is its first client. Post-training methods with an outer loop of the
 use it directly.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, final, overload
+from typing import Any, Literal, Self, final, overload
 
 from pydantic import JsonValue
 from torch import Tensor, nn
@@ -17,12 +16,13 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, Region, StageInfo, UserError, refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
+from d9d_loop.engine.learning_rates import LearningRates
 from d9d_loop.engine.microbatches import MicrobatchAgreement
 from d9d_loop.engine.model_weights import ModelWeights
 from d9d_loop.engine.offloading import StateOffloading
 from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.reference import Reference, ReferenceModel
-from d9d_loop.engine.scorer import ReadTokens, Scorer
+from d9d_loop.engine.scorer import ReadTokens, RecordLayers, Scorer
 from d9d_loop.engine.token_values import TokenValues
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
@@ -38,8 +38,6 @@ from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
 from d9d_state import StateMapper
 
-W = TypeVar("W")
-
 
 @final
 class Engine:
@@ -54,7 +52,7 @@ class Engine:
         pipeline: This rank's stages of the model.
         model: This rank's part of the model.
         optimizer: Optimizer of the model's trainable parameters.
-        guard: Runs the optimizer and skips bad steps; `None` if no step is skipped.
+        guard: Runs the optimizer and skips bad steps; `None` if only steps without weight are skipped.
         num_steps: Number of completed optimizer steps.
 
     Args:
@@ -64,7 +62,7 @@ class Engine:
         task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
         max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have on a rank; others are supported too.
-        guard: Calls the optimizer and skips bad steps; `None` never skips a step.
+        guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
         polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
             the guard and acts on its decisions.
         events: Event bus; by default a new one.
@@ -96,7 +94,7 @@ class Engine:
         self.events = Events() if events is None else events
         self.num_steps = 0
         self._polls_guard, self._checkpoints = polls_guard, checkpoints
-        self._built_rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = LearningRates(optimizer)
         self._step = TrainStep(
             self.pipeline,
             optimizer,
@@ -110,9 +108,9 @@ class Engine:
         self._agree = MicrobatchAgreement(task, ctx)
         self._token_values = TokenValues(self.pipeline, ctx)
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
-        self._weights = ModelWeights(self.model, state_mapper, ctx)
         self._offloading = StateOffloading(self._whole, optimizer, self.events)
         self._reference = ReferenceModel(self.model, reference, whole=self._whole)
+        self._weights = ModelWeights(self.model, state_mapper, ctx, version=self._weight_version)
         self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
 
     @classmethod
@@ -177,7 +175,9 @@ class Engine:
         self._step.forward_backward(self.num_steps + 1, given.batches, loss, num_own=given.num_own, values=values)
         return self._token_values([values[index] for index in sorted(values)])
 
-    def score(self, batches: Sequence[Any], read: ReadTokens | None = None) -> list[Mapping[str, Tensor]]:
+    def score(
+        self, batches: Sequence[Any], read: ReadTokens | None = None, *, experts: RecordLayers | None = None
+    ) -> list[Mapping[str, Tensor]]:
         """Return the log-probability of each label and the entropy of each prediction, without gradients.
 
         The model runs in evaluation mode; training is not affected. No rank holds the logits of all tokens, nor of the
@@ -187,16 +187,18 @@ class Engine:
             batches: As for `forward_backward`. `task.inputs` passes the labels to the model.
             read: Function that reads values per token [B, L] from the model's outputs. By default, the model is called
                 with `scores=True`, as d9d's decoders support, and returns its scores.
+            experts: `d9d_moe.record_experts` to also return the experts that the routers chose, for routing replay.
 
         Returns:
             The values of each batch by name, in the order of `batches`, whole rows [B, L], on every rank of the
-            data-parallel coordinate. By default `log_probs` and `entropy` in nats, 0 for ignored labels.
+            data-parallel coordinate. By default `log_probs` and `entropy` in nats, 0 for ignored labels. With
+            `experts` also `expert_indices` [B, L, layers, A], int64, -1 in layers without experts.
 
         Raises:
             UserError: If the model has no argument `scores` and there is no `read`. As for `forward_backward`.
         """
         self._require_onloaded("score()")
-        return self._scorer(batches, read)
+        return self._scorer(batches, read, experts)
 
     @contextmanager
     def reference(self) -> Generator[None]:
@@ -210,12 +212,14 @@ class Engine:
             yield
 
     @overload
-    def weights(self, *, shards: Literal[False] = False) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, *, shards: Literal[False] = False, base_only: bool = False) -> Iterator[tuple[str, Tensor]]: ...
 
     @overload
-    def weights(self, *, shards: Literal[True]) -> Iterator[tuple[str, Tensor, Region]]: ...
+    def weights(self, *, shards: Literal[True], base_only: bool = False) -> Iterator[tuple[str, Tensor, Region]]: ...
 
-    def weights(self, *, shards: bool = False) -> Iterator[tuple[str, Tensor] | tuple[str, Tensor, Region]]:
+    def weights(
+        self, *, shards: bool = False, base_only: bool = False
+    ) -> Iterator[tuple[str, Tensor] | tuple[str, Tensor, Region]]:
         """Yield the weights of this rank's stages under their names on disk, as an export would write them.
 
         Without `shards`, whole tensors: the ranks of a stage gather one group of the state mapper at a time, such as
@@ -225,27 +229,20 @@ class Engine:
         With `shards`, `(name, shard, region)` for each part of a tensor on disk that this rank holds: a view of the
         parameter, and its place in the tensor. No collectives, nothing is copied. Replicas yield equal regions.
 
-        Inside `reference`, the weights are those of the reference.
+        With `base_only`, the weights without those of adapters, which have no place on disk: quantised ones
+        dequantised. Inside `reference`, the weights are those of the reference.
 
         Raises:
-            UserError: If the state mapper does not match the model or has no inverse, or if it omits trained
-                parameters, such as those of adapters; with `shards` also if it computes values. While iterating, if a
-                step, `offload` or `reference` comes in between.
+            UserError: If the state mapper does not match the model or has no inverse, or if it omits trained parameters
+                without `base_only`; with `shards` also if it computes values, such as dequantised ones. While
+                iterating, if a step, `offload` or `reference` comes in between.
         """
         self._require_onloaded("weights()")
         free_gathered_parameters(self._whole)
-        return self._unchanged(self._weights.shards() if shards else self._weights.gathered())
+        return self._weights.shards(base_only=base_only) if shards else self._weights.gathered(base_only=base_only)
 
-    def _unchanged(self, weights: Iterator[W]) -> Iterator[W]:
-        """Yield weights, and raise `UserError` if a step or `offload` came in between."""
-        step, is_reference = self.num_steps, self._reference.is_active
-        for each in weights:
-            yield each
-            if self.num_steps != step or self._offloading.is_offloaded or self._reference.is_active != is_reference:
-                raise UserError(
-                    "the weights changed before weights() was consumed, so some would be of another step; expected no "
-                    "step, offload or reference() in between. Consume the iterator first."
-                )
+    def _weight_version(self) -> object:
+        return self.num_steps, self._offloading.is_offloaded, self._reference.is_active
 
     def _require_onloaded(self, call: str) -> None:
         if self._offloading.is_offloaded:
@@ -294,9 +291,7 @@ class Engine:
         """
         self._require_training("step()")
         if learning_rate is not None:
-            _check_rate("learning_rate", learning_rate)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+            self._rates.set_all(learning_rate)
         result = self._step.update(self.num_steps + 1)
         self.num_steps += 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
@@ -388,9 +383,7 @@ class Engine:
 
     def set_learning_rates(self, factor: float) -> None:
         """Set the learning rate of each parameter group to `factor` times that of the optimizer as it was built."""
-        _check_rate("factor", factor)
-        for group, built in zip(self.optimizer.param_groups, self._built_rates, strict=True):
-            group["lr"] = built * factor
+        self._rates.scale(factor)
 
     def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:
         """Repeat forward and backward of prepared microbatches, discard the gradients, and restore all buffers.
@@ -399,8 +392,3 @@ class Engine:
         gradient reduction.
         """
         self._step.replay(batches, loss, watch)
-
-
-def _check_rate(name: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:
-        raise UserError(f"{name} = {value}; expected a finite number, 0 or more.")

@@ -1,12 +1,15 @@
 """Weights of an engine's model under their names on disk."""
 
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Callable, Iterator
+from typing import TypeVar, final
 
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, Region, UserError
-from d9d_state import StateMapper, gathered_weights, model_tensors, weight_shards
+from d9d_loop.model.disk_mapper import disk_mapper
+from d9d_state import StateMapper, gathered_weights, weight_shards
+
+W = TypeVar("W")
 
 
 @final
@@ -17,41 +20,31 @@ class ModelWeights:
         model: This rank's part of the model.
         mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
         ctx: Distributed context.
+        version: Returns a value that differs after each change of the weights.
     """
 
-    def __init__(self, model: nn.Module, mapper: StateMapper | None, ctx: DistributedContext) -> None:
-        self._model, self._mapper, self._ctx = model, mapper, ctx
+    def __init__(
+        self, model: nn.Module, mapper: StateMapper | None, ctx: DistributedContext, *, version: Callable[[], object]
+    ) -> None:
+        self._model, self._mapper, self._ctx, self._version = model, mapper, ctx, version
 
-    def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors; see `gathered_weights`. Collective.
+    def gathered(self, *, base_only: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors; see `gathered_weights` and `disk_mapper`. Collective."""
+        mapper = disk_mapper(self._mapper, self._model, base_only=base_only)
+        return self._unchanged(gathered_weights(self._model, mapper, self._ctx))
 
-        Raises:
-            UserError: If the mapper has no inverse, or omits trained parameters.
-        """
-        return gathered_weights(self._model, self._inverse(), self._ctx)
+    def shards(self, *, base_only: bool) -> Iterator[tuple[str, Tensor, Region]]:
+        """Yield this rank's shards; see `weight_shards` and `disk_mapper`. No collectives."""
+        disk_mapper(self._mapper, self._model, base_only=base_only)
+        return self._unchanged(weight_shards(self._model, self._mapper))
 
-    def shards(self) -> Iterator[tuple[str, Tensor, Region]]:
-        """Yield this rank's shards; see `weight_shards`. No collectives. Raises as `gathered`."""
-        self._inverse()
-        return weight_shards(self._model, self._mapper)
-
-    def _inverse(self) -> StateMapper | None:
-        if self._mapper is None:
-            return None
-        self._refuse_omissions(self._mapper)
-        try:
-            return self._mapper.inverse()
-        except ValueError as error:
-            raise UserError(f"the state mapper of the model has no inverse: {error} Add an inverse.") from None
-
-    def _refuse_omissions(self, mapper: StateMapper) -> None:
-        """Raise `UserError` if the mapper only keeps trained parameters, such as those of adapters."""
-        kept = {name for group in mapper.groups if not group.inputs for name in group.outputs}
-        trained = {name.removeprefix("model.") for name in model_tensors(self._model, trainable_only=True)}
-        omitted = sorted(kept & trained)
-        if omitted:
-            raise UserError(
-                f"the weights on disk have no place for {len(omitted)} trained parameters, such as {omitted[0]}; "
-                "expected all of them, because the weights would be those before training. Merge adapters first, or "
-                "pass them on with save_adapters."
-            )
+    def _unchanged(self, weights: Iterator[W]) -> Iterator[W]:
+        """Yield weights; raise `UserError` if they changed in between."""
+        version = self._version()
+        for each in weights:
+            yield each
+            if self._version() != version:
+                raise UserError(
+                    "the weights changed before weights() was consumed, so some would be of another step; expected no "
+                    "step, offload or reference() in between. Consume the iterator first."
+                )

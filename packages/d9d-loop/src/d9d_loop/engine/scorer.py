@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, UserError
+from d9d_dist import DistributedContext, UserError, all_gather_trees
 from d9d_loop.engine.microbatches import MicrobatchAgreement
 from d9d_loop.engine.token_values import TokenValues
 from d9d_loop.evaluation_mode import evaluation_mode
@@ -14,6 +16,12 @@ from d9d_loop.job.forward_runner import ForwardRunner
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import BatchTask, to_inputs
 from d9d_pipeline import Inputs
+
+RecordLayers: TypeAlias = Callable[[nn.Module], AbstractContextManager[Mapping[int, Sequence[Tensor]]]]
+"""Function such as `d9d_moe.record_experts`: records values [B, L, A] of each layer in each forward pass of its body.
+
+It yields the records by the index of the layer in the whole model; layers without values have empty lists.
+"""
 
 ReadTokens: TypeAlias = Callable[[Any, Any], Mapping[str, Tensor]]
 """Function of the model's outputs for a batch and the batch; returns values per token [B, L] by name."""
@@ -41,17 +49,21 @@ class Scorer:
         ctx: DistributedContext,
     ) -> None:
         self._pipeline, self._task, self._agree, self._token_values = pipeline, task, agree, token_values
+        self._stages = ctx.group_for("regular", "pp") if ctx.size("regular", "pp") > 1 else None
         self._plain = ForwardRunner(pipeline, task.inputs, ctx)
         self._scoring = ForwardRunner(pipeline, self._inputs, ctx)
 
-    def __call__(self, batches: Sequence[Any], read: ReadTokens | None) -> list[Mapping[str, Tensor]]:
+    def __call__(
+        self, batches: Sequence[Any], read: ReadTokens | None, experts: RecordLayers | None
+    ) -> list[Mapping[str, Tensor]]:
         """See `Engine.score`."""
         if read is None:
             self._check()
         given = self._agree(batches, lambda number: number)
         values: dict[int, Mapping[str, Tensor]] = {}
         run = self._scoring if read is None else self._plain
-        with evaluation_mode(self._pipeline.model):
+        record = nullcontext({}) if experts is None else experts(self._pipeline.model)
+        with evaluation_mode(self._pipeline.model), record as found:
             for start in range(0, len(given.batches), run.batches_per_step):
                 some = given.batches[start : start + run.batches_per_step]
 
@@ -60,7 +72,24 @@ class Scorer:
                         values[start + number] = outputs if read is None else read(outputs, some[number])
 
                 run(some, take)
+        if experts is not None:
+            of_layers = self._joined(found)
+            values = {index: {**each, "expert_indices": of_layers[index]} for index, each in values.items()}
         return self._token_values([values[index] for index in sorted(values)])
+
+    def _joined(self, found: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+        """Return the records of all layers [B, L, layers, A] of each batch; -1 for layers without. Collective."""
+        layers = {str(layer): list(records) for layer, records in found.items()}
+        if self._stages is not None:
+            layers = {name: each for tree in all_gather_trees(layers, self._stages) for name, each in tree.items()}
+        records = [layers[str(layer)] for layer in range(len(layers))]
+        first = next(filter(None, records), None)
+        if first is None:
+            raise UserError("got experts=..., but the model has no layer with experts; expected one. Remove experts.")
+        return [
+            torch.stack([each[index] if each else torch.full_like(like, -1) for each in records], dim=2)
+            for index, like in enumerate(first)
+        ]
 
     def _inputs(self, batch: Any) -> Inputs:
         inputs = to_inputs(self._task.inputs(batch))

@@ -19,6 +19,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.optimizers import StochasticAdamW
+from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import BatchTask, Loss, LossFunction, to_inputs
 from d9d_pipeline import Timeline
@@ -58,7 +59,7 @@ class TrainStep:
         num_microbatches: Number of microbatches that most steps have.
         ctx: Distributed context.
         events: Event bus for the events of a step.
-        guard: Calls the optimizer and skips bad steps; `None` never skips a step.
+        guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
     """
 
     def __init__(
@@ -177,10 +178,10 @@ class TrainStep:
         self._events.emit(GradientsReady(number, self._model, grad_norm))
         with converted_gradients(self._wide) if self._wide else nullcontext():
             if self._guard is None:
-                self._optimizer.step()
-                taken = torch.ones_like(grad_norm, dtype=torch.bool)
+                taken = weight != 0
+                step_unless(self._optimizer, (~taken).float())
             else:
-                taken = self._guard.step(number, loss=loss, grad_norm=grad_norm)
+                taken = self._guard.step(number, loss=loss, grad_norm=grad_norm, weight=weight)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
         self._drop_gradients()

@@ -45,7 +45,15 @@ from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import compile_stages, describe_graph_breaks
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_build import build_pipeline
-from d9d_loop.resilience import HangWatchdog, StepGuard, Stopped, StopSignals, check_buffers, check_replicas
+from d9d_loop.resilience import (
+    HangWatchdog,
+    StepGuard,
+    Stopped,
+    StopSignals,
+    StragglerWatch,
+    check_buffers,
+    check_replicas,
+)
 from d9d_loop.task import Loss, Task
 from d9d_metrics import Metric, redact_secrets
 from d9d_state import CheckpointStore
@@ -115,6 +123,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         garbage=GarbageCollection(config.host.collect_garbage_every),
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
+        stragglers=StragglerWatch(config.resilience.health, ctx),
     )
 
 
@@ -214,7 +223,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
         batches: list[Any] = []
         while record.step < plan.steps:
             job.watchdog.beat(record.step + 1)
-            before, batches = batches, next(job.loader)
+            before, batches = batches, job.stragglers.next(job.loader)
             # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
             timeline = engine.accumulate(batches, job.loss, num_own=job.loader.num_own, measured=is_measured)
@@ -246,6 +255,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             if is_evaluated:
                 _evaluate(job)
             _check_replicas(job)
+            _name_stragglers(job)
             _save_if_due(job, result, is_evaluated=is_evaluated)
             if (signal := job.stop.agreed()) is not None and not is_last:
                 _save_to_leave(job, result, batches)
@@ -333,6 +343,15 @@ def _check_replicas(job: Job) -> None:
     if every is not None and step % every == 0:
         with job.reports.not_training(), job.watchdog.phase("the replica check"):
             check_replicas(job.engine.model, job.engine.optimizer, step=step, ctx=job.ctx)
+
+
+def _name_stragglers(job: Job) -> None:
+    """Report ranks that have become slow, if the check is due. Collective."""
+    with job.reports.not_training(), job.watchdog.phase("the health check"):
+        slow = job.stragglers.check(job.record.step)
+    if slow and job.ctx.is_main_process:
+        print(f"d9d: stragglers at step {job.record.step}:", *slow, sep="\n")
+        job.journal.slow(job.record.step, slow)
 
 
 def _save_if_due(job: Job, result: StepResult, *, is_evaluated: bool) -> None:

@@ -14,6 +14,7 @@ from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_state import frozen_digest_of
+from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_metrics import compute_metrics, redact_secrets
@@ -85,15 +86,11 @@ def check_writable(folder: Path) -> None:
 
 
 def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper | None:
-    """Return the inverse of a provider's state mapper; raise `UserError` if it has none."""
-    mapper = provider.state_mapper(model)
+    """Return the mapper of an export; raise `UserError` if there is none, or it omits trained parameters."""
     try:
-        return mapper and mapper.inverse()
-    except ValueError as error:
-        raise UserError(
-            f"export = true, but the provider's state mapper has no inverse: {error} Add an inverse, or use "
-            "--export false."
-        ) from None
+        return disk_mapper(provider.state_mapper(model), model)
+    except UserError as error:
+        raise UserError(f"export = true, but {error} Or use --export false.") from None
 
 
 def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:

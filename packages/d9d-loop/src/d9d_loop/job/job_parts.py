@@ -13,7 +13,7 @@ from d9d_loop.job.journal import Journal
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
-from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals
+from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
 from d9d_loop.task import LossFunction
 
 
@@ -38,6 +38,7 @@ class Job:
         garbage: Collects Python's garbage at fixed steps.
         watchdog: Ends the job if a rank hangs.
         stop: Makes ranks agree on stop signals.
+        stragglers: Names ranks that are slow.
     """
 
     plan: JobPlan
@@ -56,3 +57,4 @@ class Job:
     garbage: GarbageCollection
     watchdog: HangWatchdog
     stop: StopSignals
+    stragglers: StragglerWatch

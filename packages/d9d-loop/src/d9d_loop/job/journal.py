@@ -8,6 +8,7 @@ resumed run.
 import json
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, final
@@ -42,6 +43,10 @@ class Journal:
             self._next = time.monotonic() + _SECONDS
             self._write("progress", step=step)
 
+    def slow(self, step: int, parts: Sequence[str]) -> None:
+        """Record ranks that have become slow. On the main process."""
+        self._write("slow", step=step, parts=list(parts))
+
     def ended(self, step: int, how: str) -> None:
         """Record that the job ended as intended: "finished", or "stopped by" a signal."""
         if self._ctx.is_main_process:
@@ -51,7 +56,7 @@ class Journal:
         """Record that this rank fails, and the cause that it knows. On every rank."""
         self._write("failed", rank=self._ctx.rank, host=socket.gethostname(), cause=cause[:_LONGEST])
 
-    def _write(self, event: Literal["started", "progress", "ended", "failed"], **values: Any) -> None:
+    def _write(self, event: Literal["started", "progress", "slow", "ended", "failed"], **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"
         # One write of a file in append mode, because several ranks may write.
         with suppress(OSError), self._file.open("a", encoding="utf-8") as file:

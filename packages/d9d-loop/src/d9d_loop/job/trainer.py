@@ -95,7 +95,7 @@ class Trainer:
         Args:
             world_size: Number of devices.
             hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or an object.
-            search: True to rank other layouts, too; they are also ranked if the job does not fit.
+            search: True to rank other layouts, too; they are also ranked if neither the job nor a similar layout fits.
             shape: Sizes of the decoder; read from the model by default.
             length: Tokens of a sample; read from the data by default.
 

@@ -30,6 +30,7 @@ from d9d_loop.data import (
 from d9d_loop.data.conversation_stream import fit_tokens
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Samples
+from d9d_loop.data.text_tokens import load_tokenizer
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_files import open_samples, split_samples
 
@@ -84,9 +85,7 @@ class FileTokenizer:
         file = folder / "tokenizer.json" if folder.is_dir() else folder
         if not file.is_file():
             raise UserError(f"{file} does not exist; expected the tokenizer of the model. Set model.tokenizer.")
-        from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
-
-        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer = load_tokenizer(file)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.name = f"tokenizer-{self.vocab_size}"
 

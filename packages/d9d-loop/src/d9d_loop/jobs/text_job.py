@@ -20,7 +20,7 @@ from d9d_loop.jobs.text_data import PackedTexts, TextWindows, chat_rows, labelle
 from d9d_loop.jobs.text_groups import TextGroups
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, NextToken
-from d9d_loop.model.hugging_face_model import hugging_face_model
+from d9d_loop.model.hugging_face_model import hugging_face_model, read_config
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.model.pretrained_model import pretrained_model
 from d9d_loop.task import Task
@@ -67,6 +67,8 @@ def _check_folders(config: TextJobConfig) -> None:
                 f"model.{key} = {path} does not exist; expected a folder in the Hugging Face layout. Nothing is "
                 f"downloaded: hf download NAME --local-dir {path}"
             )
+    if config.model.folder is not None and not config.model.folder.is_dir():
+        raise UserError(f"model.folder = {config.model.folder} is a file; expected its folder, with config.json.")
 
 
 def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
@@ -109,8 +111,11 @@ def _model(config: TextJobConfig, auto_class: str, classes: list[str] | None = N
     if config.embedding is not None and config.embedding.attention == "bidirectional":
         entries = {"is_causal": False, **entries}
     if chosen.folder is not None:
+        _check_fit(config, read_config(chosen.folder, auto, entries))
         return hugging_face_model(chosen.folder, auto, **heads, **options, **entries)
-    return hugging_face_model(_new_config(config, entries), auto, **options)
+    found = _new_config(config, entries)
+    _check_fit(config, found)
+    return hugging_face_model(found, auto, **options)
 
 
 def _own_model(config: TextJobConfig) -> ModelProvider:
@@ -122,11 +127,32 @@ def _own_model(config: TextJobConfig) -> ModelProvider:
     except ModuleNotFoundError as error:
         raise UserError(f"dataset.packing = true: {error}.") from None
     if not model.recognized.is_causal:
-        raise UserError(
-            f"job = {config.job} predicts the next token, but the model is bidirectional: each position sees the next "
-            "one; expected a causal model. Choose another model, or job = classify or embed."
-        )
+        raise _bidirectional(config)
     return model
+
+
+def _check_fit(config: TextJobConfig, model_config: Any) -> None:
+    """Raise `UserError` if a model of transformers sees what it predicts, or has no positions for long samples."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
+    if config.job in ("sft", "pretrain") and is_encoder and not getattr(model_config, "is_decoder", False):
+        raise _bidirectional(config)
+    length, limit = config.dataset.length, getattr(model_config, "max_position_embeddings", None)
+    is_rotary = any(hasattr(model_config, name) for name in ("rope_parameters", "rope_theta"))
+    is_learned = isinstance(limit, int) and not is_rotary and getattr(model_config, "position_biased_input", True)
+    if is_learned and length > limit:
+        raise UserError(
+            f"dataset.length = {length}, but the model has {limit} learned positions (max_position_embeddings); "
+            "expected at most that many. Lower the length, or choose a model with rotary positions."
+        )
+
+
+def _bidirectional(config: TextJobConfig) -> UserError:
+    return UserError(
+        f"job = {config.job} predicts the next token, but the model is bidirectional: each position sees the next "
+        "one; expected a causal model. Choose another model, or job = classify or embed."
+    )
 
 
 def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
@@ -144,10 +170,17 @@ def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
             f"model.{name} is no entry of {family}'s config.json" + (f"; did you mean {near[0]}?" if near else ".")
         )
     try:
-        return AutoConfig.for_model(family, **{**_vocabulary(config), **entries})
+        found = AutoConfig.for_model(family, **{**_vocabulary(config), **entries})
     except Exception as error:  # its validation has errors of its own
         cause = str(error.__cause__ or error).strip()
         raise UserError(f"[model] is no configuration of {family}: {cause}. Correct the entry.") from None
+    heads, groups = (getattr(found, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise UserError(
+            f"model.num_key_value_heads = {groups} does not divide num_attention_heads = {heads}; expected a divisor. "
+            "Change one of them."
+        )
+    return found
 
 
 def _vocabulary(config: TextJobConfig) -> dict[str, Any]:

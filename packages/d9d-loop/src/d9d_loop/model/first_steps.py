@@ -1,9 +1,9 @@
 """Checks of what the first steps change in a model besides the values of parameters and buffers.
 
 The optimizer has the parameters that were built, so a step must not make others. State in Python attributes, such as a
-moving average in a number, must not depend on the rank's part of the batch. `check_buffers`
-compares buffers; attributes also hold what is only kept for inspection, such as the scores of the last batch. So an
-attribute that differs between ranks is refused only if the next forward reads it before it sets it.
+moving average in a number, must not depend on the rank's part of the batch. `check_buffers` compares buffers. An
+attribute may be kept for inspection only, such as the scores of the last batch. So an attribute that differs between
+ranks is refused only if the next forward reads it before it sets it. A list is read to add to it, so it is only named.
 """
 
 import zlib
@@ -67,11 +67,18 @@ class FirstSteps:
                 self._watched.append(_Reads(module, module_name, found))
 
     def _refuse_reads(self) -> None:
-        read = [name for watch in self._watched for name in watch.stop()]
+        read = {name: is_container for watch in self._watched for name, is_container in watch.stop().items()}
         self._watched.clear()
-        if found := sorted({name for names in gather_json(read) for name in names}):
+        found = {name: is_container for each in gather_json(read) for name, is_container in each.items()}
+        lists = sorted(name for name, is_container in found.items() if is_container)
+        if lists and self._ctx.is_main_process:
+            print(
+                f"d9d: forward changes {', '.join(lists)} by each rank's own part of the batch. If it also computes "
+                "with what they hold, the results depend on the number of ranks."
+            )
+        if values := sorted(found.keys() - set(lists)):
             raise UserError(
-                f"{', '.join(found)}: the values differ between ranks after the first step, because forward computes "
+                f"{', '.join(values)}: the values differ between ranks after the first step, because forward computes "
                 "them from each rank's own part of the batch, and the next forward reads them; expected equal values. "
                 'Sum what goes into them over ctx.group_for("batch", "dp", "cp"), or set them before they are read.'
             )
@@ -82,7 +89,7 @@ class _Reads:
     """Watch of a module's attributes that are read before they are set, by a subclass of the module's class."""
 
     def __init__(self, module: nn.Module, name: str, keys: set[str]) -> None:
-        self._module, kind = module, type(module)
+        self._module, self._name, kind = module, name, type(module)
         unset, read = set(keys), list[str]()
         self._kind: Any = kind
         self._read = read
@@ -90,7 +97,7 @@ class _Reads:
         def get(self: nn.Module, key: str) -> Any:
             if key in unset:
                 unset.discard(key)
-                read.append(_full_name(name, key))
+                read.append(key)
             return kind.__getattribute__(self, key)
 
         def put(self: nn.Module, key: str, value: Any) -> None:
@@ -99,10 +106,10 @@ class _Reads:
 
         module.__class__ = type(kind.__name__, (self._kind,), {"__getattribute__": get, "__setattr__": put})
 
-    def stop(self) -> list[str]:
-        """End the watch, and return the names of the attributes that were read first."""
+    def stop(self) -> dict[str, bool]:
+        """End the watch; return the names of the attributes that were read first, and if they are containers."""
         self._module.__class__ = self._kind
-        return self._read
+        return {_full_name(self._name, key): not _is_plain(vars(self._module).get(key)) for key in self._read}
 
 
 def _full_name(module_name: str, key: str) -> str:

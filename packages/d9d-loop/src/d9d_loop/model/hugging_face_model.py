@@ -66,7 +66,7 @@ def hugging_face_model(
     folder = None
     if isinstance(source, str | Path):
         folder = Path(source)
-        config = _read_config(folder, model_class, config_changes)
+        config = read_config(folder, model_class, config_changes)
         if not from_scratch:
             _check_weights(folder)
     else:
@@ -194,7 +194,8 @@ class _HuggingFaceModel(ModelProvider):
         return model
 
 
-def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
+def read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
+    """Return the configuration of a folder with changes; raise `UserError` if it cannot be used."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():

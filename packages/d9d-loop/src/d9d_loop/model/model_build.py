@@ -27,15 +27,18 @@ from d9d_loop.model.model_check import (
 )
 from d9d_loop.model.model_plan import ModelPlan
 from d9d_loop.model.model_provider import ModelProvider
+from d9d_pipeline import Messages
 from d9d_state import load_model_state
 
 
-def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) -> Pipeline:
+def build_pipeline(
+    plan: ModelPlan, ctx: DistributedContext, *, progress: bool, messages: Messages | None = None
+) -> Pipeline:
     """Build the stages that a plan assigns to this rank, and load the initial weights, if any. Collective.
 
     If the pipeline has one stage, the plan's model is parallelized in place. With `late_init`, an initial value is a
     function of the seed, the parameter name and the element index. Otherwise the random number generators are seeded
-    while the model is built. With `progress`, show the progress of reading weights.
+    while the model is built. With `progress`, show the progress of reading weights. For `messages`, see `Pipeline`.
 
     Raises:
         UserError: If `parallelize` changed names, shapes or dtypes, or sharded a weight that must stay whole. Also if a
@@ -57,7 +60,7 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
         build = partial(_values_of, provider, whole, seed=seed) if ctx.is_main_process else None
         layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
         place_values(list(stages.values()), layout, build, device=ctx.device)
-    pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+    pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names, messages=messages)
     if plan.weights is not None:
         # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
         unused = "ignore" if plan.is_pipelined else "error"

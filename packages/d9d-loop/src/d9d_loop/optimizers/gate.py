@@ -49,6 +49,18 @@ def gated(optimizer: Optimizer, gate: Tensor) -> Generator[None]:
         yield
 
 
+def step_unless(optimizer: Optimizer, gate: Tensor) -> None:
+    """Run a step of an optimizer unless `gate`, a 0-dim float32 tensor on the device, is 1.
+
+    Synchronizes host and device if the optimizer does not take the gate, or counts its steps on the host.
+    """
+    if takes_gate(optimizer) and not counts_steps(optimizer):
+        with gated(optimizer, gate):
+            optimizer.step()
+    elif not gate:
+        optimizer.step()
+
+
 def uncount_step(optimizer: Optimizer) -> None:
     """Let an optimizer that counts steps on the host forget the last one, which the gate skipped."""
     match optimizer:

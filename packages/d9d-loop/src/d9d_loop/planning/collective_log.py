@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 # Operators that move nothing: `wait_tensor` waits for an earlier collective.
 _SILENT = {"wait_tensor", "monitored_barrier_"}
 _NAMES = {
@@ -73,7 +73,7 @@ class CollectiveLog(TorchDispatchMode):
 def collective_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Collective | None:
     """Return the collective that an operator call issues; `None` for any other operator."""
     name = func._schema.name.partition("::")[2]
-    if func.namespace not in _NAMESPACES or name in _SILENT:
+    if func.namespace not in COLLECTIVE_NAMESPACES or name in _SILENT:
         return None
     leaves = pytree.tree_leaves((args, kwargs))
     group = next((found for leaf in leaves if (found := _group(leaf)) is not None), None)
@@ -111,4 +111,17 @@ def _group(leaf: Any) -> dist.ProcessGroup | None:
 
 
 def _num_bytes(value: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operator: those in lists, tuples and dicts, too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found

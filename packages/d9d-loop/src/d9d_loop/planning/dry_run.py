@@ -151,7 +151,8 @@ def run_rank(
 ) -> DryRun:
     """Run two steps of a planned job as the rank of `ctx`, and record them.
 
-    The first step has `num_first` microbatches, by default as few as the schedule supports. `batch` is a microbatch of
+    The first step has `num_first` microbatches, by default as few as the schedule supports. If that is all of them, one
+    step runs, with optimizer state that an optimizer step without a forward pass created. `batch` is a microbatch of
     fake tensors. The parts of a step that belong to the layers `repeat` count repeatedly: `marks` mark them.
     """
     marks = marks or RepeatMarks(0)
@@ -171,11 +172,17 @@ def run_rank(
     def counted(size: Callable[[nn.Module], int]) -> int:
         return size(pipeline.model) + marks.num_dropped * sum(map(size, repeat))
 
+    first: StepRecord | None = None
     with fake:
-        with recorded(marks) as first:
-            engine.accumulate(batches[:num_first], plan.task.loss)
-        with answered():
-            engine.step()
+        if num_first < plan.num_microbatches:
+            with recorded(marks) as first:
+                engine.accumulate(batches[:num_first], plan.task.loss)
+            with answered():
+                engine.step()
+        else:
+            with answered():
+                _create_state(optimizer)
+            optimizer.register_step_pre_hook(_drop_unused_state)
         with recorded(marks) as forward_backward:
             engine.accumulate(batches, plan.task.loss)
         gradients = counted(gradient_bytes)
@@ -194,8 +201,24 @@ def run_rank(
         forward_backward=forward_backward,
         update=update,
         num_first=num_first,
-        first=first,
+        first=first or forward_backward,
     )
+
+
+def _create_state(optimizer: Optimizer) -> None:
+    """Run one optimizer step with gradients of all trainable parameters, and drop these gradients."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _drop_unused_state(optimizer: Optimizer, *_: Any) -> None:
+    """Drop the state of parameters without gradients before a step: a real job's optimizer creates none for them."""
+    for parameter in [each for each in optimizer.state if each.grad is None]:
+        del optimizer.state[parameter]
 
 
 def _fewest_microbatches(pipeline: Pipeline, most: int) -> int:

@@ -1,6 +1,6 @@
 """Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and better layouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -10,8 +10,8 @@ from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import DryRun, representatives
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
-from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, search_layouts
-from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
+from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, nearest_layouts, search_layouts
+from d9d_loop.planning.memory_size import reserve_bytes
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
 from d9d_loop.planning.short_run import short_runs
@@ -158,7 +158,7 @@ def plan_cluster(
         plan_with: Plans the job; see `PlanWith`.
         world_size: Number of devices.
         hardware: The cluster.
-        search: True to rank other layouts, too. If the job does not fit, they are ranked in any case.
+        search: True to rank other layouts, too. They are also ranked if neither the job nor a similar layout fits.
         shape: Sizes of the decoder; read from the model by default.
         length: Tokens of a sample; read from the data by default.
 
@@ -194,26 +194,35 @@ def plan_cluster(
         sensitivity=sensitivity(shape, layout, hardware),
         program=build(plan.model.schedule, num_ranks=layout.pp, num_microbatches=shown),
     )
-    if not (search or not made.fits):
+    if not search and made.fits:
         return made
-    found = search_layouts(
-        shape, hardware, world_size=world_size, global_size=plan.config.batch.global_size, length=length, keep=None
-    )
     checks = _Checks(plan_with, launch, layout.stages_per_rank)
-    fastest, front = (checks.accepted(each, 10) for each in (found.fitting, found.pareto()))
-    by_changes = sorted(found.fitting, key=lambda each: (num_changes(layout, each.layout), each.seconds))
-    return replace(
-        made,
-        search=replace(found, fitting=tuple(sorted({*fastest, *front}, key=lambda each: each.seconds))),
-        nearest=None if made.fits else next(iter(checks.accepted(by_changes, 1)), None),
+    return _with_other_layouts(made, checks, global_size=plan.config.batch.global_size, search=search)
+
+
+def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: int, search: bool) -> ClusterPlan:
+    """Return the plan with other layouts: the nearest that fits if the job does not, and a search.
+
+    The search runs if the caller wants it, or if there is no nearest layout.
+    """
+    shape, hardware, layout, nearest = plan.shape, plan.hardware, plan.layout, None
+    if not plan.fits:
+        exact = max(each.total - each.reserve for each in plan.memory)
+        others = nearest_layouts(shape, hardware, layout, global_size=global_size, model_bytes=exact)
+        nearest = next(iter(checks.accepted(others, 1)), None)
+    if nearest is not None and not search:
+        return replace(plan, nearest=nearest)
+    found = search_layouts(
+        shape,
+        hardware,
+        world_size=layout.world_size,
+        global_size=global_size,
+        length=layout.length,
+        keep=None,
     )
-
-
-def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
-    """Return the number of settings of a job that differ between two layouts."""
-    names = ("tp", "pp", "cp", "dp", "ep", "microbatch_size", "stages_per_rank", "offload", "reduces_each_microbatch")
-    recompute = (layout.recompute, layout.recompute_every) != (other.recompute, other.recompute_every)
-    return recompute + sum(getattr(layout, name) != getattr(other, name) for name in names)
+    fastest, front = (checks.accepted(each, 10) for each in (found.fitting, found.pareto()))
+    fitting = tuple(sorted({*fastest, *front}, key=lambda each: each.seconds))
+    return replace(plan, search=replace(found, fitting=fitting), nearest=nearest)
 
 
 def shown_microbatches(plan: JobPlan) -> tuple[int, int]:
@@ -288,7 +297,7 @@ def _rank_memory(run: DryRun, name: str) -> RankMemory:
         gradients=run.gradient_bytes,
         optimizer=run.optimizer_bytes,
         activations=run.activation_bytes,
-        reserve=CONTEXT_BYTES + FRAGMENTATION * (run.state_bytes + run.activation_bytes),
+        reserve=reserve_bytes(run.state_bytes + run.activation_bytes),
     )
 
 
@@ -325,7 +334,7 @@ class _Checks:
         self._plan_with, self._launch, self._stages_per_rank = plan_with, launch, stages_per_rank
         self._known: dict[tuple[Any, ...], bool] = {}
 
-    def accepted(self, candidates: Sequence[Candidate], wanted: int) -> tuple[Candidate, ...]:
+    def accepted(self, candidates: Iterable[Candidate], wanted: int) -> tuple[Candidate, ...]:
         """Return the first layouts that the job accepts."""
         found: list[Candidate] = []
         limit = len(self._known) + 8 * wanted

@@ -8,9 +8,10 @@ from typing import final
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.layer_time import LayerTime
 from d9d_loop.planning.memory_size import Memory, memory_of
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
-from d9d_loop.planning.step_model import StepTime, step_time
+from d9d_loop.planning.step_model import LAYER_SETTINGS, StepTime, layer_times, step_time
 
 RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
     ("none", 1),
@@ -95,18 +96,20 @@ def search_layouts(
     found: list[Candidate] = []
     smallest: Candidate | None = None
     num_legal = 0
-    limit = hardware.device.memory_bytes
+    evaluate = Evaluation(shape, hardware)
     for layout in legal_layouts(
         shape, hardware, world_size=world_size, global_size=global_size, length=length, base=base
     ):
         num_legal += 1
         memory = worst_memory(shape, layout)
-        if memory.total > limit and smallest is not None and memory.total >= smallest.memory.total:
+        fits = memory.total <= hardware.device.memory_bytes
+        is_smallest = smallest is None or memory.total < smallest.memory.total
+        if not (fits or is_smallest):
             continue
-        candidate = evaluate(shape, layout, hardware, memory=memory)
-        if smallest is None or memory.total < smallest.memory.total:
+        candidate = evaluate(layout, memory)
+        if is_smallest:
             smallest = candidate
-        if memory.total <= limit:
+        if fits:
             found.append(candidate)
     if smallest is None:
         raise UserError(
@@ -117,18 +120,72 @@ def search_layouts(
     return SearchResult(num_legal=num_legal, fitting=tuple(found[:keep]), smallest=smallest)
 
 
-def evaluate(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, memory: Memory | None = None) -> Candidate:
-    """Return a layout's predicted memory and time."""
-    memory = memory or worst_memory(shape, layout)
-    time = step_time(shape, layout, hardware)
-    seconds = time.total
-    if layout.offload:
-        kept = worst_memory(shape, replace(layout, offload=False)).activations / max(
-            1, min(layout.num_microbatches, layout.pp)
-        )
-        moved = 2 * kept * layout.num_microbatches / hardware.device.host_bandwidth
-        seconds += max(0.0, moved - 0.8 * time.compute)
-    return Candidate(layout=layout, memory=memory, time=time, seconds=seconds)
+def nearest_layouts(
+    shape: DecoderShape, hardware: Hardware, layout: PlanLayout, *, global_size: int, model_bytes: float
+) -> Iterator[Candidate]:
+    """Yield the other layouts that fit, those with the fewest changes of `layout` first, of equally many the fastest.
+
+    Layouts with more changes are evaluated only when they are reached. The closed form of memory is scaled to the exact
+    memory of `layout`, if that is larger: the other layouts have the same model.
+
+    Args:
+        shape: Sizes of the decoder.
+        hardware: The cluster.
+        layout: Layout of the job.
+        global_size: Samples of a step.
+        model_bytes: Exact memory of `layout` on its largest rank, without the reserve.
+    """
+    scale = max(1.0, model_bytes / worst_memory(shape, layout).model)
+    by_changes: dict[int, list[PlanLayout]] = {}
+    for each in legal_layouts(
+        shape, hardware, world_size=layout.world_size, global_size=global_size, length=layout.length
+    ):
+        by_changes.setdefault(num_changes(layout, each), []).append(each)
+    by_changes.pop(0, None)
+    evaluate = Evaluation(shape, hardware)
+    for _, layouts in sorted(by_changes.items()):
+        memories = ((each, worst_memory(shape, each).times(scale)) for each in layouts)
+        fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
+        yield from sorted(fitting, key=lambda each: each.seconds)
+
+
+_SETTINGS = ("tp", "pp", "cp", "dp", "ep", "microbatch_size", "stages_per_rank", "offload", "reduces_each_microbatch")
+
+
+def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
+    """Return the number of settings of a job that differ between two layouts."""
+    recompute = (layout.recompute, layout.recompute_every) != (other.recompute, other.recompute_every)
+    return recompute + sum(getattr(layout, name) != getattr(other, name) for name in _SETTINGS)
+
+
+@final
+class Evaluation:
+    """Predicted time of layouts of one decoder on one cluster. Layouts with equal layers share the times of a layer."""
+
+    def __init__(self, shape: DecoderShape, hardware: Hardware) -> None:
+        self._shape, self._hardware = shape, hardware
+        self._layers: dict[tuple[object, ...], tuple[LayerTime, LayerTime]] = {}
+        self._last: tuple[PlanLayout, StepTime] | None = None
+
+    def __call__(self, layout: PlanLayout, memory: Memory) -> Candidate:
+        """Return a layout's predicted time, beside its memory."""
+        time = self._time(replace(layout, offload=False) if layout.offload else layout)
+        seconds = time.total
+        if layout.offload:
+            kept = worst_memory(self._shape, replace(layout, offload=False)).activations
+            moved = 2 * kept / max(1, min(layout.num_microbatches, layout.pp)) * layout.num_microbatches
+            seconds += max(0.0, moved / self._hardware.device.host_bandwidth - 0.8 * time.compute)
+        return Candidate(layout=layout, memory=memory, time=time, seconds=seconds)
+
+    def _time(self, layout: PlanLayout) -> StepTime:
+        if self._last is not None and self._last[0] == layout:
+            return self._last[1]
+        key = tuple(getattr(layout, name) for name in LAYER_SETTINGS)
+        if key not in self._layers:
+            self._layers[key] = layer_times(self._shape, layout, self._hardware)
+        time = step_time(self._shape, layout, self._hardware, layers=self._layers[key])
+        self._last = layout, time
+        return time
 
 
 def worst_memory(shape: DecoderShape, layout: PlanLayout) -> Memory:
@@ -169,7 +226,7 @@ def legal_layouts(
             m = global_size // dp // size
             for v in _stage_counts(shape, pp, m):
                 reduces = (False, True) if m > 1 and pp == 1 else (False,)
-                for (recompute, every), offload, reduce in product(RECOMPUTE, (False, True), reduces):
+                for (recompute, every), reduce, offload in product(RECOMPUTE, reduces, (False, True)):
                     yield replace(
                         base,
                         tp=tp,

@@ -49,6 +49,23 @@ class Memory:
         """Bytes of the process on the device."""
         return self.model + self.reserve
 
+    def times(self, factor: float) -> "Memory":
+        """Return a multiple, with its reserve."""
+        return Memory(
+            parameters=factor * self.parameters,
+            gradients=factor * self.gradients,
+            optimizer=factor * self.optimizer,
+            activations=factor * self.activations,
+            gathered=factor * self.gathered,
+            loss=factor * self.loss,
+            reserve=reserve_bytes(factor * self.model),
+        )
+
+
+def reserve_bytes(model: float) -> float:
+    """Return the estimate for the device context, communication buffers and fragmentation beside a model's bytes."""
+    return CONTEXT_BYTES + FRAGMENTATION * model
+
 
 def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Memory:
     """Return the peak memory of a pipeline rank."""
@@ -88,7 +105,7 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
         activations=activations,
         gathered=gathered,
         loss=loss,
-        reserve=CONTEXT_BYTES + FRAGMENTATION * subtotal,
+        reserve=reserve_bytes(subtotal),
     )
 
 

@@ -58,11 +58,22 @@ class StepTime:
         return "compute" if self.compute > 0.8 * self.total else max(parts, key=lambda name: parts[name])
 
 
-def step_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> StepTime:
-    """Return the time of a step of a decoder in a layout on a cluster."""
+LAYER_SETTINGS = ("tp", "cp", "ep", "microbatch_size", "length", "recompute", "recompute_every")
+"""Settings of a job that the times of a layer depend on. The traits of its implementation are further ones."""
+
+
+def layer_times(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[LayerTime, LayerTime]:
+    """Return the times of a dense and of a sparse layer; of a dense model, both are those of a dense one."""
     dense = layer_time(shape, layout, hardware, sparse=False)
-    sparse = layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
-    ranks = [_rank(shape, layout, hardware, (dense, sparse), index) for index in range(layout.pp)]
+    return dense, layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
+
+
+def step_time(
+    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, layers: tuple[LayerTime, LayerTime] | None = None
+) -> StepTime:
+    """Return the time of a step of a decoder in a layout on a cluster; `layers` is `layer_times`, if it is known."""
+    layers = layers or layer_times(shape, layout, hardware)
+    ranks = _ranks(shape, layout, hardware, layers)
     host = hardware.fitted.host_seconds
     seconds = [launch_bound_seconds(each.device, each.operators, host) for each, _ in ranks]
     slowest = max(range(layout.pp), key=lambda index: seconds[index])
@@ -135,6 +146,20 @@ def expert_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: in
     """Return the number of a pipeline rank's expert parameters after expert parallelism, before sharding."""
     _, sparse = layers_of(shape, layout, pipeline_rank)
     return sparse * shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
+
+
+def _ranks(
+    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime]
+) -> list[tuple[PassTime, PassTime]]:
+    """Return the times of a microbatch on each pipeline rank. Ranks with the same layers have the same times."""
+    kinds: dict[tuple[object, ...], tuple[PassTime, PassTime]] = {}
+    found = []
+    for index in range(layout.pp):
+        kind = (layers_of(shape, layout, index), index == 0, index == layout.pp - 1)
+        if kind not in kinds:
+            kinds[kind] = _rank(shape, layout, hardware, layers, index)
+        found.append(kinds[kind])
+    return found
 
 
 def _rank(

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import fmean
 from typing import Any, final
 
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from d9d_dist import DeferredWeightGrads, recorded_blocks
-from d9d_loop.planning.collective_log import Collective, collective_of
+from d9d_loop.planning.collective_log import COLLECTIVE_NAMESPACES, Collective, collective_of, tensors_in
+
+_READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,7 @@ class RepeatMarks:
             for index, each in enumerate(result):
                 self.derive(each, [inputs[index] for inputs in lists if index < len(inputs)], joins=False)
         elif isinstance(result, Tensor):
-            inputs = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-            shares = [self.share(tensor) for tensor in inputs]
+            shares = [self.share(tensor) for tensor in tensors_in(args)]
             share = fmean(shares) if joins else max(shares, default=0.0)
             # A number that is derived from all layers, such as the gradient norm, exists once.
             self._shares[_storage_key(result)] = share if result.dim() or share == 1 else 0.0
@@ -125,6 +126,38 @@ class RepeatMarks:
 def _storage_key(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Properties of an operator that the recorder needs at each call."""
+
+    name: str
+    is_view: bool
+    joins: bool
+    may_communicate: bool
+    computes: bool
+    count_flops: Callable[..., Any] | None
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    namespace, _, name = func._schema.name.partition("::")
+    return _Kind(
+        name=name,
+        is_view=func.is_view and not _may_copy(func),
+        joins=namespace == "aten" and name in ("cat", "stack"),
+        may_communicate=namespace in COLLECTIVE_NAMESPACES,
+        computes=not func.is_view
+        and namespace not in ("c10d", "_c10d_functional", "prim")
+        and not name.startswith(("empty", "new_empty", "detach", "alias")),
+        count_flops=flop_registry.get(func.overloadpacket),
+    )
+
+
+def _may_copy(func: Any) -> bool:
+    """Return True for operators such as `reshape`, which return a view or a copy."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 @final
@@ -176,31 +209,29 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is _READ_SCALAR and isinstance(args[0], FakeTensor):
             return _answer(args[0])
         result = func(*args, **kwargs)
-        collective = collective_of(func, args, kwargs, result)
-        self._marks.derive(result, args, joins=func._schema.name in ("aten::cat", "aten::stack"))
-        inputs, outputs = (
-            [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), result)
-        )
+        kind = _kind(func)
+        self._marks.derive(result, args, joins=kind.joins)
+        if kind.is_view:  # allocates nothing
+            return result
+        inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
+        collective = collective_of(func, args, kwargs, result) if kind.may_communicate else None
         if collective is not None:
             self.record.collectives.append(collective)
-        elif not func.is_view and func.namespace not in ("c10d", "_c10d_functional", "prim"):
-            self._add((func, args, kwargs, result), inputs, outputs)
+        elif kind.computes:
+            flops = 0
+            if kind.count_flops is not None:
+                flops = self._counted(int(kind.count_flops(*args, **kwargs, out_val=result)), outputs[0])
+            self._add(kind.name, flops, inputs, outputs)
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         for leaf in outputs:
             self._track(leaf, known)
         return result
 
-    def _add(self, call: tuple[Any, Any, Any, Any], tensors: list[Tensor], outputs: list[Tensor]) -> None:
-        func, args, kwargs, result = call
-        name = func._schema.name.partition("::")[2]
-        if name.startswith(("empty", "new_empty", "detach", "alias")):
-            return
+    def _add(self, name: str, flops: int, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         unique = {id(tensor): tensor for tensor in (*tensors, *outputs)}
-        count = flop_registry.get(func.overloadpacket)
-        flops = 0 if count is None else self._counted(int(count(*args, **kwargs, out_val=result)), outputs[0])
         num_bytes = sum(self._counted(tensor.numel() * tensor.element_size(), tensor) for tensor in unique.values())
         shapes = (tuple(tuple(tensor.shape) for tensor in each) for each in (tensors, outputs))
         self.record.operations.append(Operation(name, flops, num_bytes, *shapes))
@@ -258,7 +289,7 @@ class _Answers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is _READ_SCALAR and isinstance(args[0], FakeTensor):
             return _answer(args[0])
         return func(*args, **(kwargs or {}))
 

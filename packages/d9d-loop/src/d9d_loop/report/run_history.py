@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 JOURNAL = "journal.jsonl"
+_HOST = re.compile(r"\b(?:on|or) ([\w.-]+) (?:is gone|is down|does not answer)")
 _CULPRIT = re.compile(r"[Rr]ank (\d+) (?:failed(?: before this rank)?|is missing): (.*)")
 
 
@@ -31,6 +32,7 @@ class Interruption:
         step: Last recorded completed step. The progress is recorded every 10 seconds.
         lost_steps: Recorded steps that were repeated.
         rank: Rank that failed; `None` if no rank reported a failure, as after the loss of all machines.
+        host: Its host; `None` if no report names it.
         cause: Cause that most ranks reported, or how the job ended.
         detection_seconds: Time from the last record of the progress to the first report; `None` without a report.
         recovery_seconds: Time from the first report, else from the last record, to the first step of the next life.
@@ -40,6 +42,7 @@ class Interruption:
     step: int
     lost_steps: int
     rank: int | None
+    host: str | None
     cause: str
     detection_seconds: float | None
     recovery_seconds: float | None
@@ -54,22 +57,31 @@ class RunHistory:
         total_seconds: Time from the first start to the last record, in seconds.
         effective_ratio: Share of the total time in which steps were computed that were kept, from 0 to 1.
         interruptions: Interruptions, in order.
+        stragglers: Ranks with slow parts, by the step at which each was reported.
     """
 
     total_seconds: float
     effective_ratio: float
     interruptions: Sequence[Interruption]
+    stragglers: Sequence[tuple[int, str]] = ()
 
     def describe(self) -> str:
         """Return the effective training time ratio, and a line for each interruption."""
-        lines = [
-            f"  after step {each.step}, {each.lost_steps} steps lost"
-            + ("" if each.rank is None else f", rank {each.rank}")
-            + f": {each.cause}"
-            for each in self.interruptions
-        ]
         ratio = f"effective training time {100 * self.effective_ratio:.1f} % of {self.total_seconds:.0f} s"
-        return "\n".join([f"{ratio}, {len(lines)} interruptions", *lines])
+        lines = [f"{ratio}, {len(self.interruptions)} interruptions"]
+        lines += [f"  after step {each.step}, {_describe(each)}" for each in self.interruptions]
+        return "\n".join([*lines, *(f"  at step {step}, {text}" for step, text in self.stragglers)])
+
+
+def _describe(each: Interruption) -> str:
+    parts = [f"{each.lost_steps} steps lost"]
+    if each.detection_seconds is not None:
+        parts.append(f"detected after {each.detection_seconds:.1f} s")
+    if each.recovery_seconds is not None:
+        parts.append(f"recovered after {each.recovery_seconds:.1f} s")
+    if each.rank is not None:
+        parts.append(f"rank {each.rank}" + ("" if each.host is None else f" on {each.host}"))
+    return f"{', '.join(parts)}: {each.cause}"
 
 
 def read_history(folder: Path) -> RunHistory | None:
@@ -88,7 +100,8 @@ def read_history(folder: Path) -> RunHistory | None:
     resumed = [life[0]["step"] for life in lives[1:]]
     useful = sum(_useful_seconds(life, until) for life, until in zip(lives, [*resumed, None], strict=True))
     interruptions = [_interruption(life, after) for life, after in pairwise(lives)]
-    return RunHistory(total, useful / total if total > 0 else 1.0, interruptions)
+    slow = [(record["step"], text) for record in records if record["event"] == "slow" for text in record["parts"]]
+    return RunHistory(total, useful / total if total > 0 else 1.0, interruptions, slow)
 
 
 def _records(text: str) -> list[Mapping[str, Any]]:
@@ -128,6 +141,7 @@ def _interruption(life: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
         step=last["step"],
         lost_steps=max(last["step"] - after[0]["step"], 0),
         rank=rank,
+        host=_host(failures, rank, cause),
         cause=cause,
         detection_seconds=failures[0]["time"] - last["time"] if failures else None,
         recovery_seconds=None if first_step is None else first_step - begin,
@@ -142,3 +156,10 @@ def _cause(failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
         first_line = failure["cause"].partition("\n")[0]
         named[(int(found[1]), found[2]) if found else (failure["rank"], first_line)] += 1
     return named.most_common(1)[0][0] if named else (None, "")
+
+
+def _host(failures: Sequence[Mapping[str, Any]], rank: int | None, cause: str) -> str | None:
+    """Return the host of the culprit: from its own report, else from the cause that the others name."""
+    own = next((failure["host"] for failure in failures if failure["rank"] == rank), None)
+    found = _HOST.search(cause)
+    return own if own is not None or found is None else found[1]

@@ -115,15 +115,19 @@ def _samples(run: RunFolder, heading: str) -> str:
 
 
 def _interruptions(history: RunHistory | None) -> str:
-    if history is None or not history.interruptions:
+    if history is None or not (history.interruptions or history.stragglers):
         return ""
-    columns = ("step", "lost_steps", "rank", "cause", "detection_seconds", "recovery_seconds")
+    columns = ("step", "lost_steps", "rank", "host", "cause", "detection_seconds", "recovery_seconds")
     head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in columns)
     rows = (
         "".join(f"<td>{escape(_shown(getattr(each, name)))}</td>" for name in columns) for each in history.interruptions
     )
     ratio = f"{100 * history.effective_ratio:.1f} % of {history.total_seconds:.0f} s were training that was kept."
-    return f"<p>{ratio}</p><table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    slow = "".join(f"<li>step {step}: {escape(text)}</li>" for step, text in history.stragglers)
+    table = (
+        f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>" if history.interruptions else ""
+    )
+    return f"<p>{ratio}</p>{table}" + (f"<ul>{slow}</ul>" if slow else "")
 
 
 def _shown(value: float | str | None) -> str:

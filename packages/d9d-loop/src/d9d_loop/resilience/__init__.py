@@ -28,5 +28,6 @@ if TYPE_CHECKING:
     from d9d_loop.resilience.resilience_config import TimeoutConfig as TimeoutConfig
     from d9d_loop.resilience.resilience_config import WatchdogConfig as WatchdogConfig
     from d9d_loop.resilience.stop_signals import StopSignals as StopSignals
+    from d9d_loop.resilience.straggler_watch import StragglerWatch as StragglerWatch
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

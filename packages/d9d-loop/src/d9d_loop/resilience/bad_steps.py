@@ -1,4 +1,4 @@
-"""Skipping of bad steps: those with a non-finite loss or gradient norm, or with a loss spike.
+"""Skipping of bad steps: those with a non-finite loss or gradient norm, without weight, or with a loss spike.
 
 All ranks decide together. On an accelerator, the optimizer step is skipped on the device, and the host reads the
 decision one step later, without host-device synchronization. This requires an optimizer that accepts a flag on the
@@ -22,6 +22,7 @@ from d9d_loop.resilience.loss_window import LossWindow
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
 Decision = Literal["report", "skip", "rewind", "stop"]
+Kind = Literal["non-finite", "no weight", "spike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class BadStep:
     """
 
     step: int
-    kind: Literal["non-finite", "spike"]
+    kind: Kind
     loss: float
     grad_norm: float
     decision: Decision
@@ -43,7 +44,7 @@ class BadStep:
 
 
 class BadStepError(RuntimeError):
-    """Error on all ranks: a step was non-finite or a loss spike, and the policy for bad steps ends the job."""
+    """Error on all ranks: a step was bad, and the policy for bad steps ends the job."""
 
 
 @final
@@ -63,44 +64,58 @@ class StepGuard:
         self.has_applied = False
         """True once an update was applied, as far as `poll` has returned."""
 
-    def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+    def step(
+        self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run the optimizer step unless it is bad; return a 0-dim bool tensor on the device, True if it was applied.
 
-        Collective over all ranks: an all-reduce of two numbers. It keeps the decision equal on all ranks even if their
-        replicas differ because of a fault.
+        Collective over all ranks: an all-reduce of three numbers. It keeps the decision equal on all ranks even if
+        their replicas differ because of a fault.
 
         Args:
             step: Step number, counted from 1.
             loss: Weighted mean loss over the global batch, 0-dim.
             grad_norm: Global gradient norm, 0-dim.
+            weight: Weight of the global batch, 0-dim; `None` for a positive one. An update without weight is skipped,
+                because weight decay and momentum would still change the parameters.
         """
         is_skipped = step in self._skipped_on_replay
         if self._is_on_host:
-            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), is_skipped=is_skipped)]
+            is_empty = weight is not None and weight.item() == 0
+            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), is_empty, is_skipped=is_skipped)]
         limit = self._losses.limit(step)
-        return self._step_on_device(step, loss, grad_norm, limit=limit, is_skipped=is_skipped)
+        return self._step_on_device(step, loss, grad_norm, weight, limit=limit, is_skipped=is_skipped)
 
-    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, is_skipped: bool) -> bool:
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, is_empty: bool, *, is_skipped: bool) -> bool:
         non_finite = not (math.isfinite(loss) and math.isfinite(grad_norm))
         spike = self._losses.is_spike(step, loss)
         if self._ctx.world_size > 1:
-            bad = torch.tensor([non_finite, spike], dtype=torch.float32)
+            bad = torch.tensor([non_finite, is_empty, spike], dtype=torch.float32)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-            non_finite, spike = map(bool, bad.tolist())
-        self._pending.append(_Measured(step, lambda: [non_finite, spike, loss, grad_norm], is_skipped))
-        taken = not (is_skipped or non_finite or (spike and self._skips_spikes))
+            non_finite, is_empty, spike = map(bool, bad.tolist())
+        self._pending.append(_Measured(step, lambda: [non_finite, is_empty, spike, loss, grad_norm], is_skipped))
+        taken = not (is_skipped or non_finite or is_empty or (spike and self._skips_spikes))
         if taken:
             self._optimizer.step()
         return taken
 
     def _step_on_device(
-        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, *, limit: float, is_skipped: bool
+        self,
+        step: int,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        weight: torch.Tensor | None,
+        *,
+        limit: float,
+        is_skipped: bool,
     ) -> torch.Tensor:
         # NaN > limit is False, so non-finite values have a flag of their own.
-        bad = torch.stack([~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit]).to(torch.float32)
+        non_finite, spike = ~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit
+        is_empty = torch.zeros_like(spike) if weight is None else weight == 0
+        bad = torch.stack([non_finite, is_empty, spike]).to(torch.float32)
         if self._ctx.world_size > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        gate = (bad if self._skips_spikes else bad[:1]).amax()
+        gate = (bad if self._skips_spikes else bad[:2]).amax()
         values = _copy_to_host_async(torch.stack([*bad.double(), loss.double(), grad_norm.double()]))
         self._pending.append(_Measured(step, values, is_skipped))
         if is_skipped:
@@ -122,9 +137,9 @@ class StepGuard:
         """
         if self._undecided is None:
             return
-        non_finite, spike, *_ = self._undecided()
+        non_finite, is_empty, spike, *_ = self._undecided()
         self._undecided = None
-        if non_finite or (spike and self._skips_spikes):
+        if non_finite or is_empty or (spike and self._skips_spikes):
             uncount_step(self._optimizer)
 
     @property
@@ -176,25 +191,31 @@ class StepGuard:
         self._in_a_row = state["in_a_row"]
 
     def _classify(self, measured: "_Measured") -> BadStep | None:
-        non_finite, spike, loss, grad_norm = measured.values()
+        non_finite, is_empty, spike, loss, grad_norm = measured.values()
         is_spike = bool(spike) and self._config.spike != "ignore"
-        if measured.is_skipped or not (non_finite or is_spike):
+        if measured.is_skipped or not (non_finite or is_empty or is_spike):
             self._in_a_row = 0
             self.has_applied |= not measured.is_skipped
             if math.isfinite(loss) and not measured.is_skipped:
                 self._losses.add(measured.step, loss)
             return None
-        kind: Literal["non-finite", "spike"] = "non-finite" if non_finite else "spike"
+        kind: Kind = "non-finite" if non_finite else "no weight" if is_empty else "spike"
         if kind == "spike" and self._config.spike == "report":
             self._losses.add(measured.step, loss)
         decision, why = self._decide(measured.step, kind)
-        what = f"step {measured.step}: loss {loss:g}, gradient norm {grad_norm:g}"
-        what += " is not finite" if non_finite else f" is a spike over {self._losses.median():g}"
-        return BadStep(measured.step, kind, loss, grad_norm, decision, f"{what}; {why}")
+        what = f"loss {loss:g}, gradient norm {grad_norm:g}"
+        match kind:
+            case "non-finite":
+                what += " is not finite"
+            case "no weight":
+                what = "the loss weight is 0, for example because all labels are masked"
+            case "spike":
+                what += f" is a spike over {self._losses.median():g}"
+        return BadStep(measured.step, kind, loss, grad_norm, decision, f"step {measured.step}: {what}; {why}")
 
-    def _decide(self, step: int, kind: Literal["non-finite", "spike"]) -> tuple[Decision, str]:
+    def _decide(self, step: int, kind: Kind) -> tuple[Decision, str]:
         config = self._config
-        wish = config.non_finite if kind == "non-finite" else config.spike
+        wish = {"non-finite": config.non_finite, "no weight": "skip", "spike": config.spike}[kind]
         if wish == "stop":
             return "stop", "the policy is stop."
         if wish == "rewind":
@@ -207,7 +228,7 @@ class StepGuard:
             return "stop", f"it is the {self._in_a_row}th in a row, so the job stops."
         return "skip", "its update was skipped."
 
-    def _roll_back(self, step: int, kind: Literal["non-finite", "spike"]) -> tuple[Decision, str]:
+    def _roll_back(self, step: int, kind: Kind) -> tuple[Decision, str]:
         if step in self._rolled_back_from:
             return "stop", "it is non-finite again after a rollback: data or model are the cause, not a hardware fault."
         if self._num_rollbacks >= self._config.max_rewinds:
@@ -221,7 +242,10 @@ class StepGuard:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Measurements of a step. `values` returns the non-finite flag, the spike flag, the loss and the gradient norm."""
+    """Measurements of a step.
+
+    `values` returns the flags for non-finite, no weight and spike, then the loss and the gradient norm.
+    """
 
     step: int
     values: Callable[[], list[float]]

@@ -1,4 +1,4 @@
-"""Check of every rank's device and links before the model is built: a single slow or faulty one affects all ranks.
+"""Check of every rank's device and links, before the model is built: a single slow or faulty one affects all ranks.
 
 Each device multiplies matrices of small integers, whose product is exact in float32 for any summation order, and writes
 and reads memory. For the links, each rank sends a message to the next rank of a ring, which measures each link
@@ -20,6 +20,7 @@ from d9d_loop.resilience.resilience_config import HealthConfig
 _MIB = 1 << 20
 _REPEATS = 3  # runs; the fastest counts, because the first compiles kernels and opens connections
 _LEAST_SECONDS = 1e-3  # shorter measurements are never reported as slow
+_LEAST_SHARE = 0.05  # of a step; shorter waits for data are never reported as slow
 _SHOWN = 8
 _MAX_CPU_MIB = 4  # a CPU writes new pages slowly: 64 MiB would take half of the time in which a small job starts
 
@@ -35,6 +36,7 @@ class RankHealth:
     Attributes:
         link_seconds: Time of a message from the previous rank; for rank 0, from the last rank.
         wrong: Descriptions of the checks that failed or gave wrong values; empty if all passed.
+        data_seconds: Time per step that the rank has waited for its data; 0 before the first step.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class RankHealth:
     link_seconds: float
     all_reduce_seconds: float
     wrong: tuple[str, ...]
+    data_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +55,65 @@ class HealthReport:
     """Measurements of all ranks.
 
     Attributes:
-        slow: Descriptions of the measurements that exceed the median by `slow_factor`.
+        slow: Descriptions of the measurements that exceed the median by `slow_factor`, by part and rank.
     """
 
     ranks: tuple[RankHealth, ...]
-    slow: tuple[str, ...]
+    slow: Mapping[tuple[str, int], str]
 
     def __str__(self) -> str:
         usual = ", ".join(f"{what} {1e3 * median(times):.1f} ms" for what, times in _times(self.ranks).items())
-        return "\n".join([f"health of {len(self.ranks)} ranks, medians: {usual}.", *self.slow])
+        return "\n".join([f"health of {len(self.ranks)} ranks, medians: {usual}.", *self.slow.values()])
 
 
-def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthReport | None:
+def check_health(
+    config: HealthConfig, *, ctx: DistributedContext, data_seconds: float = 0.0, step_seconds: float = 0.0
+) -> HealthReport | None:
     """Check and time every rank's device and links; return the measurements, or `None` if the check is disabled.
 
     Call it before models are built: it takes well below a second, for any number of ranks. The main process logs slow
     measurements. Collective over all ranks: sends and receives between neighbors, all-reduces, barriers, and an
     all-gather.
 
+    Args:
+        config: Sizes and limits.
+        ctx: Distributed context.
+        data_seconds: Time per step that this rank has waited for its data.
+        step_seconds: Time of a step. Waits for data of less than a twentieth of it are never reported as slow.
+
     Raises:
         HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values. Lists the faulty ones.
     """
     if not config.enabled:
         return None
-    gathered = gather_json(asdict(_measure(config, ctx)))
+    gathered = gather_json(asdict(replace(_measure(config, ctx), data_seconds=data_seconds)))
     ranks = tuple(replace(RankHealth(**each), wrong=tuple(each["wrong"])) for each in gathered)
     wrong = [f"rank {rank.rank} ({rank.device} of {rank.host}): {what}" for rank in ranks for what in rank.wrong]
     if wrong:
         shown = "\n".join(f"- {problem}" for problem in wrong[:_SHOWN])
         more = f"\nand {len(wrong) - _SHOWN} more" if wrong[_SHOWN:] else ""
         raise HealthError(f"the health check failed:\n{shown}{more}\nStart the job without these machines.")
-    report = HealthReport(ranks, tuple(find_slow(ranks, factor=config.slow_factor)))
+    report = HealthReport(ranks, find_slow(ranks, factor=config.slow_factor, step_seconds=step_seconds))
     if ctx.is_main_process and report.slow:
         ctx.logger.warning("%s", report)
     return report
 
 
-def find_slow(ranks: Sequence[RankHealth], *, factor: float) -> list[str]:
-    """Describe the measurements that took more than `factor` times the median over ranks, and more than a millisecond.
+def find_slow(ranks: Sequence[RankHealth], *, factor: float, step_seconds: float = 0.0) -> dict[tuple[str, int], str]:
+    """Describe the measurements that took more than `factor` times the median over ranks, by part and rank.
 
-    All-reduce times are not compared, since one slow rank makes the all-reduce slow on every rank.
+    Measurements below a millisecond are omitted, and waits for data below a twentieth of a step. All-reduce times are
+    not compared, since one slow rank makes the all-reduce slow on every rank.
     """
-    found: list[str] = []
+    found: dict[tuple[str, int], str] = {}
     for what, times in _times(ranks).items():
         usual = median(times)
+        least = max(factor * usual, _LEAST_SECONDS, _LEAST_SHARE * step_seconds if what == "data" else 0.0)
         for rank, seconds in zip(ranks, times, strict=True):
-            if what != "all-reduce" and seconds > max(factor * usual, _LEAST_SECONDS):
-                found.append(
-                    f"slow {what} of {_where(what, rank, ranks)}: {1e3 * seconds:.1f} ms, "
-                    f"{seconds / max(usual, 1e-9):.1f} times the median."
+            if what != "all-reduce" and seconds > least:
+                times_usual = f", {seconds / usual:.1f} times the median" if usual else ""
+                found[what, rank.rank] = (
+                    f"slow {what} of {_where(what, rank, ranks)}: {1e3 * seconds:.1f} ms{times_usual}."
                 )
     return found
 
@@ -110,6 +123,7 @@ def _times(ranks: Sequence[RankHealth]) -> Mapping[str, list[float]]:
         "compute": [rank.compute_seconds for rank in ranks],
         "memory": [rank.memory_seconds for rank in ranks],
         "link": [rank.link_seconds for rank in ranks],
+        "data": [rank.data_seconds for rank in ranks],
         "all-reduce": [rank.all_reduce_seconds for rank in ranks],
     }
 

@@ -13,7 +13,7 @@ BadStepAction = Literal["skip", "rewind", "stop"]
 
 
 class HealthConfig(Section):
-    """Configuration of the health check of devices and links, which runs before the model is built."""
+    """Configuration of the health check of devices and links, before the model is built and while a job trains."""
 
     enabled: bool = Field(default=True, description="Check every rank's device and links at the start.")
     matrix_size: PositiveInt = Field(default=512, description="Rows of the square matrices in the matmul test.")
@@ -23,6 +23,12 @@ class HealthConfig(Section):
     message_mib: PositiveInt = Field(default=4, description="MiB to send over each link.")
     slow_factor: float = Field(
         default=3.0, gt=1, description="A measurement of more than this factor times the median is reported as slow."
+    )
+    every: PositiveInt | None = Field(
+        default=None, description="Steps between repetitions of the check in a training job; null: only at the start."
+    )
+    window: PositiveInt = Field(
+        default=3, description="Repetitions in a row in which the same part of a rank must be slow to be reported."
     )
 
 

@@ -1,0 +1,40 @@
+"""Inverse of a provider's state mapper: for weights that leave a model, by an export or to another program."""
+
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_state import StateMapper, model_tensors
+
+
+def disk_mapper(mapper: StateMapper | None, model: nn.Module, *, base_only: bool = False) -> StateMapper | None:
+    """Return the mapper from the weights of a model to those on disk; `None` if the names are equal.
+
+    Args:
+        mapper: Mapper from the weights on disk to those of the whole model.
+        model: The model or a part of it, on any device.
+        base_only: True to accept that the weights on disk omit trained parameters.
+
+    Raises:
+        UserError: If the mapper has no inverse, or omits trained parameters, such as those of adapters.
+    """
+    if mapper is None:
+        return None
+    if not base_only:
+        _refuse_omissions(mapper, model)
+    try:
+        return mapper.inverse()
+    except ValueError as error:
+        raise UserError(f"the provider's state mapper has no inverse: {error} Add an inverse.") from None
+
+
+def _refuse_omissions(mapper: StateMapper, model: nn.Module) -> None:
+    """Raise `UserError` if the mapper only keeps trained parameters."""
+    kept = {name for group in mapper.groups if not group.inputs for name in group.outputs}
+    trained = {name.removeprefix("model.") for name in model_tensors(model, trainable_only=True)}
+    omitted = sorted(kept & trained)
+    if omitted:
+        raise UserError(
+            f"the weights on disk have no place for {len(omitted)} trained parameters, such as {omitted[0]}; expected "
+            "all of them, because the weights would be those before training. Save adapters with save_adapters, or "
+            "merge them first. With an engine, weights(base_only=True) yields the others."
+        )

@@ -1,0 +1,62 @@
+"""Watch for ranks that become slow while a job trains.
+
+A step takes equally long on all ranks, because each waits for the slowest one in collectives. So the time of a step
+does not show which rank is slow. The watch repeats the health check between steps, where ranks do not wait for each
+other, and adds up the time that each rank waits for its data.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any, final
+
+from d9d_dist import DistributedContext
+from d9d_loop.resilience.health_check import check_health
+from d9d_loop.resilience.resilience_config import HealthConfig
+
+
+@final
+class StragglerWatch:
+    """Watch that names ranks with slow compute, memory, links or data in several checks in a row.
+
+    Does nothing unless `config.every` is set and the check is enabled.
+
+    Args:
+        config: Configuration of the health check.
+        ctx: Distributed context.
+    """
+
+    def __init__(self, config: HealthConfig, ctx: DistributedContext) -> None:
+        self._config, self._ctx = config, ctx
+        self._every = config.every if config.enabled else None
+        self._num_slow: dict[tuple[str, int], int] = {}
+        self._num_steps, self._data_seconds, self._since = 0, 0.0, time.perf_counter()
+
+    def next(self, steps: Iterator[list[Any]]) -> list[Any]:
+        """Return the next item of a loader, and add the time that it takes to the waits of this rank."""
+        if self._every is None:
+            return next(steps)
+        start = time.perf_counter()
+        batches = next(steps)
+        self._data_seconds += time.perf_counter() - start
+        self._num_steps += 1
+        return batches
+
+    def check(self, step: int) -> list[str]:
+        """Repeat the health check if it is due after a step; describe the ranks that have become stragglers.
+
+        A rank is a straggler when the same part has been slow in `config.window` checks in a row. It is described once,
+        and again after a check in which it was not slow. Collectives are those of `check_health`; host-device
+        synchronization.
+
+        Raises:
+            HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values.
+        """
+        if self._every is None or step % self._every:
+            return []
+        steps = max(self._num_steps, 1)
+        data_seconds, step_seconds = self._data_seconds / steps, (time.perf_counter() - self._since) / steps
+        report = check_health(self._config, ctx=self._ctx, data_seconds=data_seconds, step_seconds=step_seconds)
+        assert report is not None
+        self._num_slow = {part: self._num_slow.get(part, 0) + 1 for part in report.slow}
+        self._num_steps, self._data_seconds, self._since = 0, 0.0, time.perf_counter()
+        return [text for part, text in report.slow.items() if self._num_slow[part] == self._config.window]
