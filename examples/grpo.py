@@ -101,7 +101,8 @@ class Arithmetic:
         settings = self.config.imitation
         for _ in range(settings.steps):
             questions, results = prompts(settings.batch_size, self.draws)
-            is_correct = torch.rand(len(results), generator=self.draws) < settings.correct
+            draws = torch.rand(len(results), generator=self.draws, dtype=torch.float64)
+            is_correct = draws < settings.correct
             others = torch.randint(0, 19, results.shape, generator=self.draws)
             tokens = torch.cat((questions, write(torch.where(is_correct, results, others))), 1)
             self.engine.forward_backward([batch_of(self.own(tokens))], imitation_loss)
