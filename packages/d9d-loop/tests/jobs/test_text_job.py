@@ -510,6 +510,13 @@ def test_a_class_is_a_text_or_an_integer(folder: Path, tmp_path: Path) -> None:
         text_trainer(_config(folder, tmp_path, "classify", dataset={"files": [tmp_path / "lists.jsonl"]}))
 
 
+def test_a_class_that_only_the_evaluation_has_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "other.jsonl", [{"text": "a", "label": "ugly"}])
+    data = {"files": [folder / FILES["classify"]], "evaluation_files": [tmp_path / "other.jsonl"]}
+    with pytest.raises(UserError, match=r"the label 'ugly' is not among the training labels; .*dataset\.files"):
+        text_trainer(_config(folder, tmp_path, "classify", dataset=data))
+
+
 def test_numbers_of_the_command_line_are_entries_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('job = "pretrain"\nsteps = 1\nrun.name = "x"\nbatch.global_size = 1\n')
     words = ["--model.family", "qwen3", "--model.hidden_size", "32", "--model.hidden_act", "gelu"]
