@@ -226,8 +226,9 @@ def adapter_rows(
     The reference has no adapters, or those named `reference`.
     """
     provider = Adapted(_provider(Row()), METHODS["lora"]) if reference is None else TwoAdapters()
-    enter = d9d_peft.adapters_off if reference is None else partial(d9d_peft.use_adapter, adapter=reference)
     with MeshConfig(**degrees).build() as ctx, nullcontext() if around is None else around():
+        # Within `around`, which may replace them.
+        enter = d9d_peft.adapters_off if reference is None else partial(d9d_peft.use_adapter, adapter=reference)
         pipeline = build_pipeline(provider, ScheduleConfig.model_validate({"kind": "1f1b"}).build(), ctx)
         for name, parameter in pipeline.model.named_parameters():
             if name.endswith(f"adapter_{reference}.lora_b"):
