@@ -53,7 +53,7 @@ def test_layouts_are_sorted_and_fit() -> None:
 
 def test_the_nearest_layouts_have_the_fewest_changes() -> None:
     """The exact memory of the job is 1.1 times the closed form, so the memory of every layout is scaled by it."""
-    layout = PlanLayout(dp=8, length=4096)
+    layout = PlanLayout(dp=4, tp=2, microbatch_size=2, length=4096, recompute="full")
     exact = 1.1 * worst_memory(QWEN3_30B, layout).model
     found = list(nearest_layouts(QWEN3_30B, HARDWARE, layout, global_size=8, model_bytes=exact))
     keys = [(num_changes(layout, each.layout), each.seconds) for each in found]

@@ -29,6 +29,10 @@ td { white-space: nowrap; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
 td:last-child { white-space: normal; min-width: 14rem; }
 tr { border-bottom: 1px solid #ddd; } pre { font-size: .8rem; overflow-x: auto; background: #f6f6f6; padding: .8rem; }
+@media (max-width: 40rem) {
+  th, td { padding: .25rem .35rem; } div.wide th:nth-child(3), div.wide td:nth-child(3) { display: none; }
+  td:last-child { min-width: 0; }
+}
 """
 
 
@@ -109,7 +113,7 @@ def _time(plan: ClusterPlan) -> str:
     left = 0.0
     for name, color in zip(PARTS, _COLORS, strict=True):
         seconds = getattr(plan.time, name)
-        if seconds > 0:
+        if seconds > 1e-3 * plan.time.total:  # thinner bars are invisible
             axes.barh([""], [seconds], left=left, label=name, color=color)
             left += seconds
     low, high = plan.interval
