@@ -7,6 +7,7 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -166,19 +167,22 @@ class Decoder(ModelProvider):
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
+        precision = ctx.precision  # bfloat16 on accelerators; router losses stay in float32
+        if precision is not None and self.moe is not None:
+            precision = replace(precision, cast_inputs=False)
         blocks = model.get_submodule("backbone.layers")
         if self.parallelism.float8 is not None:
             convert_to_float8(blocks, self.parallelism.float8, ctx)
         parallelize_tensor(model, dense["tp"], decoder_tensor_plan(model))
         parallelize_context(model, cp, method=self.parallelism.context_method)
-        parallelize_moe(model, ctx)
+        parallelize_moe(model, ctx, precision=precision)
         dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
         for block in blocks.children():
             checkpoint_activations(block, policy=self.parallelism.activation_checkpointing)
             if self.parallelism.compile_blocks:
                 block.compile()
-            parallelize_hsdp(block, dp, shard_axis="dp_cp_shard")
-        parallelize_hsdp(model, dp, shard_axis="dp_cp_shard")
+            parallelize_hsdp(block, dp, shard_axis="dp_cp_shard", precision=precision)
+        parallelize_hsdp(model, dp, shard_axis="dp_cp_shard", precision=precision)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
         return decoder_from_hugging_face(self.dense) if self.moe is None else sparse_from_hugging_face(self.moe)

@@ -29,23 +29,17 @@ LAYOUTS = (
 
 SAMPLE = (
     "lstm, time first",
-    "attention with other sizes",
     "embedding with padding",
     "batch norm, cumulative",
     "frozen layers",
-    "weight norm, old, alone",
     "spectral norm",
-    "orthogonal",
     "own parameters",
     "tied weights",
-    "lists and dicts",
     "gradient of gradients",
     "mixed dtypes",
     "complex",
     "Python's and NumPy's random numbers",
-    "embedding by frequency",
     "embedding with a largest norm",
-    "embedding bag by frequency",
 )
 
 LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")

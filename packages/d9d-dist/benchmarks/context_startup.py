@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch._dynamo  # imported now, because torch imports it when a mesh is first sliced
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from d9d_dist import Launch, MeshConfig
 
@@ -35,7 +35,7 @@ def main() -> None:
         expert_parallel=64,
     )
     rank = arguments.ranks // 2 + 3
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=arguments.ranks)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=arguments.ranks)
 
     def build() -> None:
         launch = Launch(rank, arguments.ranks, device="cpu")

@@ -16,9 +16,9 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.launch import Launch
@@ -95,7 +95,7 @@ def rank_bytes(params: DecoderParams, mesh: MeshConfig, *, dtype: torch.dtype = 
         UserError: If the degrees do not fit the model.
     """
     num_ranks = prod(degree for axis, degree in mesh if axis != "expert_parallel" and degree != -1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=num_ranks)
     try:
         with mesh.build(launch=Launch(world_size=num_ranks, device="cpu")) as ctx:
             return _counted(params, ctx, dtype)

@@ -384,7 +384,8 @@ def test_starter_files_are_listed(tmp_path: Path) -> None:
     assert [line.split()[2] for line in found.stdout.splitlines()] == list(STARTERS)
 
 
-@pytest.mark.parametrize("job", ["sft", *(pytest.param(job, marks=pytest.mark.full) for job in JOBS if job != "sft")])
+@pytest.mark.full
+@pytest.mark.parametrize("job", JOBS)
 def test_a_resumed_job_ends_like_an_uninterrupted_one(job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter

@@ -73,11 +73,6 @@ class MemberReader:
             return self.source.read_range(position, position + size)
         return os.pread(self.source, size, position)
 
-    def prefetch(self, position: int, size: int) -> None:
-        """Let the system read bytes into its cache in the background, if it can."""
-        if isinstance(self.source, int) and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.source, position, size, os.POSIX_FADV_WILLNEED)
-
     def close(self) -> None:
         """Close the file."""
         if isinstance(self.source, int):

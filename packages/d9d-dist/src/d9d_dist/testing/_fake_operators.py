@@ -20,7 +20,7 @@ _SIZES_FROM_VALUES = frozenset(
     {"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 )
 # Operators that C++ decomposes, and that have one kernel on an accelerator.
-_ONE_KERNEL = ("_grouped_mm", "_fused_rms_norm", "_fused_rms_norm_backward")
+_ONE_KERNEL = ("_chunk_cat", "_chunk_cat.out", "_grouped_mm", "_fused_rms_norm", "_fused_rms_norm_backward")
 _SDPA = "_scaled_dot_product_fused_attention_overrideable"
 _OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("_fake_operators.py", "_fake_ranks.py"))
 _NOT_COMPUTING = ("empty", "new_empty", "detach", "alias", "view", "_unsafe_view", "record_stream")
@@ -43,8 +43,9 @@ class Operators:
         self._libraries[0].fallback(self._run, "PrivateUse1")
         aten = self._libraries[1]
         for name in _ONE_KERNEL:
-            if hasattr(torch.ops.aten, name):
-                aten.impl(name, self._kernel(getattr(torch.ops.aten, name).default))
+            packet, _, overload = name.partition(".")
+            if hasattr(torch.ops.aten, packet):
+                aten.impl(name, self._kernel(getattr(getattr(torch.ops.aten, packet), overload or "default")))
         aten.impl(_SDPA, self._attention)
         aten.impl(f"{_SDPA}_backward", self._attention_backward)
         aten.impl("record_stream", lambda tensor, stream: None)
@@ -123,15 +124,17 @@ class Operators:
             return torch.empty((args[0].numel() // 2, args[0].dim()), dtype=torch.int64, device=NAME)
         mirror = _Mirror(inputs)
         try:
+            arguments, keywords = mirror.arguments(operator, args), mirror.to_meta(kwargs)
             with torch.no_grad():
-                result = operator(*mirror.arguments(operator, args), **mirror.to_meta(kwargs))
+                result = operator(*arguments, **keywords)
         except Exception as error:
             error.add_note(f"on {NAME}: {operator} of {[tuple(each.shape) for each in inputs]}, from {_stack()[:6]}")
             raise
         outputs = mirror.to_device(result)
         if not operator.is_view and not name.startswith(_NOT_COMPUTING):
             count = flop_registry.get(operator.overloadpacket)
-            flops = 0 if count is None else int(count(*args, **kwargs, out_val=outputs))
+            # On meta: for sequences of several lengths, torch would read the lengths from the device.
+            flops = 0 if count is None else int(count(*arguments, **keywords, out_val=result))
             known = {id(tensor): tensor for tensor in (*inputs, *_tensors(outputs))}
             self.put(name, flops, sum(map(_num_bytes, known.values())), inputs)
         return outputs

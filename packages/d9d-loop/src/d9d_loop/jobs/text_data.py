@@ -203,8 +203,9 @@ def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
     check_size(training, config)
     numbers = {name: number for number, name in enumerate(names)}
     rows = _LabelledRow(text_tokenizer(config), numbers, config)
-    for index in range(0 if evaluation is None else len(evaluation)):
-        rows.number(_label(evaluation[index], field, index))
+    held_out: Samples = [] if evaluation is None else evaluation
+    for index in range(len(held_out)):
+        rows.number(_label(held_out[index], field, index))
     return TextRows(training, evaluation, convert=rows, shuffle=config.data.shuffle), [str(name) for name in names]
 
 

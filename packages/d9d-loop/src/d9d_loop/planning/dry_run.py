@@ -16,12 +16,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
@@ -270,7 +270,7 @@ def fake_ranks(rank: int, world_size: int) -> Generator[None]:
             "got a process that already has a process group; expected none, since a rehearsal starts a fake one. Plan "
             "the job before it starts, or in another process."
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

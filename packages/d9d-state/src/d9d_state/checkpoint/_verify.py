@@ -13,8 +13,7 @@ from d9d_state._digests import PartRecord
 from d9d_state._member import AnyPath, MemberReader, open_reader
 from d9d_state.checkpoint.manifest import Manifest
 
-_BLOCK = 1 << 18  # bytes that are read and hashed; they fit into the cache of a processor core
-_AHEAD = 1 << 23  # bytes that the system reads ahead of the hashing
+_BLOCK = 1 << 18  # bytes that are read and hashed at once; they stay in the cache of a processor core
 _MAX_THREADS = 8
 
 
@@ -94,11 +93,7 @@ def _digest(reader: MemberReader, part: FilePart) -> str:
     digest = hashlib.sha256()
     block = memoryview(bytearray(min(_BLOCK, part.record.size)))
     position, left = part.start, part.record.size
-    prefetched = position
     while left:
-        if prefetched - position < min(_AHEAD // 2, left):
-            reader.prefetch(prefetched, min(_AHEAD, part.start + part.record.size - prefetched))
-            prefetched = min(prefetched + _AHEAD, part.start + part.record.size)
         count = reader.read_into(block[: min(left, len(block))], position)
         if count == 0:
             break
