@@ -7,11 +7,14 @@ import gc
 import importlib
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import suppress
 from itertools import count
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -73,6 +76,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.all |= config.option.lane is not None
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Progress(config))
+        _set_temporary_folder()
+
+
+def _set_temporary_folder() -> None:
+    """Create the temporary files of tests in one folder, which is deleted at exit.
+
+    torchrun never deletes its folder, and a rank that is killed cannot. `tmp_path` stays where pytest creates it.
+    """
+    if "PYTEST_DEBUG_TEMPROOT" in os.environ:  # a test runs pytest
+        return
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="d9d-tests-")
+    # After the finalizer of multiprocessing's own folder, whose priority is -100.
+    util.Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -68,7 +68,11 @@ def post_training() -> Figure:
     dpo.plot(steps, [each["accuracy"] for each in held_out], color=COLORS[2], label="share of pairs above 0")
     dpo.set(title="dpo.py, held-out functions", xlabel="step")
     dpo.legend(frameon=False, fontsize=8)
-    grpo.plot([100 * each for each in recorded["grpo"]["curve"]], color=COLORS[3])
+    curves = {"one process": ("curve", "-", 1.5), "2 pipeline x 2 data ranks": ("curve_of_four_ranks", ":", 3.0)}
+    for index, (label, (key, style, width)) in enumerate(curves.items()):
+        values = [100 * each for each in recorded["grpo"][key]]
+        grpo.plot(values, color=COLORS[3 - 3 * index], linestyle=style, linewidth=width, label=label)
+    grpo.legend(frameon=False, fontsize=8)
     grpo.set(title="grpo.py", xlabel="step", ylabel="correct answers, %", ylim=(0, 100))
     return figure
 

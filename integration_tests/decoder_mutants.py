@@ -216,7 +216,7 @@ def a_zero_centred_weight_is_taken_plainly() -> AbstractContextManager[object]:
     return mock.patch.object(RMSNorm, "forward", plain)
 
 
-@caught_by("sinks,tp=2")
+@caught_by("sinks,tp=2", is_nightly=True)
 @contextmanager
 def every_rank_has_the_sinks_of_the_first_heads() -> Generator[None]:
     def first(self: AttentionSinks) -> Tensor:
@@ -250,7 +250,7 @@ def chunks_start_with_an_empty_state() -> AbstractContextManager[object]:
     return mock.patch.object(DeltaContext, "state_before", empty)
 
 
-@caught_by("delta,cp_shard=2")
+@caught_by("delta,cp_shard=2", is_nightly=True)
 def convolutions_start_anew_in_each_chunk() -> AbstractContextManager[object]:
     real = DeltaContext.extended
 

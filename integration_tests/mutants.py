@@ -64,7 +64,8 @@ class Mutant:
         bug: Context manager that applies the bug.
         cell: Name of a cell of the oracle, or of a similar one.
         num_steps: Number of optimizer steps until the bug has an effect.
-        is_nightly: True if the mutant and its cell run only with `--all`, in the lane `oracle` of `.ci/nightly`.
+        is_nightly: True if the mutant runs only with `--all`, in the lane `oracle` of `.ci/nightly`. So does its cell,
+            unless another mutant of the default run has the same cell.
     """
 
     name: str
@@ -151,7 +152,7 @@ def replicas_are_not_reduced() -> AbstractContextManager[object]:
     return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=lambda *args, **kwargs: _Done())
 
 
-@caught_by("plain,dp_replicate=2")
+@caught_by("plain,dp_replicate=2", is_nightly=True)
 def replicas_are_reduced_twice() -> AbstractContextManager[object]:
     def twice(tensor: Tensor, **kwargs: Any) -> Any:
         dist.all_reduce(tensor, group=kwargs["group"])
@@ -160,7 +161,7 @@ def replicas_are_reduced_twice() -> AbstractContextManager[object]:
     return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=twice)
 
 
-@caught_by("plain,dp_replicate=2")
+@caught_by("plain,dp_replicate=2", is_nightly=True)
 def replicas_are_averaged() -> AbstractContextManager[object]:
     def mean(tensor: Tensor, **kwargs: Any) -> Any:
         return dist.all_reduce(tensor.div_(dist.get_world_size(kwargs["group"])), **kwargs)
@@ -249,7 +250,7 @@ def _norm_over(change: Callable[[DeviceMesh, tuple[Any, ...]], tuple[Any, ...]])
     )
 
 
-@caught_by("dense,dp_shard=2")
+@caught_by("dense,dp_shard=2", is_nightly=True)
 def the_norm_forgets_that_parameters_are_sharded() -> AbstractContextManager[object]:
     return _norm_over(lambda mesh, placements: (Replicate(),) * len(placements))
 
@@ -259,12 +260,12 @@ def the_norm_forgets_the_tensor_parallel_axis() -> AbstractContextManager[object
     return _norm_over(lambda mesh, placements: (*placements[:-1], Replicate()))
 
 
-@caught_by("dense,dp_replicate=2,dp_shard=2")
+@caught_by("dense,dp_replicate=2,dp_shard=2", is_nightly=True)
 def the_norm_counts_replicas() -> AbstractContextManager[object]:
     return _norm_over(lambda mesh, placements: (Shard(0),) * len(placements))
 
 
-@caught_by("dense,dp_shard=2")
+@caught_by("dense,dp_shard=2", is_nightly=True)
 def gradients_are_clipped_by_the_norm_of_a_shard() -> AbstractContextManager[object]:
     return collectives_replaced(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
 
@@ -277,7 +278,7 @@ def a_sequence_parallel_norm_is_not_reduced() -> AbstractContextManager[object]:
     return mock.patch.object(SequenceParallel, "has_partial_gradients", False)
 
 
-@caught_by("dense,tp=2")
+@caught_by("dense,tp=2", is_nightly=True)
 def a_norm_over_heads_is_not_reduced() -> AbstractContextManager[object]:
     return mock.patch.object(TensorRegion, "has_partial_gradients", False)
 
@@ -287,7 +288,7 @@ def parts_of_an_inputs_gradient_are_not_summed() -> AbstractContextManager[objec
     return mock.patch.object(d9d_dist.tensor_styles, "copy_to_axis", lambda x, mesh: x)
 
 
-@caught_by("plain,tp=2")
+@caught_by("plain,tp=2", is_nightly=True)
 def an_output_and_its_gradient_are_both_summed() -> AbstractContextManager[object]:
     real = d9d_dist.tensor_styles.copy_to_axis
     return mock.patch.object(
@@ -295,12 +296,12 @@ def an_output_and_its_gradient_are_both_summed() -> AbstractContextManager[objec
     )
 
 
-@caught_by("plain,tp=2")
+@caught_by("plain,tp=2", is_nightly=True)
 def a_row_parallel_output_is_not_summed() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_dist.tensor_styles, "reduce_from_axis", lambda x, mesh: x)
 
 
-@caught_by("dense,tp=2")
+@caught_by("dense,tp=2", is_nightly=True)
 def gathered_tokens_give_each_rank_its_own_gradient_only() -> AbstractContextManager[object]:
     def equal(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
         return gather_from_axis(x, mesh, dim=dim, gradient="equal")
@@ -316,7 +317,7 @@ def gathered_logits_count_their_gradient_on_every_rank() -> AbstractContextManag
     return mock.patch.object(d9d_dist.tensor_styles, "gather_from_axis", partial)
 
 
-@caught_by("plain,tp=2")
+@caught_by("plain,tp=2", is_nightly=True)
 def every_rank_adds_the_bias() -> AbstractContextManager[object]:
     def forward(self: RowParallel, module: nn.Module, mesh: Any, inner: Any, *args: Any) -> Tensor:
         return d9d_dist.tensor_styles._redistribute_output(inner(*args), self.output, mesh)
@@ -324,7 +325,7 @@ def every_rank_adds_the_bias() -> AbstractContextManager[object]:
     return mock.patch.object(RowParallel, "forward", forward)
 
 
-@caught_by("dense,tp=2")
+@caught_by("dense,tp=2", is_nightly=True)
 def foreign_tokens_are_embedded_too() -> AbstractContextManager[object]:
     real = d9d_dist.vocab_parallel._local_ids
 
@@ -419,7 +420,7 @@ def the_norm_is_that_of_the_own_stages() -> AbstractContextManager[object]:
     return collectives_replaced(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
 
 
-@caught_by("dense,pp=2")
+@caught_by("dense,pp=2", is_nightly=True)
 def only_the_last_stage_knows_the_weight() -> AbstractContextManager[object]:
     real = DistributedContext.group_for
 
@@ -478,7 +479,7 @@ def positions_count_from_zero_on_every_rank() -> AbstractContextManager[object]:
     return mock.patch.object(ContextSplit, "positions", local)
 
 
-@caught_by("dense,cp_shard=2")
+@caught_by("dense,cp_shard=2", is_nightly=True)
 def the_load_balance_is_not_undone() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_dist.context_parallel.all_gather, "to_natural_order", lambda x, num_ranks, dim: x)
 
@@ -488,7 +489,7 @@ def exchanged_heads_keep_the_order_of_ranks() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_dist.context_parallel.all_to_all, "to_natural_order", lambda x, num_ranks, dim: x)
 
 
-@caught_by("dense,cp_shard=2")
+@caught_by("dense,cp_shard=2", is_nightly=True)
 def keys_get_the_gradient_of_their_own_rank_only() -> AbstractContextManager[object]:
     def equal(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
         return gather_from_axis(x, mesh, dim=dim, gradient="equal")
@@ -501,7 +502,7 @@ def a_ring_leaves_out_what_others_hold() -> AbstractContextManager[object]:
     return mock.patch.object(MergedBlocks, "add", return_value=None)
 
 
-@caught_by("dense,cp_shard=2,method=ring")
+@caught_by("dense,cp_shard=2,method=ring", is_nightly=True)
 def a_ring_keeps_the_gradients_of_foreign_keys() -> AbstractContextManager[object]:
     real = d9d_dist.context_parallel.ring._send_to_next
 
@@ -533,7 +534,7 @@ def a_rank_takes_consecutive_tokens() -> AbstractContextManager[object]:
 # --- initial values
 
 
-@caught_by("dense,dp_shard=2")
+@caught_by("dense,dp_shard=2", is_nightly=True)
 def initial_values_follow_the_shard() -> AbstractContextManager[object]:
     def from_zero(tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         yield from indexed_blocks(local_tensor(tensor), name)

@@ -27,6 +27,7 @@ def _finetune(runs: Path, name: str, pretrained: Path, more: dict[str, Any], wor
     return ended[0].summary
 
 
+@pytest.mark.full
 def test_ranks_agree_and_peft_and_transformers_read_the_result(tmp_path: Path, pretrained: Path) -> None:
     import peft
     import transformers

@@ -47,7 +47,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sample("tensor and context")
+@pytest.mark.full
 def test_a_layout_has_the_curve_export_and_text_of_one_process(
     tmp_path: Path, layout: str, one_process: tuple[Path, str]
 ) -> None:

@@ -45,7 +45,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", KINDS)
-@pytest.mark.sample("1f1b-2", "zbv-2")
+@pytest.mark.sample("1f1b-2")
 def test_every_schedule_has_the_curve_export_and_text_of_one_process(
     tmp_path: Path, num_ranks: int, schedule: str, one_process: tuple[Path, str]
 ) -> None:

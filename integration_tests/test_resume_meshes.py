@@ -59,7 +59,7 @@ LAYOUTS = (
     "pp=2,ep=2,dp_shard=2,microbatch=1",
 )
 PAIRS = [(source, LAYOUTS[(index + by) % len(LAYOUTS)]) for by in (5, 1) for index, source in enumerate(LAYOUTS)]
-SAMPLE = ("", "cp_shard=2", "tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1", "dp_replicate=2,microbatch=1")
+SAMPLE = ("", "cp_shard=2", "tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
 """Layouts of the default run, each resumed once in the next."""
 LOST = "lost"
 """Name of runs that save every step in the memory of two hosts, and are interrupted in their last step."""

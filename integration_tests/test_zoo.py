@@ -29,23 +29,17 @@ LAYOUTS = (
 
 SAMPLE = (
     "lstm, time first",
-    "attention with other sizes",
     "embedding with padding",
     "batch norm, cumulative",
     "frozen layers",
-    "weight norm, old, alone",
     "spectral norm",
-    "orthogonal",
     "own parameters",
     "tied weights",
-    "lists and dicts",
     "gradient of gradients",
     "mixed dtypes",
     "complex",
     "Python's and NumPy's random numbers",
-    "embedding by frequency",
     "embedding with a largest norm",
-    "embedding bag by frequency",
 )
 
 LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")
@@ -73,6 +67,17 @@ REFUSED_UNUSUAL = {
     "weight is a property": "expected nn.Module as the first base class",
     "weight captured by a function": "project holds layer.weight",
     "attribute shares memory": "table holds embed.weight",
+    "teacher from the second step": _WRITES,
+    "normalized in the third step": _WRITES,
+    "averaged model": _WRITES,
+    "target network": "forward calls state_dict() of a Linear",
+    "own state dict": "forward calls state_dict() of a Linear",
+    "sparse rows": "the gradient of table is sparse",
+    "frozen in the second step": _WRITES,
+    "parameter made in forward": "the first step made, replaced or deleted the parameters gain",
+    "layer replaced in forward": "replace",  # of one process, and of several
+    "queue in an attribute": "codes: the values differ between ranks",
+    "moving average in a number": "mean: the values differ between ranks",
 }
 """Modules of `UNUSUAL`, `RESEARCH` and `STATEFUL` that are refused, with the error; two of them on one rank, too."""
 

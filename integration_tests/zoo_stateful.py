@@ -189,9 +189,9 @@ def _complex(self: Any, input: Tensor) -> Any:  # noqa: A002
 def _complex_parts() -> dict[str, Any]:
     mix = torch.eye(4) + 0.1 * torch.randn(4, 4)
     return {
-        "weight": nn.Parameter(torch.randn(8, 4, dtype=torch.complex128)),
-        "bias": nn.Parameter(torch.randn(4, dtype=torch.complex128)),
-        "mix": nn.Parameter(mix.to(torch.complex128)),
+        "weight": nn.Parameter(torch.randn(8, 4, dtype=torch.complex64)),
+        "bias": nn.Parameter(torch.randn(4, dtype=torch.complex64)),
+        "mix": nn.Parameter(mix.to(torch.complex64)),
     }
 
 
@@ -328,9 +328,7 @@ STATEFUL: dict[str, Entry] = {
     "queue in an attribute": Entry(_Queue, features(8)),
     "moving average in a number": Entry(_Mean, features(8)),
     "last scores": Entry(_of(_last_scores, _two), features(8)),
-    "complex products": Entry(
-        _of(_complex, _complex_parts), lambda: {"input": torch.randn(12, 8, dtype=torch.float64)}, keep_dtype=True
-    ),
+    "complex products": Entry(_of(_complex, _complex_parts), features(8), keep_dtype=True),
     "recomputed batch norm": Entry(
         _of(
             _recomputed_norm,

@@ -112,7 +112,11 @@ class ElasticJob:
         child = os.fork()
         if child == 0:
             enter(self._hosts.init_process(host))
-            environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            environment = {
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as d9d-torchrun does
+            }
             be_rank(_agent, (self._name, self._settings), Place(self._folder, host), environment)
         self._agents[host] = child
 
@@ -206,6 +210,7 @@ def _life(folder: str, name: str, settings: Settings) -> None:
     rank, shared = int(os.environ["RANK"]), Path(folder)
     is_warm = "d9d_loop.job.training" in sys.modules
     _replace(shared / f"rank-{rank}", json.dumps([socket.gethostname(), os.getpid(), is_warm]))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has the handler of its agent
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
     where = parse_layout(settings.layout)

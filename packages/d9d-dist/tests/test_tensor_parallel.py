@@ -150,12 +150,18 @@ def _train(plan: Mapping[str, TensorStyle] | None, degrees: dict[str, int], opti
         return logits if dp.size() == 1 else None, full_gradients(model), placements
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"checkpointed": True}], ids=str)
+_ON_FOUR = {"tensor_parallel": 2, "data_parallel_shard": 2}
+
+
 @pytest.mark.parametrize(
-    "degrees",
+    ("degrees", "options"),
     [
-        {"tensor_parallel": 2},
-        pytest.param({"tensor_parallel": 2, "data_parallel_shard": 2}, marks=pytest.mark.world_size(4)),
+        ({"tensor_parallel": 2}, {}),
+        ({"tensor_parallel": 2}, {"tied": True}),
+        ({"tensor_parallel": 2}, {"checkpointed": True}),
+        pytest.param(_ON_FOUR, {}, marks=pytest.mark.world_size(4)),
+        pytest.param(_ON_FOUR, {"tied": True}, marks=[pytest.mark.world_size(4), pytest.mark.full]),
+        pytest.param(_ON_FOUR, {"checkpointed": True}, marks=[pytest.mark.world_size(4), pytest.mark.full]),
     ],
     ids=str,
 )

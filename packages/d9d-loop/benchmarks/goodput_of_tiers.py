@@ -11,8 +11,8 @@ survive it, after detection, restart and the load. Goodput is the share of the t
 Failure rates are published: a mean time to failure of 7.9 h at 1,024 devices and 1.8 h at 16,384 (Kokolis et al. 2024,
 https://arxiv.org/abs/2410.21680); 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3, 2024,
 https://arxiv.org/abs/2407.21783). The rate per device at 100,000 devices is that at 16,384. `check` compares the
-simulation of one tier with the formula of the planner. `--measured` takes the times from a fault to the next step, and
-the steps lost, from the output of `integration_tests/hosts/fault_campaign.py`.
+simulation of one tier with the formula of the planner. `--measured` takes the times from a fault
+to the next step from the output of `integration_tests/hosts/fault_campaign.py`, whose jobs are small.
 """
 
 import argparse

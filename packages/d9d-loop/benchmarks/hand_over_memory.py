@@ -38,7 +38,7 @@ DENSE = Qwen3Params(
     intermediate_size=4096,
     tie_word_embeddings=True,
 )
-SPARSE = Qwen3MoeParams.like(replace(DENSE, vocab_size=1024), num_experts=16, top_k=2, expert_intermediate_size=512)
+SPARSE = Qwen3MoeParams.like(replace(DENSE, vocab_size=1024), num_experts=16, top_k=2, expert_intermediate_size=1024)
 
 
 class Decoder(ModelProvider):

@@ -10,7 +10,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from d9d_loop import warm_rank
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 from d9d_loop.torchrun import main
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
 
 
 def _exit_code(error: Exception) -> object:
@@ -43,6 +51,8 @@ def test_a_job_that_succeeds_exits_with_0() -> None:
         ["--warm"],
     )
     assert (options.start_method, options.run_path) == ("spawn", False)
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # nodes that replace others need it
+    assert os.environ[QUIET_TORCHRUN] == "1"  # for the messages of the ranks
 
 
 def test_warm_ranks_are_forked_from_a_process_with_their_imports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ SHAPES = [(4, 1, 16, 4), (0, 2, 5, 0), (3, 4, 2100, 12), (5, 3, 7, 9), (4, 2, 5,
 """Cases: number of tokens, slots per token, row size, number of slots that are not empty."""
 
 
+@pytest.mark.full
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")

@@ -80,16 +80,30 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
 
     The factor is, for example, 1 / global weight of the batch. A 0-dim tensor causes no host-device synchronization.
     """
+    parameters = list(parameters)
     gradients = [local_tensor(gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return
+    dtypes = {gradient.dtype for gradient in gradients}
+    if any(dtype.is_complex for dtype in dtypes):
+        gradients = _without_conjugate_views(parameters)
     # A factor of the gradients' dtype uses the fused kernel; below float32 it would be inexact.
-    dtype = reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
+    dtype = reduce(torch.promote_types, {dtype.to_real() for dtype in dtypes}, torch.float32)
     if isinstance(factor, torch.Tensor):
         factor = factor.to(dtype)
     else:  # the CPU kernel would round a Python number to the dtype of 16-bit gradients
         factor = torch.full((), factor, dtype=dtype, device=gradients[0].device)
     torch._foreach_mul_(gradients, factor)
+
+
+def _without_conjugate_views(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Replace gradients that are lazily conjugated views, which fused kernels refuse; return the local gradients."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.resolve_conj()
+            gradients.append(local_tensor(parameter.grad))
+    return gradients
 
 
 def clip_grad_norm_(

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from d9d_dist.errors import UserError
 from d9d_dist.late_init import canonical_name
@@ -85,18 +86,22 @@ def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
     before the hooks that were registered earlier.
     """
     before: dict[str, tuple[torch.Tensor, tuple[int, int, bool], torch.Tensor | None]] = {}
+    refusals: list[RemovableHandle] = []
 
     def note(_module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # Traced tensors have no version counters.
+        refusals.extend(_refuse_state_dict(module))
         for name, each in _gathered(module):
+            if each.requires_grad:
+                refuse_sparse_gradient(name, each)
             has_values = not (each.is_meta or isinstance(each, FakeTensor))
             before[name] = each, _state(each), _checksum(each) if has_values else None
 
     def compare(_module: nn.Module, _args: Any, _output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for handle in handles:
+        for handle in (*handles, *refusals):
             handle.remove()
         now = dict(_gathered(module))
         # Replicated parameters, which their module's own hooks swap for DTensors again, are not compared.
@@ -121,6 +126,32 @@ def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
         module.register_forward_pre_hook(note),
         module.register_forward_hook(compare, prepend=prepend),
     ]
+
+
+def _refuse_state_dict(module: nn.Module) -> list[RemovableHandle]:
+    """Make calls of `state_dict` on a module and its submodules raise `UserError`; return the hooks."""
+
+    def refuse(owner: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        raise UserError(
+            f"forward calls state_dict() of a {type(owner).__name__}, whose parameters are sharded; expected no such "
+            "call, because it would return shards. Use dict(module.named_parameters())."
+        )
+
+    return [each.register_state_dict_pre_hook(refuse) for each in module.modules()]
+
+
+def refuse_sparse_gradient(name: str, parameter: torch.Tensor) -> None:
+    """Make the next backward raise `UserError` if the gradient of a parameter is sparse."""
+
+    def check(gradient: torch.Tensor) -> None:
+        handle.remove()
+        if gradient.layout != torch.strided:
+            raise UserError(
+                f"the gradient of {canonical_name(name)} is sparse; expected a dense one, which norms, reductions and "
+                "optimizers need. Set sparse=False in the call that reads the rows."
+            )
+
+    handle = parameter.register_hook(check)
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -149,9 +180,9 @@ class _Writes(TorchDispatchMode):
 def _raise_if_any(names: Iterable[str]) -> None:
     if found := [*map(canonical_name, names)]:
         raise UserError(
-            f"forward replaces or writes to {', '.join(found)}, for example by .to(dtype) or under no_grad; "
-            "expected only reads, because each forward gathers the sharded parameters again. Set the parameters' "
-            "dtype in build, or compute a new tensor from them."
+            f"forward replaces or writes to {', '.join(found)}, for example by .to(dtype), requires_grad_ or "
+            "under no_grad; expected only reads, because each forward gathers the sharded parameters again. Set the "
+            "parameters' dtype and requires_grad in build, or compute a new tensor from them."
         )
 
 

@@ -1,4 +1,5 @@
 import contextlib
+import importlib.util
 import os
 import re
 import sys
@@ -63,6 +64,21 @@ def test_ranks_are_forked_with_the_packages_of_the_caller(monkeypatch: pytest.Mo
     found = _imported_modules()
     assert {"d9d_dist", "d9d_dist.testing", "d9d_other", "d9d_other.part", "hypothesis"} <= set(found)
     assert not {"d9d_other._kernel", "d9dish", "d9d_dist.testing._worker"} & set(found)
+
+
+def test_a_rank_loads_a_module_that_it_cannot_import_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late.py").write_text("import os\n\ndef where():\n    return os.getpid(), __name__, __file__\n")
+    spec = importlib.util.spec_from_file_location("not_a_package.late", tmp_path / "late.py")
+    assert spec is not None
+    assert spec.loader is not None
+    late = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    spec.loader.exec_module(late)
+    [(process, name, file)] = run_ranks(late.where, world_size=1)
+    assert process != os.getpid()
+    assert (name, file) == ("not_a_package.late", str(tmp_path / "late.py"))
 
 
 def _fail_on_rank_1() -> None:

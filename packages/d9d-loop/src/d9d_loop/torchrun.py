@@ -1,8 +1,9 @@
 """Command `d9d-torchrun`: torchrun, with an exit code that schedulers can act on, and fast restarts.
 
 torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
-a scheduler distinguishes a user error (2) from a hang (124). With `--warm`, ranks are forked from a process of the node
-that has imported their modules, so a restart imports nothing. Other arguments and behavior are those of torchrun.
+a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. With `--warm`,
+ranks are forked from a process of the node that has imported their modules, so a restart imports nothing. Other
+arguments and behavior are those of torchrun.
 """
 
 import json
@@ -17,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from d9d_loop import warm_rank
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: If a rank failed, with its exit code, or 128 plus the number of the signal that killed it. If this
             process received a signal, with 128 plus its number.
     """
+    os.environ[QUIET_TORCHRUN] = "1"
     parser = run.get_args_parser()
     parser.add_argument(
         "--warm",
@@ -34,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "and a node that waits as a spare has imported them already.",
     )
     options = parser.parse_args(arguments)
+    # With the shared store, a node keeps the address of the ranks' store over restarts, and a node that replaces
+    # another one would wait for it in vain. Without it, the nodes exchange the address in each restart.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.warm:
         _warm_up(options, parser)
     try:

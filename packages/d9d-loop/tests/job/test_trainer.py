@@ -708,6 +708,7 @@ def own_signals() -> Iterator[None]:
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("every", [100, 3, 1])
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.sample("False-100", "True-1", "True-3")
 def test_a_signal_saves_and_leaves(tmp_path: Path, every: int, background: bool) -> None:
     checkpoint = {"every": every, "background": background}
     trainer = _trainer(tmp_path, steps=6, checkpoint=checkpoint)

@@ -384,7 +384,8 @@ def test_starter_files_are_listed(tmp_path: Path) -> None:
     assert [line.split()[2] for line in found.stdout.splitlines()] == list(STARTERS)
 
 
-@pytest.mark.parametrize("job", ["sft", *(pytest.param(job, marks=pytest.mark.full) for job in JOBS if job != "sft")])
+@pytest.mark.full
+@pytest.mark.parametrize("job", JOBS)
 def test_a_resumed_job_ends_like_an_uninterrupted_one(job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter
@@ -507,6 +508,13 @@ def test_a_class_is_a_text_or_an_integer(folder: Path, tmp_path: Path) -> None:
     _write(tmp_path / "lists.jsonl", [{"text": "a", "label": [1, 2]}])
     with pytest.raises(UserError, match=r"sample 0 of dataset\.files has label = \[1, 2\]; expected a class"):
         text_trainer(_config(folder, tmp_path, "classify", dataset={"files": [tmp_path / "lists.jsonl"]}))
+
+
+def test_a_class_that_only_the_evaluation_has_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "other.jsonl", [{"text": "a", "label": "ugly"}])
+    data = {"files": [folder / FILES["classify"]], "evaluation_files": [tmp_path / "other.jsonl"]}
+    with pytest.raises(UserError, match=r"the label 'ugly' is not among the training labels; .*dataset\.files"):
+        text_trainer(_config(folder, tmp_path, "classify", dataset=data))
 
 
 def test_numbers_of_the_command_line_are_entries_of_the_model(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ RULES = [IndexRule(0, SIZE, SIZE), IndexRule(2**40, SIZE, 2**41), IndexRule(12, 
 NUMBERS = AdamWNumbers(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, step=3)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")

@@ -63,6 +63,7 @@ def test_an_error_of_a_rank_is_named_on_the_others(fault: str, sections: dict[st
     assert re.search(f"Rank 1 failed before this rank: {expected}", ended[0].errors), ended[0].errors
 
 
+@pytest.mark.full
 def test_a_handler_is_named() -> None:
     ended = _run("event handler raises", 0)
     assert re.search("raised by the handler _Fault.on_step of StepDone", ended[0].errors)
@@ -77,6 +78,7 @@ def test_a_full_disk_ends_all_ranks_and_names_the_rank() -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.sample("1")
 def test_a_rank_that_is_killed_is_named(culprit: int) -> None:
     ended = _run("is killed", culprit)
     assert ended[culprit].code == -9

@@ -16,6 +16,7 @@ def _reports(ended: list[Rank], culprit: int) -> list[str]:
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.sample("2")
 def test_a_rank_in_an_endless_loop_is_named_with_its_line(culprit: int) -> None:
     ended = run_forked(watched, "sleeps", culprit, world_size=3)
     waiting = ", ".join(str(rank) for rank in range(3) if rank != culprit)

@@ -11,6 +11,7 @@ from stopping_loops import saves_for_ever, stops
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import ExitCode, StopConfig, Stopped, StopSignals, stop_signals
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 
 
 def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: DistributedContext) -> None:
@@ -78,7 +79,11 @@ def test_ctrl_c_saves_and_has_the_exit_code_of_an_interrupt() -> None:
 
 def test_the_message_announces_the_traceback_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert str(Stopped(signal.SIGINT, step=7)).endswith("torchrun ends with exit code 1 and a traceback of its own.")
+    monkeypatch.delenv(QUIET_TORCHRUN, raising=False)
+    stopped = Stopped(signal.SIGINT, step=7)
+    assert str(stopped).endswith("torchrun ends with exit code 1 and a traceback of its own; d9d-torchrun prints none.")
+    monkeypatch.setenv(QUIET_TORCHRUN, "1")
+    assert str(stopped).endswith("The same command resumes the job.")
 
 
 def _fail_and_get_signals(_: None) -> tuple[int, int]:

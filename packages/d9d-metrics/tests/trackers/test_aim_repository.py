@@ -90,6 +90,7 @@ def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) 
     run.close()
 
 
+@pytest.mark.full
 def test_runs_of_a_folder_share_a_repository_and_have_names(tmp_path: Path) -> None:
     from aim.storage.context import Context
 

@@ -12,6 +12,7 @@ from d9d_state import CheckpointStore
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.sample("background")
 def test_newest_is_the_previous_or_the_new_checkpoint(
     tmp_path: Path, background: bool, run_killed: Callable[..., bool], points: Callable[..., Sequence[int]]
 ) -> None:

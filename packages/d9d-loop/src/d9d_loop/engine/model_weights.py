@@ -43,6 +43,7 @@ class ModelWeights:
         version = self._version()
         for each in weights:
             yield each
+            del each  # it may be a view that keeps its group in memory while the next one is gathered
             if self._version() != version:
                 raise UserError(
                     "the weights changed before weights() was consumed, so some would be of another step; expected no "

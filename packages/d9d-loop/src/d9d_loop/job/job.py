@@ -230,9 +230,9 @@ def run_job(job: Job) -> TrainResult | Stopped:
             engine.set_learning_rates(plan.lr_schedule(record.step))
             result = engine.step()
             record.step = engine.num_steps
+            first_steps.check()
             if record.step == ready.step + 1:
                 _end_startup(job, result)
-            first_steps.check()
             is_saved = plan.is_saved_after(record.step) or plan.is_saved_locally_after(record.step)
             if apply_decisions(job, batches, before, settle=is_saved):
                 continue  # rolled back to a checkpoint

@@ -190,7 +190,7 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
 def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
     """Return the labelled texts of a job, and the names of its classes in the order of their numbers.
 
-    Numeric labels keep their order; others are sorted. All training labels are read once.
+    Numeric labels keep their order; others are sorted. All labels are read once.
     """
     training, evaluation = samples_of(config)
     field = config.dataset.label_field
@@ -203,6 +203,9 @@ def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
     check_size(training, config)
     numbers = {name: number for number, name in enumerate(names)}
     rows = _LabelledRow(text_tokenizer(config), numbers, config)
+    held_out: Samples = [] if evaluation is None else evaluation
+    for index in range(len(held_out)):
+        rows.number(_label(held_out[index], field, index))
     return TextRows(training, evaluation, convert=rows, shuffle=config.data.shuffle), [str(name) for name in names]
 
 
@@ -344,11 +347,18 @@ class _LabelledRow:
         self._tokenizer, self._numbers, self._data = tokenizer, numbers, config.dataset
 
     def __call__(self, sample: Any) -> dict[str, Tensor]:
-        label = sample[self._data.label_field]
-        if label not in self._numbers:
-            raise UserError(f"the label {label!r} is not among the training labels; expected one of those classes.")
+        number = self.number(sample[self._data.label_field])
         tokens = self._tokenizer(sample[self._data.text_field])
         if len(tokens) > self._data.length and self._data.too_long == "refuse":
             raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {self._data.length}.")
         ids = torch.tensor(tokens[: self._data.length] or [0])
-        return {"input_ids": ids, "labels": torch.tensor(self._numbers[label])}
+        return {"input_ids": ids, "labels": torch.tensor(number)}
+
+    def number(self, label: Any) -> int:
+        """Return the number of a class."""
+        if label not in self._numbers:
+            raise UserError(
+                f"the label {label!r} is not among the training labels; expected one of those classes. Add samples "
+                "of it to dataset.files, or remove it from the evaluation."
+            )
+        return self._numbers[label]

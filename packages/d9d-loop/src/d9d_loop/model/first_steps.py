@@ -12,9 +12,17 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, UserError, canonical_name, digest_values, gather_json
+from d9d_dist import (
+    DistributedContext,
+    UserError,
+    canonical_name,
+    digest_values,
+    gather_json,
+    refuse_sparse_gradient,
+)
 from d9d_loop.model.model_check import check_same_parameters
 
 _OWN = frozenset(vars(nn.Module()))
@@ -25,6 +33,8 @@ _OWN = frozenset(vars(nn.Module()))
 class FirstSteps:
     """Checks after the first and the second step. Numbers and tensors are found in lists, tuples and dicts, too.
 
+    A backward that gives a plain parameter a sparse gradient raises `UserError`.
+
     Args:
         model: Model of the job, before the first step.
         ctx: Distributed context. On one rank, attributes are not compared.
@@ -33,6 +43,9 @@ class FirstSteps:
     def __init__(self, model: nn.Module, ctx: DistributedContext) -> None:
         self._model, self._ctx, self._num_steps = model, ctx, 0
         self._parameters = dict(model.named_parameters())
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                refuse_sparse_gradient(name, parameter)
         self._before = _digests(model) if ctx.world_size > 1 else {}
         self._watched: list[_Reads] = []
 

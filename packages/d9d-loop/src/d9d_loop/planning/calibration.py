@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,52 +32,63 @@ def calibrate(path: Path) -> Path:
     if path.exists():
         raise UserError(f"{path} exists; expected a new file. Choose another name, or delete it.")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    comment = f"# Measured by d9d-plan --calibrate with torch {torch.__version__}; the network is not measured."
+    path.write_text(f"{comment}\n{_toml(_measured(device))}\n")
+    return path
+
+
+def _measured(device: torch.device) -> dict[str, Any]:
+    """Return the values of a description of this machine, by name; those of a section are a dict."""
     is_cpu = device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16
-    sizes = (256, 512, 1024) if is_cpu else (2048, 4096, 8192)
-    rates = [_matmul_rate(size, dtype, device) for size in sizes]
-    bandwidth = _bandwidth(2**25 if is_cpu else 2**30, device)
+    peak = max(_matmul_rate(size, dtype, device) for size in ((256, 512, 1024) if is_cpu else (2048, 4096, 8192)))
     attention = _attention_rate(dtype, device, length=512 if is_cpu else 8192)
     host = _launch_seconds(device)
-    peak = max(rates)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = "CPU" if is_cpu else torch.get_device_module(device).get_device_name(device)
-    if not is_cpu:
-        memory = torch.get_device_module(device).mem_get_info(device)[1]
-    num_devices = 2 if is_cpu else torch.accelerator.device_count()
-    values = {
-        "links": links_of(device.type, num_devices) if num_devices > 1 else (4.5e11, 2e-6),
-        "network": (1e9, 5e-5) if is_cpu else (5e10, 5e-6),
+    if is_cpu:
+        name, num_devices, num_multiprocessors = "CPU", 2, 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        module, num_devices = torch.get_device_module(device), torch.accelerator.device_count()
+        name, memory = module.get_device_name(device), module.mem_get_info(device)[1]
+        num_multiprocessors = module.get_device_properties(device).multi_processor_count
+    link = links_of(device.type, num_devices) if num_devices > 1 else (4.5e11, 2e-6)
+    network = (1e9, 5e-5) if is_cpu else (5e10, 5e-6)
+    return {
+        "name": name,
+        "devices_per_node": os.cpu_count() if is_cpu else num_devices,
+        "device": {
+            "memory_bytes": memory,
+            "memory_bandwidth": _bandwidth(2**25 if is_cpu else 2**30, device),
+            "peak_flops.bf16": peak,
+            "num_multiprocessors": num_multiprocessors,
+            "kernel_seconds": host if is_cpu else 2e-6,
+        },
+        "links": {"bandwidth": link[0], "latency": link[1]},
+        "network": {"bandwidth": network[0], "latency": network[1]},
+        "fitted": {
+            "matmul_efficiency": 1.0,
+            "attention_efficiency": min(1.0, attention / peak),
+            "memory_efficiency": 1.0,
+            "host_seconds": host,
+            "link_efficiency": 1.0 if num_devices > 1 else 0.8,
+            "network_efficiency": 0.8,
+        },
     }
-    num = 1 if is_cpu else torch.get_device_module(device).get_device_properties(device).multi_processor_count
-    lines = [
-        f"# Measured by d9d-plan --calibrate with torch {torch.__version__}; the network is not measured.",
-        f'name = "{name}"',
-        f"devices_per_node = {max(1, torch.accelerator.device_count()) if not is_cpu else os.cpu_count()}",
-        "",
-        "[device]",
-        f"memory_bytes = {memory}",
-        f"memory_bandwidth = {bandwidth:.4g}",
-        f"peak_flops = {{ bf16 = {peak:.4g} }}",
-        f"num_multiprocessors = {num}",
-        f"kernel_seconds = {host if is_cpu else 2e-6:.3g}",
-        *(
-            line
-            for tier, (rate, latency) in values.items()
-            for line in ("", f"[{tier}]", f"bandwidth = {rate:.4g}", f"latency = {latency:.3g}")
-        ),
-        "",
-        "[fitted]",
-        "matmul_efficiency = 1.0",
-        f"attention_efficiency = {min(1.0, attention / peak):.3f}",
-        "memory_efficiency = 1.0",
-        f"host_seconds = {host:.3g}",
-        f"link_efficiency = {1.0 if num_devices > 1 else 0.8}",
-        "network_efficiency = 0.8",
-        "",
-    ]
-    path.write_text("\n".join(lines))
-    return path
+
+
+def _toml(values: dict[str, Any]) -> str:
+    """Return values and sections of values as TOML, with four digits of each float."""
+
+    def line(name: str, value: float | str) -> str:
+        return f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {json.dumps(value)}"
+
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{name}]", *(line(key, each) for key, each in value.items())]
+        else:
+            lines.append(line(name, value))
+    return "\n".join(lines)
 
 
 def links_of(device_type: str, num_devices: int) -> tuple[float, float]:

@@ -58,7 +58,7 @@ def _summary(runs: Sequence[RunFolder]) -> str:
     for name in _names(runs):
         cells = [run.curves.get(name) for run in runs]
         shown = "".join(f'<td class="number">{"" if curve is None else _number(curve[-1][1])}</td>' for curve in cells)
-        rows.append(f"<tr><td>{escape(name)}</td>{shown}</tr>")
+        rows.append(f"<tr><td>{_key(name)}</td>{shown}</tr>")
     steps = "".join(
         f'<td class="number">{max((curve[-1][0] for curve in run.curves.values()), default=0)}</td>' for run in runs
     )
@@ -93,7 +93,7 @@ def _differences(settings: Sequence[Mapping[str, Any]], runs: Sequence[RunFolder
     flat = [dict(_flat(each)) for each in settings]
     names = list(dict.fromkeys(name for each in flat for name in each))
     rows = [
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(_text(each.get(name)))}</td>' for each in flat)}</tr>"
+        f"<tr><td>{_key(name)}</td>{''.join(f'<td>{escape(_text(each.get(name)))}</td>' for each in flat)}</tr>"
         for name in names
         if len({_text(each.get(name)) for each in flat}) > 1
     ]
@@ -141,8 +141,13 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(_text(value))}</td></tr>" for name, value in values.items())
+    rows = "".join(f"<tr><td>{_key(name)}</td><td>{escape(_text(value))}</td></tr>" for name, value in values.items())
     return f"<table>{rows}</table>" if rows else ""
+
+
+def _key(name: str) -> str:
+    """Return a name that may break after a dot or an underscore, not within a word."""
+    return escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

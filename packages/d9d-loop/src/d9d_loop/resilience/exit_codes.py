@@ -5,6 +5,9 @@ import signal
 from enum import IntEnum
 from typing import final
 
+QUIET_TORCHRUN = "D9D_TORCHRUN"
+"""Environment variable that `d9d-torchrun` sets for its ranks."""
+
 _IN_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
@@ -51,9 +54,7 @@ class Stopped(SystemExit):
     def __str__(self) -> str:
         by = "Ctrl-C (SIGINT)" if self.by is signal.SIGINT else self.by.name
         saved = f"stopped by {by} after step {self.step}, which is saved. The same command resumes the job."
+        if _IN_TORCHRUN not in os.environ or QUIET_TORCHRUN in os.environ:
+            return saved
         # torchrun raises the signal as an exception once all ranks have ended; ranks cannot prevent it.
-        return (
-            f"{saved} torchrun ends with exit code 1 and a traceback of its own."
-            if _IN_TORCHRUN in os.environ
-            else saved
-        )
+        return f"{saved} torchrun ends with exit code 1 and a traceback of its own; d9d-torchrun prints none."

@@ -63,7 +63,10 @@ class StopConfig(Section):
 
 
 class BadStepConfig(Section):
-    """Configuration of bad steps: a non-finite loss or gradient norm, or a loss far above the recent losses."""
+    """Configuration of bad steps: a non-finite loss or gradient norm, or a loss far above the recent losses.
+
+    Steps of weight 0, whose labels are all masked, are bad too, and always skipped.
+    """
 
     non_finite: BadStepAction = Field(
         default="skip",
