@@ -216,16 +216,22 @@ def stepped(case: Case) -> DeviceLog:
         engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
         loader = stack.enter_context(_build_loader(plan, ctx))
         for _ in range(3):
-            engine.accumulate(next(loader), plan.task.loss)
-            engine.step()
+            _step(engine, next(loader), plan.task.loss)
         if case.mutant is not None:
             case.mutant(engine)
         with device.record() as log:
-            engine.accumulate(next(loader), plan.task.loss)
-            engine.step()
+            _step(engine, next(loader), plan.task.loss)
     log.start_bytes -= other_bytes
     log.peak_bytes -= other_bytes
     return log
+
+
+def _step(engine: Engine, batch: Any, loss: Any) -> None:
+    """Run a step, and poll for bad steps as the job's loop does."""
+    engine.accumulate(batch, loss)
+    engine.step()
+    assert engine.guard is not None
+    assert engine.guard.poll() is None
 
 
 def rehearsed(cases: Mapping[str, Case], *, whole_jobs: bool = False) -> dict[str, DeviceLog]:

@@ -113,6 +113,48 @@ def _train_with(mesh: dict[str, int], shard_replicas: bool, outer: str) -> Any:
     return _train(mesh, shard_replicas=shard_replicas, outer=outer)
 
 
+class TwoProjections(nn.Module):
+    """Experts whose projections share no dim that four ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(2, 8, 3))
+        self.down = nn.Parameter(torch.empty(2, 3, 8))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up)
+        nn.init.normal_(self.down)
+
+    def forward(self, x_ENI: Tensor) -> Tensor:
+        return (x_ENI @ self.up.transpose(1, 2)).sin() @ self.down.transpose(1, 2)
+
+
+def _train_projections() -> tuple[dict[str, Tensor], list[str]]:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        with torch.device("meta"):
+            model = TwoProjections().double()
+        parallelize_experts(model, ctx.mesh_for("expert")["ep_replicate", "ep_shard"])
+        materialize(model, device=ctx.device, seed=0)
+        draws = torch.Generator().manual_seed(ctx.coordinate("expert", "ep_replicate"))
+        model(torch.randn(2, 5, 3, generator=draws, dtype=torch.float64)).square().sum().backward()
+        sync_gradients(model)
+        return full_gradients(model), [
+            repr(each.placements) for each in model.parameters() if isinstance(each, DTensor)
+        ]
+
+
+def test_more_ranks_than_experts_shard_each_parameter_in_its_own_dim() -> None:
+    model = TwoProjections().double()
+    materialize(model.to("meta"), device=torch.device("cpu"), seed=0)
+    for rank in range(4):
+        draws = torch.Generator().manual_seed(rank)
+        model(torch.randn(2, 5, 3, generator=draws, dtype=torch.float64)).square().sum().backward()
+    expected = full_gradients(model)
+    for found, placements in run_ranks(_train_projections, world_size=4):
+        assert_trees_close(found, expected, rtol=1e-12)
+        assert placements == ["(Shard(dim=1),)", "(Shard(dim=2),)"]
+
+
 def _refusals() -> list[str]:
     messages = []
 

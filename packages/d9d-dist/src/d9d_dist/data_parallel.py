@@ -7,7 +7,7 @@ loss is a mean over equally many elements. Here the sum over ranks is divided on
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
@@ -41,7 +41,7 @@ def parallelize_hsdp(
     shard_axis: str,
     precision: Precision | None = None,
     reshard_after_forward: bool = True,
-    shard_dim: int = 0,
+    shard_dim: int | Callable[[nn.Parameter], int] = 0,
 ) -> None:
     """Shard a module's parameters over one axis of a mesh and replicate them over its other axes, in place.
 
@@ -67,7 +67,8 @@ def parallelize_hsdp(
         reshard_after_forward: True to free the gathered parameters after forward and gather them again in backward.
             False to keep them until the step's last backward, which is faster for pipeline stages with several
             microbatches. After a forward without backward, call `module.reshard()`.
-        shard_dim: Dim of all parameters that is sharded. If it is not 0, the number of ranks must divide its size.
+        shard_dim: Dim of all parameters that is sharded, or a function that returns the dim of a parameter. If it is
+            not 0, the number of ranks must divide its size.
 
     Raises:
         UserError: If the mesh lacks the axis. In backward with `create_graph=True`: FSDP frees the tensors that second
@@ -96,7 +97,12 @@ def parallelize_hsdp(
 
 
 def _fully_shard(
-    module: nn.Module, mesh: DeviceMesh, dtypes: Precision, *, reshard_after_forward: bool, shard_dim: int
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtypes: Precision,
+    *,
+    reshard_after_forward: bool,
+    shard_dim: int | Callable[[nn.Parameter], int],
 ) -> None:
     """Apply FSDP, without its division of gradients, and with errors where it would be silently wrong."""
     for parameter in _managed_by_fsdp(module):
@@ -114,7 +120,9 @@ def _fully_shard(
                 param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
             ),
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=(lambda _: Shard(shard_dim)) if shard_dim else None,
+            shard_placement_fn=(lambda each: Shard(shard_dim(each) if callable(shard_dim) else shard_dim))
+            if shard_dim != 0
+            else None,
             ignored_params={
                 *(parameter for apart in modules_apart(module) for parameter in apart.parameters(recurse=False)),
                 *parameters_beside_fsdp(module),

@@ -42,8 +42,8 @@ def parallelize_experts(
     Args:
         module: Module whose parameters all have the experts on dim 0, on `meta` or equal on all ranks.
         mesh: `ctx.mesh_for("expert")["ep_replicate", "ep_shard"]`.
-        shard_replicas: True to shard experts also over `ep_replicate`, if its size divides a dim of all parameters;
-            False to replicate them.
+        shard_replicas: True to shard experts also over `ep_replicate`, each parameter in the first dim whose size the
+            number of ranks divides; they are replicated if a parameter has no such dim. False to replicate them.
         precision: dtypes of computation and reduction.
         reshard_after_forward: See `parallelize_hsdp`.
 
@@ -64,8 +64,8 @@ def parallelize_experts(
     if shard.size() > 1:
         distribute_parameters(module, shard, {}, default=Shard(0))
     owners = [submodule for submodule in module.modules() if submodule._parameters]
-    shard_dim = _shard_dim(module, replicate.size()) if shard_replicas and replicate.size() > 1 else None
-    if shard_dim is not None:
+    can_shard = all(_dims_to_shard(each, replicate.size()) for each in module.parameters())
+    if shard_replicas and replicate.size() > 1 and can_shard:
         for owner in owners:
             compute_locally(owner)
         parallelize_hsdp(
@@ -74,7 +74,7 @@ def parallelize_experts(
             shard_axis="ep_replicate",
             precision=precision,
             reshard_after_forward=reshard_after_forward,
-            shard_dim=shard_dim,
+            shard_dim=lambda each: _dims_to_shard(each, replicate.size())[0],
         )
         return
     if replicate.size() > 1 or mesh.size() == 1:  # on one rank too, for the dtype
@@ -126,10 +126,6 @@ def _unwrap_replicated_parameters(module: nn.Module) -> None:
             hooks.partial_axes.clear()
 
 
-def _shard_dim(module: nn.Module, num_ranks: int) -> int | None:
-    """Return the first dim whose size `num_ranks` divides in all local parameters; `None` if there is none."""
-    shapes = [local_tensor(parameter).shape for parameter in module.parameters()]
-    for dim in range(min((len(shape) for shape in shapes), default=0)):
-        if all(shape[dim] % num_ranks == 0 for shape in shapes):
-            return dim
-    return None
+def _dims_to_shard(parameter: nn.Parameter, num_ranks: int) -> list[int]:
+    """Return the dims of the local parameter whose sizes `num_ranks` divides."""
+    return [dim for dim, size in enumerate(local_tensor(parameter).shape) if size % num_ranks == 0]
