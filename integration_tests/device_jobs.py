@@ -218,11 +218,13 @@ def stepped(case: Case) -> DeviceLog:
         for _ in range(3):
             engine.accumulate(next(loader), plan.task.loss)
             engine.step()
+            guard.poll()  # as a job does
         if case.mutant is not None:
             case.mutant(engine)
         with device.record() as log:
             engine.accumulate(next(loader), plan.task.loss)
             engine.step()
+            guard.poll()  # as a job does
     log.start_bytes -= other_bytes
     log.peak_bytes -= other_bytes
     return log
