@@ -80,7 +80,7 @@ def _problem(model: type[BaseModel], values: dict[str, Any]) -> str:
         (
             {"run": {"every": 2}},
             "run.every is not a configuration key; did you mean checkpoint.every or evaluation.every or logging.every "
-            "or profile.every or resilience.stop.every or resilience.replicas.every?",
+            "or profile.every or resilience.health.every or resilience.stop.every or resilience.replicas.every?",
         ),
         ({"gradient": {"max_norm": 2}}, "gradient is not a configuration key; did you mean gradients?"),
         ({"run": {"zzz": 2}}, "run.zzz is not a configuration key; [run] has folder, name."),
