@@ -69,6 +69,7 @@ def trainer(folder: Path, mesh: dict[str, int]) -> Trainer:
         "batch": {"global_size": 8, "microbatch_size": 2},
         "mesh": mesh,
         "run": {"folder": folder},
+        "export": False,  # the mapper of the base has no place for the parameters of adapters
         "checkpoint": {"every": 2},
         "logging": {"every": 1, "progress": False},
         "resilience": {"health": {"enabled": False}},
