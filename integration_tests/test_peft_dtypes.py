@@ -20,7 +20,7 @@ from d9d_dist import (
 from d9d_dist.testing import full_parameters, run_ranks
 from d9d_loop import Finished, Loss, ModelProvider, StepDone, Task, Trainer, TrainerConfig, validate_config
 from d9d_peft import LoRA, inject, merge_
-from d9d_state import StateMapper
+from d9d_state import StateMapper, save_model_state
 
 STEPS = 4
 
@@ -69,7 +69,7 @@ def trainer(folder: Path, mesh: dict[str, int]) -> Trainer:
         "batch": {"global_size": 8, "microbatch_size": 2},
         "mesh": mesh,
         "run": {"folder": folder},
-        "export": False,  # the mapper of the base has no place for the parameters of adapters
+        "export": False,  # the weights on disk have no place for adapters: they are merged first
         "checkpoint": {"every": 2},
         "logging": {"every": 1, "progress": False},
         "resilience": {"health": {"enabled": False}},
@@ -94,14 +94,15 @@ def trained(folder: Path, mesh: dict[str, int]) -> dict[str, Any]:
             with pytest.raises(Interrupted):
                 first.train()
         job = trainer(folder / name, mesh)
-        job.events.on(Finished, lambda done, name=name: results.update({name: finished(done)}))
+        job.events.on(Finished, lambda done, name=name: results.update({name: finished(done, folder / name)}))
         job.train()
     return results
 
 
-def finished(done: Finished) -> dict[str, Tensor]:
+def finished(done: Finished, folder: Path) -> dict[str, Tensor]:
     parameters = {f"trained {name}": value for name, value in full_parameters(done.model).items()}
     merge_(done.model, done.ctx)
+    save_model_state(done.model, folder / "export", Adapted().state_mapper(done.model).inverse(), done.ctx)
     return parameters | {f"merged {name}": value for name, value in full_parameters(done.model).items()}
 
 
@@ -129,7 +130,7 @@ def test_float32_adapters_of_a_bfloat16_model(tmp_path: Path, mesh: dict[str, in
             # Adam moves each element by at most the learning rate per step, for any rounding of the frozen layers.
             error = (got.double() - expected.double()).abs().max()
             assert error <= 2 * STEPS * 2e-5 if "adapter" in name else error <= 2**-8 * expected.abs().max(), name
-    exported = load_file(tmp_path / "straight" / "run" / "export" / "model.safetensors")
+    exported = load_file(tmp_path / "straight" / "export" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert not any("adapter" in name for name in exported)
 
