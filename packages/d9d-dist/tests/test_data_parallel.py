@@ -21,6 +21,7 @@ from d9d_dist import (
     parallelize_tensor,
     refuse_later_writes,
     set_gradient_sync,
+    synchronize_embeddings,
 )
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
 from d9d_dist.testing import assert_trees_close, full_gradients, full_tree, run_ranks
@@ -464,6 +465,27 @@ def test_a_forward_that_changes_sharded_parameters_is_refused(
     for call, message in run_ranks(_forward_that, how, first_call):
         assert message.startswith(f"forward replaces or writes to {names}, for example by" if names else "")
         assert (call, bool(message)) == (found_in_call, bool(names))
+
+
+def _later_writes_to_rows() -> float:
+    """Return the largest norm of a row after a compared forward that clipped it."""
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = nn.Sequential(nn.EmbeddingBag(3, 4, max_norm=1.0), nn.Linear(4, 4))
+        synchronize_embeddings(model, ctx.group_for("batch", "dp", "cp"))
+        parallelize_fsdp(model, ctx.mesh_for("dense")["dp_cp_shard"])
+        rows = model[0].weight
+        assert isinstance(rows, DTensor)
+        for compare_next in (True, False):
+            model(torch.arange(3).repeat(2, 1)).sum().backward()
+            refuse_later_writes(model, compare_next=compare_next)
+            if compare_next:
+                rows.to_local().data.fill_(8.0)
+        return rows.to_local().norm(dim=1).max().item()
+
+
+def test_replicated_embeddings_may_clip_rows_in_any_forward() -> None:
+    for norm in run_ranks(_later_writes_to_rows):
+        assert norm <= 1 + 4 * torch.finfo(torch.float32).eps
 
 
 class _View(nn.Module):

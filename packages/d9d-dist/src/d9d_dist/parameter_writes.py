@@ -186,8 +186,17 @@ def _raise_if_any(names: Iterable[str]) -> None:
         )
 
 
-def _gathered(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, each) for name, each in module.named_parameters() if not isinstance(each, DTensor)]
+def _gathered(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that FSDP gathered.
+
+    In later forwards, a module's own hooks may have swapped replicated parameters for local tensors before: forward may
+    write to those.
+    """
+    parameters = [(name, each) for name, each in module.named_parameters() if not isinstance(each, DTensor)]
+    if (first := _GATHERED.get(module)) is None:
+        return parameters
+    names = {each.name for each in first}
+    return [(name, each) for name, each in parameters if name in names]
 
 
 def _state(parameter: torch.Tensor) -> tuple[int, int, bool]:
