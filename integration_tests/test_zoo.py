@@ -90,7 +90,7 @@ COMPILED = {
     "counter": "seen[int(steps) % 3] = True",
     "threads": "concurrent/futures/thread.py",
 }
-"""Modules that Inductor compiles, with a line that runs eagerly. Of the last one nothing can be compiled."""
+"""Modules that Inductor compiles, with a line that runs eagerly. Of the last one, only what FSDP adds is compiled."""
 
 _CHUNK = 16
 
@@ -196,7 +196,7 @@ def test_compiled_modules_train_as_in_a_plain_loop(name: str, tmp_path: Path) ->
         found = run_ranks(compiled_differences, name, mesh, str(tmp_path), world_size=1 + len(mesh), timeout=1200)
         for lines, num_graphs, _ in found:
             assert not lines
-            assert bool(num_graphs) == (name != "threads")
+            assert num_graphs or name == "threads"
         assert ("runs these lines of the model eagerly" in found[0][2]) == bool(COMPILED[name])
         assert COMPILED[name] in found[0][2]
 
