@@ -5,7 +5,7 @@ many modules of each test are equal, are refused, and do not run in a plain loop
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -164,8 +164,8 @@ def _whole_layers_get_the_gradient_of_a_part() -> AbstractContextManager[object]
     return mock.patch.object(d9d_dist.tensor_styles, "copy_to_axis", lambda x, mesh: x)
 
 
-def _differences_with(bug: Callable[[], AbstractContextManager[object]], *args: Any) -> dict[str, list[str]]:
-    with bug():
+def _differences_with(bug: Callable[[], AbstractContextManager[object]] | None, *args: Any) -> dict[str, list[str]]:
+    with nullcontext() if bug is None else bug():
         return differences(*args)
 
 
@@ -180,12 +180,13 @@ def _differences_with(bug: Callable[[], AbstractContextManager[object]], *args: 
 def test_a_bug_of_a_tensor_plan_is_caught(
     name: str, bug: Callable[[], AbstractContextManager[object]], tmp_path: Path
 ) -> None:
-    run_ranks(plain_traces, [name], str(tmp_path), world_size=1, timeout=1200)
-    mesh = {"tensor_parallel": 2}
-    for found in run_ranks(_differences_with, bug, [name], [mesh], str(tmp_path), world_size=2, timeout=1200):
-        assert "gradient 1" in found[name][0]
-    for found in run_ranks(differences, [name], [mesh], str(tmp_path), world_size=2, timeout=1200):
-        assert not found[name]
+    arguments = [name], [{"tensor_parallel": 2}]
+    for planted in (bug, None):
+        folder = tmp_path / str(planted is None)
+        folder.mkdir()
+        run_ranks(plain_traces, [name], str(folder), world_size=1, timeout=1200)
+        for found in run_ranks(_differences_with, planted, *arguments, str(folder), world_size=2, timeout=1200):
+            assert any("gradient 1" in line for line in found[name]) == bool(found[name]) == (planted is not None)
 
 
 @pytest.mark.full
