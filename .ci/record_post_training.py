@@ -3,7 +3,7 @@
     uv run python .ci/record_post_training.py [--folder runs] [--write]
 
 `--write` writes docs/assets/post_training_curves.json. The model of pretrain.py must be in the folder, or is trained
-first. pretrain.py and all examples together take about five minutes of processor time.
+first. pretrain.py and all examples together take about six minutes of processor time.
 """
 
 import argparse
