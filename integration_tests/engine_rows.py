@@ -4,8 +4,8 @@ A row returns what a caller of the engine gets in a layout. `by_hand` computes t
 PyTorch: all rows of the batch at once, all logits in memory, no engine.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -218,6 +218,10 @@ class TwoAdapters(ModelProvider):
         _provider(Row()).parallelize(model, ctx)
 
 
+def _entering(reference: str | None) -> Callable[[Any], AbstractContextManager[Any]]:
+    return d9d_peft.adapters_off if reference is None else partial(d9d_peft.use_adapter, adapter=reference)
+
+
 def adapter_rows(
     degrees: dict[str, int], around: Around | None = None, reference: str | None = None
 ) -> list[dict[str, Any]]:
@@ -226,15 +230,16 @@ def adapter_rows(
     The reference has no adapters, or those named `reference`.
     """
     provider = Adapted(_provider(Row()), METHODS["lora"]) if reference is None else TwoAdapters()
+    enter = _entering(reference)
     with MeshConfig(**degrees).build() as ctx, nullcontext() if around is None else around():
-        # Within `around`, which may replace them.
-        enter = d9d_peft.adapters_off if reference is None else partial(d9d_peft.use_adapter, adapter=reference)
         pipeline = build_pipeline(provider, ScheduleConfig.model_validate({"kind": "1f1b"}).build(), ctx)
         for name, parameter in pipeline.model.named_parameters():
             if name.endswith(f"adapter_{reference}.lora_b"):
                 torch.nn.init.constant_(local_tensor(parameter.detach()), 0.1)  # equal in any layout
         optimizer = AdamWConfig(learning_rate=RATE).build(pipeline.model)
-        engine = Engine(pipeline, optimizer, ctx=ctx, task=TASK, reference=enter)
+        engine = Engine(
+            pipeline, optimizer, ctx=ctx, task=TASK, reference=_entering(reference)
+        )  # as `around` replaced it
         calls = _calls(ctx.coordinate("batch", "dp"), ctx.size("batch", "dp"))
         everything = [each for call in calls for each in call]
         batches = [batch for _, batch in everything]
