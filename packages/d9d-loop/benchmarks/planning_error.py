@@ -1,14 +1,16 @@
 """Error of the planner on published measurements, as JSON: fitted on a third of the rows, reported on the others.
 
-    python planning_error.py measured_steps.csv [--only CLUSTER]
+    python planning_error.py measured_steps.csv [--only CLUSTER] [--folds 5 --seed 20261123]
 
 The six constants of a cluster are fitted to the rows of one group, chosen by a hash of the row, so that the split does
 not depend on the measured value. Beside each error is that of the naive model: model FLOPs x 4/3 with full
-recomputation, over one fitted rate.
+recomputation, over one fitted rate. With --folds, each row is predicted with constants that are fitted to at most 150
+rows of the other folds.
 """
 
 import argparse
 import json
+import random
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -129,6 +131,23 @@ def interval_width(own: Sequence[float], others: Sequence[float]) -> float:
     return quantile(own) if len(own) >= 30 else max(quantile(own), quantile(others))
 
 
+def cross_validated(groups: Sequence[Sequence[Measured]], folds: int, seed: int) -> list[tuple[Measured, float]]:
+    """Return the rows of the groups of a cluster, each with its prediction by constants of the other folds."""
+    parts: list[list[Measured]] = [[] for _ in range(folds)]
+    for rows in groups:
+        shuffled = random.Random(seed).sample(list(rows), len(rows))  # noqa: S311  (no cryptography)
+        for place in range(folds):
+            parts[place] += shuffled[place::folds]
+    found = []
+    for place, part in enumerate(parts):
+        others = [row for other, rows in enumerate(parts) if other != place for row in rows]
+        if len(others) > 150:
+            others = random.Random(seed + place).sample(others, 150)  # noqa: S311  (no cryptography)
+        hardware = fit(others, Hardware.load(part[0].cluster))
+        found += [(row, predict(row, hardware)) for row in part]
+    return found
+
+
 def memory_mape(rows: Sequence[Measured]) -> float | None:
     """Return the mean absolute error of the peak memory of rows in percent, which has no fitted constant."""
     errors = []
@@ -145,15 +164,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", help="part of the name of a cluster")
+    parser.add_argument("--folds", type=int, help="number of folds of a cross-validation")
+    parser.add_argument("--seed", type=int, default=20261123, help="seed of the folds")
     options = parser.parse_args()
     groups: dict[str, list[Measured]] = defaultdict(list)
     for row in read(options.file):
         groups[row.group].append(row)
+    result: dict[str, Any] = {}
     clusters: dict[str, tuple[list[Measured], list[Measured], Hardware]] = {}
     for cluster, members in CLUSTERS.items():
         if options.only and options.only not in cluster:
             continue
         rows = [row for name in members for row in groups[name] if row.seconds is not None]
+        if options.folds:
+            own = [[row for row in rows if row.group == name] for name in members if name not in HELD_OUT]
+            found = cross_validated(own, options.folds, options.seed)
+            for part in own:
+                pairs = [(row, value) for row, value in found if row.group == part[0].group]
+                result[part[0].group] = summary(*zip(*pairs, strict=True), 0.2)
+            continue
         parts = [split([row for row in rows if row.group == name]) for name in members if name not in HELD_OUT]
         fitted, held = ([row for part in parts for row in part[side]] for side in (0, 1))
         held += [row for row in rows if row.group in HELD_OUT]
@@ -162,7 +191,6 @@ def main() -> None:
         cluster: [abs(predict(row, hardware) / row.seconds - 1) for row in fitted if row.seconds is not None]
         for cluster, (fitted, _, hardware) in clusters.items()
     }
-    result: dict[str, Any] = {}
     for cluster, (fitted, held, hardware) in clusters.items():
         width = interval_width(inside[cluster], [x for name, each in inside.items() if name != cluster for x in each])
         entry: dict[str, Any] = {
