@@ -144,8 +144,9 @@ class HuggingFaceFamily(Generic[P]):
             family rotates all features.
         read_rope: Function that reads RoPE base and scaling; see `rope_from_hugging_face`.
         write_rope: Function that returns the RoPE entries; see `rope_to_hugging_face`.
-        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded; `{num_layers}` and other
-            hyperparameters are replaced. Other tensors that the mapper does not consume raise an error.
+        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded; `{num_layers}` stands for the
+            index of each layer for multi-token prediction. Other tensors that the mapper does not consume raise an
+            error.
         parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
         mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
         classifier: Function that returns the names of a classification head's weights in the model, by their names in
