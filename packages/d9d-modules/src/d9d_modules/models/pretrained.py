@@ -24,7 +24,7 @@ from d9d_modules.models.glm4 import GLM4
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
-from d9d_modules.models.hugging_face_irrelevant import SPECIAL_TOKENS
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT, SPECIAL_TOKENS
 from d9d_modules.models.hugging_face_layers import text_entries
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
@@ -300,7 +300,7 @@ def _unknown(config: HuggingFaceConfig, known: Mapping[str, HuggingFaceFamily[An
     model_type, config = config.get("model_type"), text_entries(config)
     differences = {
         name: (
-            [key for key in config if key not in family.used and key not in family.irrelevant],
+            [key for key in config if key not in {*family.used, *family.irrelevant, *IRRELEVANT}],
             [each.key for each in family.entries if each.default is None and each.key not in config],
         )
         for name, family in known.items()
