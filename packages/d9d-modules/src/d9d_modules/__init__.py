@@ -77,9 +77,6 @@ if TYPE_CHECKING:
     from d9d_modules.models.decoder_hugging_face import (
         decoder_backbone_from_hugging_face as decoder_backbone_from_hugging_face,
     )
-    from d9d_modules.models.decoder_hugging_face import (
-        decoder_classifier_from_hugging_face as decoder_classifier_from_hugging_face,
-    )
     from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face as decoder_from_hugging_face
     from d9d_modules.models.decoder_model import WHOLE_MODEL as WHOLE_MODEL
     from d9d_modules.models.decoder_model import DecoderModel as DecoderModel
@@ -88,7 +85,6 @@ if TYPE_CHECKING:
     from d9d_modules.models.decoder_mtp import QWEN_MTP as QWEN_MTP
     from d9d_modules.models.decoder_mtp import DecoderWithMtp as DecoderWithMtp
     from d9d_modules.models.decoder_mtp import MtpLayer as MtpLayer
-    from d9d_modules.models.decoder_mtp import MtpNames as MtpNames
     from d9d_modules.models.decoder_mtp import mtp_from_hugging_face as mtp_from_hugging_face
     from d9d_modules.models.decoder_mtp import mtp_targets as mtp_targets
     from d9d_modules.models.decoder_parallelize import ParallelizeExperts as ParallelizeExperts

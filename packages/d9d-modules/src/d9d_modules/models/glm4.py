@@ -13,7 +13,6 @@ from d9d_modules.models.hugging_face_family import (
     with_defaults,
 )
 from d9d_modules.models.hugging_face_layers import written_without_windows
-from d9d_modules.rope import check_rotary_sizes
 from d9d_state import StateMapper, parallel, rename, split
 
 
@@ -39,10 +38,6 @@ class Glm4Params(GroupedQueryParams):
     qkv_bias: bool = True
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 32768
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rotary_sizes(self.head_dim, self.rotary_dim)
 
     @property
     def attention_form(self) -> AttentionForm:

@@ -10,7 +10,7 @@ from d9d_dist.errors import UserError
 from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.attention_backends import AttentionOptions
 from d9d_modules.models.decoder_params import DecoderParams, MixerKind, check_layers
-from d9d_modules.rope import RotaryLayout
+from d9d_modules.rope import RotaryLayout, check_rotary_sizes
 from d9d_state import StateMapper, rename_all
 
 
@@ -57,8 +57,7 @@ class GroupedQueryParams(DecoderParams, ABC):
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
                 f"use one of {', '.join(fitting)}."
             )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim = {self.head_dim}; RoPE rotates pairs of features: use an even head_dim.")
+        check_rotary_sizes(self.head_dim, self.rotated_features)
         if (self.sliding_window is None) is not (not self.sliding_layers):
             raise UserError(
                 f"sliding_window = {self.sliding_window}, sliding_layers = {self.sliding_layers}; expected both or "
