@@ -46,7 +46,8 @@ from d9d_modules import (
     Float8,
     Qwen3ForCausalLM,
     Qwen3Params,
-    checkpoint_activations,
+    checkpoint_layers,
+    compile_layers,
     convert_to_float8,
     decoder_from_hugging_face,
     decoder_tensor_plan,
@@ -88,7 +89,14 @@ class Parallelism(Section):
     context_method: ContextMethod = "all_gather"
     activation_checkpointing: CheckpointPolicy = "none"
     compile_blocks: bool = False
+    async_tensor_parallel: bool = False
     float8: Float8 | None = None  # e.g. --parallelism.float8.recipe rowwise
+
+    @model_validator(mode="after")
+    def _compiles_if_async(self) -> Self:
+        if self.async_tensor_parallel and not self.compile_blocks:
+            raise ValueError("async_tensor_parallel needs compile_blocks = true")
+        return self
 
 
 class PretrainConfig(TrainerConfig):
@@ -177,10 +185,13 @@ class Decoder(ModelProvider):
         parallelize_context(model, cp, method=self.parallelism.context_method)
         parallelize_moe(model, ctx, precision=precision)
         dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        assert isinstance(blocks, nn.ModuleDict)
+        checkpoint_layers(blocks, policy=self.parallelism.activation_checkpointing)
+        if self.parallelism.compile_blocks:
+            compile_layers(
+                blocks, async_tensor_parallel=dense["tp"] if self.parallelism.async_tensor_parallel else None
+            )
         for block in blocks.children():
-            checkpoint_activations(block, policy=self.parallelism.activation_checkpointing)
-            if self.parallelism.compile_blocks:
-                block.compile()
             parallelize_hsdp(block, dp, shard_axis="dp_cp_shard", precision=precision)
         parallelize_hsdp(model, dp, shard_axis="dp_cp_shard", precision=precision)
 
