@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -178,14 +178,13 @@ class Decoder(ModelProvider):
         precision = ctx.precision  # bfloat16 on accelerators; router losses stay in float32
         if precision is not None and self.moe is not None:
             precision = replace(precision, cast_inputs=False)
-        blocks = model.get_submodule("backbone.layers")
+        blocks = cast("nn.ModuleDict", model.get_submodule("backbone.layers"))
         if self.parallelism.float8 is not None:
             convert_to_float8(blocks, self.parallelism.float8, ctx)
         parallelize_tensor(model, dense["tp"], decoder_tensor_plan(model))
         parallelize_context(model, cp, method=self.parallelism.context_method)
         parallelize_moe(model, ctx, precision=precision)
         dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
-        assert isinstance(blocks, nn.ModuleDict)
         checkpoint_layers(blocks, policy=self.parallelism.activation_checkpointing)
         if self.parallelism.compile_blocks:
             compile_layers(

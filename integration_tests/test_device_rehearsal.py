@@ -183,7 +183,7 @@ def _check_ring(log: DeviceLog, *, num_ranks: int, num_layers: int) -> None:
 
 
 def _check_loss(log: DeviceLog, case: Case) -> None:
-    """No collective has the size of half the logits, on 2 ranks: each rank has the logits of its part of the vocabulary."""
+    """No collective is as large as the logits of a rank, which are those of its half of the vocabulary."""
     of_bfloat16 = 2 * case.length * case.model["vocab_size"] // 2
     assert max(entry.num_bytes for entry in log.of("collective")) < of_bfloat16
 
