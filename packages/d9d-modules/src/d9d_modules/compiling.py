@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +15,9 @@ def compile_layers(layers: nn.ModuleDict, *, async_tensor_parallel: DeviceMesh |
     Identical layers share one compiled graph, so compile time does not grow with the number of layers. FSDP can
     all-gather the parameters of the next layer between graphs. Call this function after `parallelize_tensor` and
     `checkpoint_layers`, before `parallelize_hsdp`.
+
+    Changes of Python objects in a checkpointed layer's forward, such as a counter, are not repeated when the layer is
+    recomputed. This sets torch's global option `skip_fwd_side_effects_in_bwd_under_checkpoint`.
 
     Args:
         layers: Layers by name.
@@ -33,5 +37,7 @@ def compile_layers(layers: nn.ModuleDict, *, async_tensor_parallel: DeviceMesh |
             raise UserError(f"async_tensor_parallel: got backend = {backend!r}; expected 'inductor'.")
         enable_symmetric_memory(async_tensor_parallel, setting="async_tensor_parallel")
         options["options"] = {**(options.get("options") or {}), "_micro_pipeline_tp": True}
+    # Without it torch compiles no checkpointed layer that sets its local parameters, as under tensor parallelism.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
     for layer in layers.values():
         layer.compile(**options)
