@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist._compiled_collectives import all_gather, reduce_scatter
 from d9d_dist._mesh_axes import only_axis
-from d9d_dist.collectives import all_gather, all_to_all, even_parts, reduce_scatter
+from d9d_dist.collectives import all_to_all, even_parts
 from d9d_dist.errors import UserError
 
 _Map: TypeAlias = Callable[[Tensor], Tensor]
