@@ -22,6 +22,16 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     return parts if dim == 0 else torch.cat(parts.chunk(size), dim=dim)
 
 
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks, a new tensor. One all-reduce."""
+    if torch.compiler.is_compiling():  # torch 2.11 gives zero gradients through the collective in place
+        functional = torch.ops._c10d_functional
+        return functional.wait_tensor(functional.all_reduce(tensor.detach().contiguous(), "sum", group.group_name))
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Return this rank's shard of the sum over ranks, along `dim`. One reduce-scatter.
 

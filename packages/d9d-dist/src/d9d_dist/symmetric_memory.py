@@ -16,20 +16,20 @@ def enable_symmetric_memory(mesh: DeviceMesh, *, setting: str) -> None:
         setting: Name of the setting that needs it, for the error.
 
     Raises:
-        UserError: If the devices are not CUDA's, or a device cannot access the memory of another rank of the axis.
+        UserError: If torch has no symmetric memory for the devices, or a device cannot access another rank's memory.
     """
     only_axis(mesh, example="tp")
-    (axis,), group = axis_names(mesh), mesh.get_group()
+    (axis,), group, device = axis_names(mesh), mesh.get_group(), torch.device(mesh.device_type)
     advice = f"Expected devices that NVLink connects. Do not set {setting}."
-    if mesh.device_type != "cuda":
+    if symmetric_memory._SymmetricMemory.get_backend(device) is None:
         raise UserError(
-            f"{setting}: kernels must access the memory of the other ranks, but the devices of the {axis} axis are of "
-            f"the type {mesh.device_type}. {advice}"
+            f"{setting}: kernels must access the memory of the other ranks of the {axis} axis, which torch does not "
+            f"support for devices of the type {device.type}. {advice}"
         )
     if not symmetric_memory.is_symm_mem_enabled_for_group(group.group_name):  # newer versions of torch enable it
         symmetric_memory.enable_symm_mem_for_group(group.group_name)  # ty: ignore[deprecated]
     try:
-        symmetric_memory.rendezvous(symmetric_memory.empty([1], device=torch.device(mesh.device_type)), group)
+        symmetric_memory.rendezvous(symmetric_memory.empty([1], device=device), group)
     except RuntimeError as error:
         raise UserError(
             f"{setting}: kernels cannot access the memory of the other ranks of the {axis} axis: {error}. {advice}"

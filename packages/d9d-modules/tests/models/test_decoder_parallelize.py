@@ -131,7 +131,7 @@ def test_async_tensor_parallelism_is_refused_without_compilation_and_without_cud
     for message in run_ranks(_parallelize_async, {}, world_size=2):
         assert message.startswith("async_tensor_parallel needs compiled layers; got compile_blocks = False.")
     for message in run_ranks(_parallelize_async, {"compile_blocks": True}, world_size=2):
-        assert "the devices of the tp axis are of the type cpu. Expected devices that NVLink connects." in message
+        assert "torch does not support for devices of the type cpu. Expected devices that NVLink connects." in message
 
 
 def test_every_second_block_is_checkpointed_if_enabled() -> None:
