@@ -1,6 +1,7 @@
 """Layers of every family compile to one graph in every layout, but for a few known breaks."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ DENSE = (*FAMILIES, *MORE_FAMILIES, "qwen3_5_dense")
 CASES = [
     *(("qwen3", layout) for layout in LAYOUTS if layout != "ep"),
     *((family, "tp, selective") for family in DENSE if family != "qwen3"),
-    *((family, layout) for family in SPARSE if family != "mtp" for layout in ("tp, full", "ep")),
+    *((family, layout) for family in SPARSE if family != "mtp" for layout in ("tp", "ep")),
 ]
 
 
@@ -56,9 +57,9 @@ def _run(family: str, layout: str, *, compile_blocks: bool) -> tuple[Counter[str
     torch._dynamo.utils.counters.clear()
     degrees, options = LAYOUTS[layout]
     real = decoder_parallelize.compile_layers
-    to_graphs = mock.patch.object(
-        decoder_parallelize, "compile_layers", lambda layers, **_: real(layers, backend="aot_eager")
-    )
+    # Decomposed as for Inductor: eager kernels, such as softplus's, may have other strides than their graphs.
+    compiled = partial(real, backend="aot_eager_decomp_partition")
+    to_graphs = mock.patch.object(decoder_parallelize, "compile_layers", lambda layers, **_: compiled(layers))
     with MeshConfig(**degrees).build() as ctx, to_graphs:
         with torch.device("meta"):
             model = DecoderForCausalLM(_params(family)).double()
