@@ -9,7 +9,7 @@ _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "second
 
 
 def timeline(history: RunHistory) -> str:
-    """Return the SVG of a run. Gray areas are interruptions, with their causes as tooltips; orange steps were repeated."""
+    """Return the SVG of a run: interruptions in gray, with their causes as tooltips, and repeated steps in orange."""
     seconds = max(history.total_seconds, 1e-3)
     scale, unit = next((each for each in _UNITS if seconds >= 2 * each[0]), _UNITS[-1])
     last_step = max(1, *(step for life in history.lives for _, step in life))
