@@ -5,6 +5,7 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
@@ -18,31 +19,47 @@ from d9d_dist.errors import UserError
 from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.visibility import document_runs
 
+_NO_SINKS = "does not differentiate its log-sum-exp, as sinks need"
+
+
+class _FlashBackend(ABC):
+    """Base class of backends that use a variable-length function for packed documents.
+
+    Reading the document lengths synchronizes with the device, once for the layers of a batch, so `is_fast` is False for
+    packed documents.
+    """
+
+    oldest_capability = 8
+    largest_head_dim = 256
+
+    @abstractmethod
+    def missing(self, request: AttentionRequest) -> str | None:
+        """Return what the package lacks for a request, or None."""
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        """See `AttentionBackend`."""
+        limits = {"oldest_capability": self.oldest_capability, "largest_head_dim": self.largest_head_dim}
+        return self.missing(request) or _rejection(request, **limits)
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        """See `AttentionBackend`."""
+        return not request.has_documents
+
 
 @final
-class Flash2Backend:
-    """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later.
-
-    Packed documents use the variable-length function. Reading the document lengths synchronizes with the device, once
-    for the layers of a batch, so `is_fast` is False for packed documents.
-    """
+class Flash2Backend(_FlashBackend):
+    """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later."""
 
     def __init__(self) -> None:
         self._is_installed = _is_installed("flash-attn")
 
     name = "flash2"
 
-    def rejection(self, request: AttentionRequest) -> str | None:
-        """See `AttentionBackend`."""
+    def missing(self, request: AttentionRequest) -> str | None:
+        """Return how to install the package, or that sinks are missing."""
         if not self._is_installed:
             return "is not installed: pip install flash-attn --no-build-isolation"
-        if request.has_sinks:
-            return "does not differentiate its log-sum-exp, as sinks need"
-        return _rejection(request, oldest_capability=8, largest_head_dim=256)
-
-    def is_fast(self, request: AttentionRequest) -> bool:
-        """See `AttentionBackend`."""
-        return not request.has_documents
+        return _NO_SINKS if request.has_sinks else None
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`; document ids must be contiguous."""
@@ -51,23 +68,19 @@ class Flash2Backend:
 
 
 @final
-class Flash4Backend:
-    """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`; packed documents as in `Flash2Backend`."""
+class Flash4Backend(_FlashBackend):
+    """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`."""
 
     def __init__(self) -> None:
         self._is_installed = _is_installed("flash-attn-4")
 
     name = "flash4"
+    oldest_capability = 9
+    largest_head_dim = 128
 
-    def rejection(self, request: AttentionRequest) -> str | None:
-        """See `AttentionBackend`."""
-        if not self._is_installed:
-            return "is not installed: pip install --pre flash-attn-4"
-        return _rejection(request, oldest_capability=9, largest_head_dim=128)
-
-    def is_fast(self, request: AttentionRequest) -> bool:
-        """See `AttentionBackend`."""
-        return not request.has_documents
+    def missing(self, request: AttentionRequest) -> str | None:
+        """Return how to install the package."""
+        return None if self._is_installed else "is not installed: pip install --pre flash-attn-4"
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`; document ids must be contiguous."""
@@ -76,25 +89,19 @@ class Flash4Backend:
 
 
 @final
-class VarlenBackend:
-    """`torch.nn.attention.varlen`, part of torch: FlashAttention or cuDNN; packed documents as in `Flash2Backend`.
+class VarlenBackend(_FlashBackend):
+    """`torch.nn.attention.varlen`, part of torch: FlashAttention or cuDNN.
 
     Without packed documents, each row is one sequence.
     """
 
     name = "varlen"
 
-    def rejection(self, request: AttentionRequest) -> str | None:
-        """See `AttentionBackend`."""
+    def missing(self, request: AttentionRequest) -> str | None:
+        """Return that a softcap or sinks are missing."""
         if request.options.softcap is not None:
             return "has no softcap"
-        if request.has_sinks:
-            return "does not differentiate its log-sum-exp, as sinks need"
-        return _rejection(request, oldest_capability=8, largest_head_dim=256)
-
-    def is_fast(self, request: AttentionRequest) -> bool:
-        """See `AttentionBackend`."""
-        return not request.has_documents
+        return _NO_SINKS if request.has_sinks else None
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`; document ids must be contiguous."""
