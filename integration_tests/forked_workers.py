@@ -63,8 +63,9 @@ def _serve(stdin: Connection, stdout: Connection) -> None:
         # The driver of an accelerator may be loaded. It does not work in forked processes.
         os.execv(sys.executable, [sys.executable, "-u", "-c", gateway_io.popen_bootstrapline])  # noqa: S606
     multiprocessing.set_start_method(None, force=True)  # the default, which children of a fork server do not have
-    # A server of their own, which Python starts even for children of one, would import the modules again.
-    forkserver._forkserver.ensure_running = lambda: None
+    if sys.version_info < (3, 14):  # later, a child does not have the server's key
+        # Python would start another server for the ranks, which imports the modules again.
+        forkserver._forkserver.ensure_running = lambda: None
     sys.stdin = os.fdopen(0, closefd=False)
     try:
         exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})  # noqa: S102
