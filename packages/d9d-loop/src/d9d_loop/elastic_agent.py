@@ -19,9 +19,12 @@ from torch.distributed.launcher import api as launcher
 
 from d9d_dist.peers import process_state
 from d9d_loop.elastic_rendezvous import QuickRendezvous, register
+from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.lost_hosts import LOST_HOSTS, describe_lost_host
 
-_END_SECONDS: Final = 5.0  # for failing ranks: they look for the first failure, and rank 0 keeps the store for others
+# For failing ranks: they look for the first failure, close trackers, and rank 0 keeps the store for 5 seconds.
+_END_SECONDS: Final = 10.0
+_STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)  # a rank that has saved; others may not be done
 _POLL_SECONDS = 0.02
 
 
@@ -53,7 +56,7 @@ class QuickAgent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(code for code in self._exit_codes()):
+        if any(code not in _STOPS for code in self._exit_codes()):
             self._end_ranks()
         return super()._monitor_workers(worker_group)
 
