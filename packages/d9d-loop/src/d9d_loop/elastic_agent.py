@@ -82,16 +82,20 @@ class QuickAgent(LocalElasticAgent):
             case _:
                 return []
 
-    def _end_ranks(self) -> None:
-        """Ask the ranks to end, and kill those that are stopped, or take too long."""
+    def _running(self) -> list[int]:
+        """Return the process ids of the ranks that run."""
         assert self._pcontext is not None
         processes = self._pcontext.pids().values()
+        return [process for process, code in zip(processes, self._exit_codes(), strict=True) if code is None]
+
+    def _end_ranks(self) -> None:
+        """Ask the ranks to end, and kill those that are stopped, or take too long."""
         deadline = time.monotonic() + _END_SECONDS
-        for process in processes:
+        for process in self._running():
             _signal(process, signal.SIGTERM)
-        while any(code is None for code in self._exit_codes()):
+        while running := self._running():
             is_late = time.monotonic() > deadline
-            for process in processes:
+            for process in running:
                 if is_late or process_state(process) == "is stopped":
                     _signal(process, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
