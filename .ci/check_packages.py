@@ -62,8 +62,14 @@ def environment(folder: Path, wheels: Path, name: str, choice: Choice) -> Path:
     """Create an environment with a package's wheel and its dependencies, locked or the lowest; return its python."""
     run("uv", "venv", "-q", "--relocatable", "--python", choice.python, folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    install(python, wheels, choice, wheel_of(name, wheels))
+    # For uv, only what the command names is direct: a wheel's dependencies would be resolved to their newest versions.
+    direct = [each for each in project(name)["project"].get("dependencies", ()) if choice.lowest and not is_ours(each)]
+    install(python, wheels, choice, wheel_of(name, wheels), *direct)
     return python
+
+
+def is_ours(requirement: str) -> bool:
+    return requirement.startswith("d9d")
 
 
 def install(python: Path, wheels: Path, choice: Choice, *what: str | Path) -> None:

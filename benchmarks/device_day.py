@@ -23,8 +23,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dist", "state", "modules", "moe", "pipeline", "peft", "metrics", "loop")
-GPU_TESTED = ("dist", "modules", "moe", "metrics", "loop")
-WHEELS = ("pydantic", "safetensors", "tqdm", "pytest", "hypothesis", "numpy")
+GPU_TESTS = {"dist": ("",), "modules": ("",), "moe": ("",), "metrics": ("",), "loop": ("data", "optimizers")}
+"""Test folders with tests marked `gpu`, by package. Other tests of d9d-loop import packages that are not carried."""
+WHEELS = ("pydantic", "safetensors", "tqdm", "pytest", "pytest-xdist", "hypothesis", "numpy")
 """Wheels to carry, with their dependencies: d9d needs the first three, its tests the others."""
 
 
@@ -50,9 +51,10 @@ def _slices() -> dict[str, Slice]:
     }
     tests = {
         f"tests of {name}": Slice(
-            ("-m", "pytest", f"packages/d9d-{name}/tests", "-m", "gpu", "-q", "-n0"), takes_tiny=False
+            ("-m", "pytest", *(f"packages/d9d-{name}/tests/{folder}" for folder in folders), "-m", "gpu", "-q", "-n0"),
+            takes_tiny=False,
         )
-        for name in GPU_TESTED
+        for name, folders in GPU_TESTS.items()
     }
     return {
         "environment": Slice((steps, "environment")),

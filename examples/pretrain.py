@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -46,7 +46,8 @@ from d9d_modules import (
     Float8,
     Qwen3ForCausalLM,
     Qwen3Params,
-    checkpoint_activations,
+    checkpoint_layers,
+    compile_layers,
     convert_to_float8,
     decoder_from_hugging_face,
     decoder_tensor_plan,
@@ -88,7 +89,14 @@ class Parallelism(Section):
     context_method: ContextMethod = "all_gather"
     activation_checkpointing: CheckpointPolicy = "none"
     compile_blocks: bool = False
+    async_tensor_parallel: bool = False
     float8: Float8 | None = None  # e.g. --parallelism.float8.recipe rowwise
+
+    @model_validator(mode="after")
+    def _compiles_if_async(self) -> Self:
+        if self.async_tensor_parallel and not self.compile_blocks:
+            raise ValueError("async_tensor_parallel needs compile_blocks = true")
+        return self
 
 
 class PretrainConfig(TrainerConfig):
@@ -170,17 +178,19 @@ class Decoder(ModelProvider):
         precision = ctx.precision  # bfloat16 on accelerators; router losses stay in float32
         if precision is not None and self.moe is not None:
             precision = replace(precision, cast_inputs=False)
-        blocks = model.get_submodule("backbone.layers")
+        blocks = cast("nn.ModuleDict", model.get_submodule("backbone.layers"))
         if self.parallelism.float8 is not None:
             convert_to_float8(blocks, self.parallelism.float8, ctx)
         parallelize_tensor(model, dense["tp"], decoder_tensor_plan(model))
         parallelize_context(model, cp, method=self.parallelism.context_method)
         parallelize_moe(model, ctx, precision=precision)
         dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        checkpoint_layers(blocks, policy=self.parallelism.activation_checkpointing)
+        if self.parallelism.compile_blocks:
+            compile_layers(
+                blocks, async_tensor_parallel=dense["tp"] if self.parallelism.async_tensor_parallel else None
+            )
         for block in blocks.children():
-            checkpoint_activations(block, policy=self.parallelism.activation_checkpointing)
-            if self.parallelism.compile_blocks:
-                block.compile()
             parallelize_hsdp(block, dp, shard_axis="dp_cp_shard", precision=precision)
         parallelize_hsdp(model, dp, shard_axis="dp_cp_shard", precision=precision)
 

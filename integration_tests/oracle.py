@@ -89,10 +89,14 @@ def parse_cell(name: str) -> Cell:
 
 @cache
 def cells(grid: Grid) -> tuple[Cell, ...]:
-    """Return each axis alone, for the first model, then cells that cover all pairs."""
+    """Return each axis alone, for the first model and the grid's families, then cells that cover all pairs."""
     model, *_ = grid.factors["model"]
     alone = [parse_cell(f"{model},{axis}={degree}") for axis in DEGREES for degree in grid.factors[axis][1:]]
-    return grid.covering(alone)
+    for family in grid.alone:
+        methods = ("", ",method=all_to_all")  # bidirectional attention supports only the second
+        named = ([parse_cell(f"{family},{axis}=2{method}") for method in methods] for axis in DEGREES)
+        alone += [next(cell for cell in each if grid.is_complete(dict(cell.values))) for each in named]
+    return grid.covering(list(dict.fromkeys(alone)))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -322,4 +322,5 @@ DECODERS = Grid(
     experiment=_experiment,
     is_served=_is_served,
     is_paired=_is_paired,
+    alone=(*FAMILIES, *MORE_FAMILIES),
 )

@@ -41,6 +41,7 @@ class Grid:
         experiment: Builds the experiment from all values and a number of layers.
         is_served: Returns True if values of some factors are compatible; ranks and schedules are checked separately.
         is_paired: Returns True if the grid must cover a pair of compatible values.
+        alone: Models with a cell for each axis alone, besides the first model.
     """
 
     factors: Mapping[str, Sequence[str]]
@@ -49,6 +50,7 @@ class Grid:
     experiment: Callable[[Values, int], Experiment]
     is_served: Callable[[Values], bool]
     is_paired: Callable[[Value, Value], bool]
+    alone: Sequence[str] = ()
 
     def cell(self, parts: Sequence[str]) -> "Cell":
         """Return the cell of a model and values, such as `["dense", "tp=2"]`.

@@ -27,6 +27,7 @@ from d9d_modules import (
     HuggingFaceFamily,
     HybridParams,
 )
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe import (
     DEEPSEEK_V3,
     GLM4_MOE,
@@ -281,11 +282,11 @@ def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> N
     assert _check(family, base, "vocab_size", 11) == "equal", "the configuration itself"
     keys = ("layer_types", "max_window_layers", "num_hidden_layers", "sliding_window", "use_sliding_window")
     outcomes: dict[tuple[str, str], str] = {}
-    for key in keys if sliding else dict.fromkeys([*base, *files.used, *files.irrelevant, *UNKNOWN]):
+    for key in keys if sliding else dict.fromkeys([*base, *files.used, *IRRELEVANT, *files.irrelevant, *UNKNOWN]):
         is_used = key in files.used
         for value in [*PLAUSIBLE.get(key, []), *ANYTHING] if is_used else [UNKNOWN.get(key, 1)]:
             outcomes[key, repr(value)] = outcome = _check(family, base, key, value)
-            expected = ["transformers cannot", "equal"] if key in files.irrelevant else ["refused"]
+            expected = ["transformers cannot", "equal"] if key in {*IRRELEVANT, *files.irrelevant} else ["refused"]
             if is_used:
                 expected = ["transformers cannot", "equal", "refused"]
             assert outcome in expected, f"{key} = {value!r}"

@@ -31,6 +31,9 @@ LAYOUTS = {
     "hsdp": Case(mesh={"data_parallel_shard": 2, "data_parallel_replicate": 2}, world_size=4),
     "tp": Case(mesh={"tensor_parallel": 2}, world_size=2),
     "cp": Case(mesh={"context_parallel_shard": 2}, world_size=2),
+    "cp, ring": Case(
+        mesh={"context_parallel_shard": 4}, world_size=4, settings={"parallelism": {"context_method": "ring"}}
+    ),
     "fsdp, varlen": replace(FSDP, documents=True, attention="varlen"),
     "fsdp, recipe": replace(FSDP, recipe=True),
     "fsdp, tied": replace(FSDP, model=TINY | {"tie_word_embeddings": True}),
@@ -121,6 +124,10 @@ def _check_layout(name: str, log: DeviceLog) -> None:
         _check_fsdp(name, log, num_layers=case.model["num_layers"])
     if "pipeline_parallel" in case.mesh:
         _check_transfers(name, log, num_microbatches=case.num_microbatches)
+    if name == "cp, ring":
+        _check_ring(log, num_ranks=case.world_size, num_layers=case.model["num_layers"])
+    if name == "tp":
+        _check_loss(log, case)
 
 
 def _check_inputs(name: str, log: DeviceLog) -> None:
@@ -161,6 +168,24 @@ def _check_transfers(name: str, log: DeviceLog, *, num_microbatches: int) -> Non
     assert len(hidden) >= (1 if "last" in name else len(sends) - 1), (
         f"{name}: {len(hidden)} of {len(sends)} sends overlap with matrix products"
     )
+
+
+def _check_ring(log: DeviceLog, *, num_ranks: int, num_layers: int) -> None:
+    """Keys and values travel beside attention to those before, also in backward. Gradients do so but in the last step.
+
+    Forward sends R - 1 times, backward R - 1 times keys and values and R times their gradients; each time two tensors.
+    """
+    order, sends = StreamOrder(log), log.of("collective", name="send")
+    assert len(sends) == num_layers * 2 * (3 * num_ranks - 2)
+    exposed = [send for send in sends if not order.beside(send, name="attention")]
+    assert len(exposed) == num_layers * 2, [send.stack[:3] for send in exposed]
+    assert all("backward" in send.stack[1] for send in exposed)
+
+
+def _check_loss(log: DeviceLog, case: Case) -> None:
+    """No collective is as large as the logits of a rank, which are those of its half of the vocabulary."""
+    of_bfloat16 = 2 * case.length * case.model["vocab_size"] // 2
+    assert max(entry.num_bytes for entry in log.of("collective")) < of_bfloat16
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,12 @@ from oracle import parse_cell
 from d9d_dist.testing import RankError
 
 ALL = [*MUTANTS, *DECODER_MUTANTS]
-CHECKS = ("no update was applied in the steps", "the loss weight of step 1 is 0 over all samples")
-"""Errors by which a job itself notices a bug: gradients that are not finite, and a weight that no rank knows."""
+CHECKS = (
+    "no update was applied in the steps",
+    "the loss weight of step 1 is 0 over all samples",
+    "the first step made, replaced or deleted the parameters",
+)
+"""Errors by which a job notices a bug: gradients that are not finite, an unknown weight, parameters left unsharded."""
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)

@@ -7,7 +7,7 @@ from typing import Any, final
 import pytest
 import torch
 from oracle import parse_cell
-from oracle_decoders import MORE_FAMILIES
+from oracle_decoders import FAMILIES, MORE_FAMILIES
 from oracle_grid import RTOL
 from oracle_models import VOCAB, MaskedNextToken, decoder, samples
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ METHODS: dict[str, PeftMethod] = {
     "experts": Stack(LoRA(r"experts", rank=3, alpha=12), LoRA("attention", rank=2), FullTune("norm")),
     "ends": Stack(LoRA(r"layers\.0\.attention", rank=3), FullTune("lm_head")),
     "new tokens": Stack(LoRA("layers", rank=2), FullTune(r"weight_new$")),
-    **dict.fromkeys(MORE_FAMILIES, LoRA(DENSE, rank=2, alpha=6)),
+    **dict.fromkeys((*FAMILIES, *MORE_FAMILIES), LoRA(DENSE, rank=2, alpha=6)),
 }
 
 
@@ -114,12 +114,16 @@ ROWS = (
 FAMILY_ROWS = (
     ("gemma3", "dp_shard=2,tp=2"),
     ("encoder", "pp=2,dp_shard=2"),
-    *((family, layout) for family in MORE_FAMILIES for layout in ("tp=2", "pp=2", "dp_replicate=2,dp_shard=2")),
+    *(
+        (family, layout)
+        for family in (*FAMILIES, *MORE_FAMILIES)
+        for layout in ("tp=2", "pp=2", "dp_replicate=2,dp_shard=2")
+    ),
 )
 
 
 def trace(method: str, layout: str) -> dict[str, Any]:
-    if method in MORE_FAMILIES:
+    if method in (*FAMILIES, *MORE_FAMILIES):
         experiment = parse_cell(f"{method},rows=packed").experiment
     else:
         experiment = Experiment(model=provider(method), batch=samples(ragged=True), task=MaskedNextToken())
@@ -152,7 +156,7 @@ def test_only_selected_parameters_are_trained(method: str) -> None:
     first, last = (one_process(method)[f"step {step}"]["gradients"] for step in (1, 3))
     assert first.keys() == last.keys()
     with torch.device("meta"):
-        base = parse_cell(method).experiment.model if method in MORE_FAMILIES else provider(method)
+        base = parse_cell(method).experiment.model if method in (*FAMILIES, *MORE_FAMILIES) else provider(method)
         model = Adapted(base, METHODS[method]).build(StageInfo(0, 1))
     assert last.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # After the first steps every parameter affects the loss, A as well as B.

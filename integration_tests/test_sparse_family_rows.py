@@ -24,6 +24,7 @@ from d9d_modules import (
     DecoderForCausalLM,
     DecoderParams,
     DecoderWithMtp,
+    GroupedQueryAttention,
     HybridParams,
     MtpLayer,
     Qwen35Params,
@@ -89,21 +90,20 @@ def family_params(family: str, num_layers: int) -> DecoderParams:
                 top_groups=2,
                 routed_scale=2.5,
             )
-        case "deepseek":
+        case "deepseek" | "moonlight":
             latent: dict[str, Any] = {**sizes, "head_dim": 3}
             del latent["num_kv_heads"]
+            yarn = YarnScaling(factor=4.0, original_max_positions=8, mscale=1.0, mscale_all_dim=0.7)
+            groups = {"q_rank": 6, "num_groups": 4, "top_groups": 2, "rope_scaling": yarn}
+            latent |= groups if family == "deepseek" else {"q_rank": None, "num_shared_experts": 2}
             return DeepseekV3Params(
                 **latent,
                 kv_rank=7,
-                q_rank=6,
                 rotary_dim=4,
                 value_dim=5,
                 intermediate_size=20,
                 num_dense_layers=1,
-                num_groups=4,
-                top_groups=2,
                 routed_scale=2.5,
-                rope_scaling=YarnScaling(factor=4.0, original_max_positions=8, mscale=1.0, mscale_all_dim=0.7),
             )
         case "qwen3_5_dense":
             of_experts = ("num_experts", "top_k", "expert_intermediate_size", "shared_intermediate_size")
@@ -203,12 +203,13 @@ def _differences(row: Row, *, num_steps: int = 2, around: Around = nullcontext) 
     return [str(found) for found in differences(trace, expected, rtol=RTOL)]
 
 
-FAMILIES = ("glm", "deepseek", "gpt_oss", "qwen3_next", "qwen3_5", "mtp")
+FAMILIES = ("glm", "deepseek", "moonlight", "gpt_oss", "qwen3_next", "qwen3_5", "mtp")
 DENSE = ("qwen3_5_dense",)
 LAYOUTS = [
     "dp_shard=2",
     "dp_replicate=2",
     "cp_shard=2",
+    "cp_replicate=2",
     "tp=2",
     "ep=2,dp_shard=2",
     "pp=2,microbatch=2",
@@ -315,6 +316,26 @@ def _the_softmax_scale_ignores_yarn() -> AbstractContextManager[object]:
     return mock.patch.object(YarnScaling, "temperature", return_value=1.0)
 
 
+def _outputs_of_attention_are_not_gated() -> AbstractContextManager[object]:
+    real = GroupedQueryAttention.forward
+
+    def forward(self: GroupedQueryAttention, *args: Any, **options: Any) -> Any:
+        with mock.patch.object(self, "gate_proj", None):
+            return real(self, *args, **options)
+
+    return mock.patch.object(GroupedQueryAttention, "forward", forward)
+
+
+def _weights_of_experts_are_not_scaled() -> AbstractContextManager[object]:
+    real = SigmoidRouter.forward
+
+    def forward(self: SigmoidRouter, *args: Any) -> Any:
+        with mock.patch.object(self, "scale", 1.0):
+            return real(self, *args)
+
+    return mock.patch.object(SigmoidRouter, "forward", forward)
+
+
 def _layers_of_a_stage_are_counted_from_zero() -> AbstractContextManager[object]:
     real = HybridParams.mixer_kind
     return mock.patch.object(HybridParams, "mixer_kind", lambda self, index: real(self, 1))
@@ -324,6 +345,8 @@ MUTANTS: list[tuple[Bug, Row]] = [
     (_latent_features_are_rotated_as_halves, Row("deepseek", "tp=2")),
     (_experts_are_chosen_from_all_groups, Row("glm", "tp=2")),
     (_the_softmax_scale_ignores_yarn, Row("deepseek", "pp=2,microbatch=2")),
+    (_outputs_of_attention_are_not_gated, Row("qwen3_5", "dp_shard=2,tp=2")),
+    (_weights_of_experts_are_not_scaled, Row("moonlight", "cp_replicate=2")),
     (_layers_of_a_stage_are_counted_from_zero, Row("qwen3_5_dense", "dp_shard=2")),
     (_mtp_layers_are_not_sequence_parallel, Row("mtp", "ep=2,cp_shard=2,tp=2")),
     (_the_mtp_loss_reaches_only_the_last_layer, Row("mtp", "pp=2,microbatch=2")),

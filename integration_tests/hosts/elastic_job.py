@@ -21,7 +21,9 @@ import torch
 from moe_job import BalancedNextToken, TinyDeepseek, samples
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from d9d_loop import StepDone, Trainer, TrainerConfig, cli_main
+from d9d_loop import ConfigReady, DataReady, ModelReady, StepDone, Trainer, TrainerConfig, cli_main, elastic_agent
+from d9d_loop.elastic_rendezvous import BACKEND
+from d9d_loop.resilience.lost_hosts import LOST_HOSTS
 from d9d_loop.testing import parse_layout
 from hosts.forked_hosts import be_rank, enter
 from hosts.hosts import PORT, Hosts
@@ -31,7 +33,7 @@ from forked_faults import Place  # isort: skip - its folder is added to the path
 # A connection to a host without power fails after some seconds, not after a quarter of an hour.
 IMPATIENT = {"net.ipv4.tcp_rto_max_ms": 1000, "net.ipv4.tcp_retries2": 6}
 _NUM_SAMPLES = 24  # divisible by 3, 4, 6 and 8
-_PROGRESS, _ALLOWED = "progress", "allowed"
+_PROGRESS, _ALLOWED, _MARKS = "progress", "allowed", "marks"
 
 
 @final
@@ -167,6 +169,12 @@ class ElasticJob:
         with suppress(Exception):
             self._hosts.run(host, "kill", f"-{int(number)}", str(process))
 
+    def marks(self, *, since: float) -> list[tuple[str, float]]:
+        """Return the phases that ranks have reached since a time, and when, by the machine's monotonic clock."""
+        lines = (self._folder / _MARKS).read_text(encoding="ascii").splitlines()
+        found = [(what, float(at)) for what, at in (line.split() for line in lines)]
+        return [(what, at) for what, at in found if at > since]
+
     def are_warm(self) -> list[bool]:
         """Return for each rank that has started last whether its process had imported what a job needs."""
         return [json.loads(path.read_text(encoding="ascii"))[2] for path in self._folder.glob("rank-*")]
@@ -184,16 +192,18 @@ class ElasticJob:
 
 
 def _agent(place: Place, name: str, settings: Settings) -> None:
-    """Run torchrun's agent of a host."""
+    """Run the agent of a host, that of `d9d-torchrun`."""
+    elastic_agent.install()
+    os.environ[LOST_HOSTS] = str(place.folder / f"lost-{place.rank}")
     launch = LaunchConfig(
         min_nodes=settings.num_hosts[0],
         max_nodes=settings.num_hosts[1],
         nproc_per_node=settings.ranks_per_host,
         run_id="job",
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND,
         rdzv_endpoint=f"host0:{PORT}",
         rdzv_configs={
-            "last_call_timeout": 15,
+            "last_call_timeout": 5,
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 4,
             "read_timeout": 20,
@@ -208,6 +218,7 @@ def _agent(place: Place, name: str, settings: Settings) -> None:
 def _life(folder: str, name: str, settings: Settings) -> None:
     """Run a rank between two restarts."""
     rank, shared = int(os.environ["RANK"]), Path(folder)
+    _mark(shared, "forked")
     is_warm = "d9d_loop.job.training" in sys.modules
     _replace(shared / f"rank-{rank}", json.dumps([socket.gethostname(), os.getpid(), is_warm]))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has the handler of its agent
@@ -235,6 +246,8 @@ def _life(folder: str, name: str, settings: Settings) -> None:
     task = BalancedNextToken(0.02)
     trainer = Trainer(config, model=TinyDeepseek(), data=samples(_NUM_SAMPLES), task=task, lr_schedule=lambda step: 1.0)
     trainer.events.subscribe(task)
+    for event, phase in ((ConfigReady, "context"), (ModelReady, "restored"), (DataReady, "ready")):
+        trainer.events.on(event, lambda _, phase=phase: _mark(shared, phase))
     if rank == 0:
         trainer.events.on(StepDone, lambda event: _record(event, shared))
     try:
@@ -243,6 +256,12 @@ def _life(folder: str, name: str, settings: Settings) -> None:
     except Exception:  # the agent would print the traceback of only one rank of the host
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+def _mark(folder: Path, what: str) -> None:
+    """Append a phase that this rank has reached to a file of all ranks."""
+    with (folder / _MARKS).open("a", encoding="ascii") as file:
+        file.write(f"{what} {time.monotonic()}\n")
 
 
 def _replace(path: Path, text: str) -> None:

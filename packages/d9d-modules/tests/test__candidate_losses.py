@@ -3,7 +3,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
-import d9d_modules._candidate_losses
+import d9d_modules._chunked_token_loss
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_modules import CrossEntropy, LanguageModelHead, language_model_head
@@ -22,7 +22,7 @@ def _values() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_losses_and_gradients_equal_those_of_all_logits(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(d9d_modules._candidate_losses, "_CHUNK_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(d9d_modules._chunked_token_loss, "_CHUNK_LOGITS", 3 * VOCAB)
     hidden, weight, labels, upstream = _values()
     logits = hidden @ weight.T
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from d9d_moe import MoELayer, TopKRouter
 
@@ -60,6 +58,9 @@ def our_layer(args: argparse.Namespace) -> MoELayer:
 
 def their_layer(args: argparse.Namespace, implementation: str) -> nn.Module:
     """Build the layer of `transformers`."""
+    from transformers import Qwen3MoeConfig  # noqa: PLC0415 - gpu.py runs without it
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock  # noqa: PLC0415
+
     config = Qwen3MoeConfig(
         hidden_size=args.hidden_size,
         moe_intermediate_size=args.intermediate_size,

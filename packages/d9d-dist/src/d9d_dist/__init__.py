@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from d9d_dist.split_backward import WeightGradHandle as WeightGradHandle
     from d9d_dist.split_backward import defer_weight_grad as defer_weight_grad
     from d9d_dist.stage import StageInfo as StageInfo
+    from d9d_dist.symmetric_memory import enable_symmetric_memory as enable_symmetric_memory
     from d9d_dist.tensor_parallel import parallelize_tensor as parallelize_tensor
     from d9d_dist.tensor_styles import ColumnParallel as ColumnParallel
     from d9d_dist.tensor_styles import Replicated as Replicated

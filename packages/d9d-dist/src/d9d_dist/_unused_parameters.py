@@ -82,7 +82,8 @@ class UnusedParameters:
             if by_hand:
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded, dtype=dtype)
-        group.reduce_scatter_unused_params = True
+        if not by_hand:
+            group.reduce_scatter_unused_params = True
 
 
 def _hook_post_backward(group: Any, callback: WeakMethod[Any]) -> Any:

@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist._compiled_collectives import all_gather, all_reduce, reduce_scatter
 from d9d_dist._mesh_axes import only_axis
-from d9d_dist.collectives import all_gather, all_to_all, even_parts, reduce_scatter
+from d9d_dist.collectives import all_to_all, even_parts
 from d9d_dist.errors import UserError
 
 _Map: TypeAlias = Callable[[Tensor], Tensor]
@@ -42,7 +43,7 @@ def copy_to_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
     For a value whose gradient is partial on each rank, such as the input of a column-parallel layer. The adjoint of
     `reduce_from_axis`.
     """
-    return _apply(x, mesh, _identity, partial(_sum, group=_group(mesh)))
+    return _apply(x, mesh, _identity, partial(all_reduce, group=_group(mesh)))
 
 
 def reduce_from_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -51,7 +52,7 @@ def reduce_from_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
     For a partial value whose sum all ranks use in the same way, such as the output of a row-parallel layer. The adjoint
     of `copy_to_axis`.
     """
-    return _apply(x, mesh, partial(_sum, group=_group(mesh)), _identity)
+    return _apply(x, mesh, partial(all_reduce, group=_group(mesh)), _identity)
 
 
 def gather_from_axis(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["partial", "equal"]) -> Tensor:
@@ -121,7 +122,7 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     For a sum that each rank uses differently, such as a statistic of the whole batch: gradients of the result are
     partial.
     """
-    total = partial(_sum, group=group)
+    total = partial(all_reduce, group=group)
     return x if group.size() == 1 else _Collective.apply(x, total, total)
 
 
@@ -150,12 +151,6 @@ def _group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)
-
-
-def _sum(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def _take(x: Tensor, *, group: dist.ProcessGroup, dim: int) -> Tensor:

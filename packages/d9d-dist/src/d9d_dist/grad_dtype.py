@@ -27,7 +27,7 @@ def set_grad_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> No
     if version < _FIRST_VERSION:
         raise UserError(
             f"gradients of their own dtype need torch 2.15, and this is {torch.__version__}; expected a newer torch. "
-            "Upgrade it, or leave out the dtype of gradients."
+            "Upgrade it, or set no dtype of gradients."
         )
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_floating_point():

@@ -182,3 +182,17 @@ def test_an_unknown_reference_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="reference = 'first'; expected None, \"initial\", or a function"), engine:
         pass
+
+
+def test_a_forward_that_makes_a_parameter_is_refused_after_the_first_step(tmp_path: Path) -> None:
+    class Growing(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name of torch)
+            if not hasattr(self, "gain"):
+                self.gain = nn.Parameter(torch.ones(2))
+            return super().forward(input) * self.gain
+
+    with (
+        Engine.open(config_of(tmp_path), model=lambda stage: Growing(3, 2), task=TASK) as engine,
+        pytest.raises(UserError, match="the first step made, replaced or deleted the parameters gain"),
+    ):
+        take_step(engine)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError
 from d9d_dist.testing import assert_trees_close, full_parameters, run_ranks
@@ -36,7 +37,29 @@ class _Breaking(nn.Module):
         return self.third(x) + 0 * scale
 
 
-def _train(folder: Path, compile: str | None, num_ranks: int) -> tuple[dict[str, Tensor], int]:  # noqa: A002
+class _Changing(nn.Module):
+    """A checkpointed forward that changes an attribute and restores it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_running = nn.Linear(4, 4, dtype=torch.float64), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.is_running = True
+        y = torch.tanh(self.layer(x)).square()
+        self.is_running = False
+        return y
+
+
+def _train(
+    folder: Path,
+    compile: str | None,  # noqa: A002
+    num_ranks: int,
+    model: type[nn.Module] = _Breaking,
+) -> tuple[dict[str, Tensor], int]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = TrainerConfig.model_validate(
@@ -52,7 +75,7 @@ def _train(folder: Path, compile: str | None, num_ranks: int) -> tuple[dict[str,
         }
     )
     data = list(torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    trainer = Trainer(config, model=lambda stage: _Breaking(), data=data, task=_Sum())
+    trainer = Trainer(config, model=lambda stage: model(), data=data, task=_Sum())
     trained: dict[str, Tensor] = {}
     trainer.events.on(Finished, lambda event: trained.update(full_parameters(event.model)))
     trainer.train()
@@ -72,6 +95,13 @@ def test_graph_breaks_are_named_and_change_nothing(tmp_path: Path, capfd: pytest
     for trained, num_graphs in run_ranks(_train, tmp_path / "two", "aot_eager", 2, world_size=2):
         assert num_graphs >= 3
         assert_trees_close(trained, eager, rtol=1e-12)
+
+
+def test_a_checkpointed_module_that_changes_itself_is_one_graph(tmp_path: Path) -> None:
+    eager, _ = _train(tmp_path / "eager", None, 1, _Changing)
+    compiled, num_graphs = _train(tmp_path / "compiled", "aot_eager", 1, _Changing)
+    assert num_graphs == 1
+    assert_trees_close(compiled, eager, rtol=1e-12)
 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:

@@ -77,9 +77,6 @@ if TYPE_CHECKING:
     from d9d_modules.models.decoder_hugging_face import (
         decoder_backbone_from_hugging_face as decoder_backbone_from_hugging_face,
     )
-    from d9d_modules.models.decoder_hugging_face import (
-        decoder_classifier_from_hugging_face as decoder_classifier_from_hugging_face,
-    )
     from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face as decoder_from_hugging_face
     from d9d_modules.models.decoder_model import WHOLE_MODEL as WHOLE_MODEL
     from d9d_modules.models.decoder_model import DecoderModel as DecoderModel
@@ -88,7 +85,6 @@ if TYPE_CHECKING:
     from d9d_modules.models.decoder_mtp import QWEN_MTP as QWEN_MTP
     from d9d_modules.models.decoder_mtp import DecoderWithMtp as DecoderWithMtp
     from d9d_modules.models.decoder_mtp import MtpLayer as MtpLayer
-    from d9d_modules.models.decoder_mtp import MtpNames as MtpNames
     from d9d_modules.models.decoder_mtp import mtp_from_hugging_face as mtp_from_hugging_face
     from d9d_modules.models.decoder_mtp import mtp_targets as mtp_targets
     from d9d_modules.models.decoder_parallelize import ParallelizeExperts as ParallelizeExperts
@@ -99,7 +95,6 @@ if TYPE_CHECKING:
     from d9d_modules.models.decoder_params import Rope as Rope
     from d9d_modules.models.decoder_params import RopeScaling as RopeScaling
     from d9d_modules.models.decoder_params import check_layers as check_layers
-    from d9d_modules.models.decoder_params import check_positive as check_positive
     from d9d_modules.models.decoder_params import swiglu_from_hugging_face as swiglu_from_hugging_face
     from d9d_modules.models.decoder_tensor_plan import HasTensorPlan as HasTensorPlan
     from d9d_modules.models.decoder_tensor_plan import RowParts as RowParts
@@ -113,22 +108,20 @@ if TYPE_CHECKING:
     from d9d_modules.models.grouped_query import GroupedQueryParams as GroupedQueryParams
     from d9d_modules.models.hugging_face_config import HuggingFaceConfig as HuggingFaceConfig
     from d9d_modules.models.hugging_face_config import config_value as config_value
-    from d9d_modules.models.hugging_face_config import layer_types_of as layer_types_of
+    from d9d_modules.models.hugging_face_config import layers_of_kind as layers_of_kind
     from d9d_modules.models.hugging_face_config import require_value as require_value
     from d9d_modules.models.hugging_face_family import DECODER_ENTRIES as DECODER_ENTRIES
     from d9d_modules.models.hugging_face_family import FIXED_ENTRIES as FIXED_ENTRIES
     from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES as GROUPED_QUERY_ENTRIES
+    from d9d_modules.models.hugging_face_family import MULTI_HEAD_ENTRIES as MULTI_HEAD_ENTRIES
+    from d9d_modules.models.hugging_face_family import UNBIASED_ENTRIES as UNBIASED_ENTRIES
     from d9d_modules.models.hugging_face_family import Entry as Entry
     from d9d_modules.models.hugging_face_family import HuggingFaceFamily as HuggingFaceFamily
+    from d9d_modules.models.hugging_face_family import with_defaults as with_defaults
     from d9d_modules.models.hugging_face_quantization import (
         quantization_from_hugging_face as quantization_from_hugging_face,
     )
-    from d9d_modules.models.hybrid import HYBRID_FIXED as HYBRID_FIXED
-    from d9d_modules.models.hybrid import HYBRID_OWN as HYBRID_OWN
     from d9d_modules.models.hybrid import HybridParams as HybridParams
-    from d9d_modules.models.hybrid import hybrid_entries as hybrid_entries
-    from d9d_modules.models.hybrid import read_full_layers as read_full_layers
-    from d9d_modules.models.hybrid import written_full_layers as written_full_layers
     from d9d_modules.models.llama3 import LLAMA3 as LLAMA3
     from d9d_modules.models.llama3 import Llama3ForCausalLM as Llama3ForCausalLM
     from d9d_modules.models.llama3 import Llama3Params as Llama3Params
@@ -150,7 +143,6 @@ if TYPE_CHECKING:
     from d9d_modules.models.qwen3 import Qwen3Params as Qwen3Params
     from d9d_modules.models.qwen3_5 import QWEN3_5 as QWEN3_5
     from d9d_modules.models.qwen3_5 import Qwen35Params as Qwen35Params
-    from d9d_modules.models.qwen3_5 import text_config as text_config
     from d9d_modules.norm import LayerNorm as LayerNorm
     from d9d_modules.norm import Norm as Norm
     from d9d_modules.norm import RMSNorm as RMSNorm

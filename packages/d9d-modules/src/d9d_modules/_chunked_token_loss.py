@@ -23,7 +23,7 @@ def chunked_token_loss(
     """Compute the losses [T] of any `TokenLoss`, materializing the logits of one chunk of tokens at a time.
 
     `token_loss` gets logits [t, V] in at least float32. The loss of a token depends only on its own logits and label,
-    and on no other tensor that requires a gradient.
+    and on no other tensor that requires a gradient. Labels and losses may have further dims [T, ...].
 
     Backward recomputes the logits and both gradients; the weight gradient is accumulated over chunks in at least
     float32. A split backward does not defer the weight gradient, because the loss and its collectives would have to be

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from d9d_modules._triton_jit import jit, num_multiprocessors, threads_per_warp
+from d9d_modules.triton_jit import jit, num_multiprocessors, threads_per_warp
 
 _TILE = 2**12
 """Number of elements in a program's tile of rows; a longer row is a tile by itself."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from d9d_modules._triton_jit import jit
+from d9d_modules.triton_jit import jit
 
 _BLOCK = 4096
 """Number of elements per program."""

@@ -200,11 +200,14 @@ def language_model_head(
     loss = PLAIN_CROSS_ENTROPY if token_loss is token_cross_entropy else token_loss
     if has_candidates:
         return _candidate_losses(hidden_TD, weights_VD, labels, loss=loss, softcap=softcap)
-    if isinstance(loss, CrossEntropy):
-        losses_T = _cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap, backend=backend)
-    else:
+    if not isinstance(loss, CrossEntropy):
         weight = weights_VD[0] if len(weights_VD) == 1 else torch.cat(weights_VD)
         losses_T = chunked_token_loss(hidden_TD, weight, labels_T, token_loss=loss, softcap=softcap)
+    elif backend == "chunked":
+        losses_T = linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap)
+    else:
+        require_cut_cross_entropy(why_not_cut_cross_entropy(hidden_TD, len(weights_VD), loss))
+        losses_T = cut_cross_entropy(hidden_TD, weights_VD[0], labels_T, softcap=softcap)
     return losses_T.view_as(labels)
 
 
@@ -219,18 +222,3 @@ def _candidate_losses(
     weight_VD = weights_VD[0] if len(weights_VD) == 1 else torch.cat(list(weights_VD))
     losses_TK = candidate_losses(hidden_TD, weight_VD, labels.flatten(0, -2), softcap=softcap, mesh=loss.mesh)
     return losses_TK.view_as(labels)
-
-
-def _cross_entropy(
-    hidden_TD: Tensor,
-    weights_VD: Sequence[Tensor],
-    labels_T: Tensor,
-    *,
-    loss: CrossEntropy,
-    softcap: float | None,
-    backend: LossBackend,
-) -> Tensor:
-    if backend == "chunked":
-        return linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap)
-    require_cut_cross_entropy(why_not_cut_cross_entropy(hidden_TD, len(weights_VD), loss))
-    return cut_cross_entropy(hidden_TD, weights_VD[0], labels_T, softcap=softcap)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
-from d9d_modules._kernel_choice import has_kernel
+from d9d_modules.kernel_choice import has_kernel
 
 _LARGEST_KERNEL_SIZE = 2**14
 """Largest row of the Triton kernel. A program keeps whole rows in registers, and longer rows do not fit (spills)."""

@@ -4,8 +4,8 @@ Shape legend: R rotated pairs, half the number of rotated features.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, final
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        _require_positive(self, factor=self.factor)
+        _require_positive(self)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`."""
@@ -76,7 +76,7 @@ class DynamicNtkScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        _require_positive(self, factor=self.factor, original_max_positions=self.original_max_positions)
+        _require_positive(self)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`.
@@ -107,7 +107,7 @@ class NtkScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        _require_positive(self, factor=self.factor)
+        _require_positive(self)
 
     def base(self, theta: float, *, rotary_dim: int) -> float:
         """Return the scaled base, as exported to a Hugging Face `config.json`.
@@ -154,13 +154,7 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            factor=self.factor,
-            original_max_positions=self.original_max_positions,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-        )
+        _require_positive(self)
         if self.beta_fast < self.beta_slow:
             raise UserError(
                 f"beta_fast = {self.beta_fast}, beta_slow = {self.beta_slow}; expected beta_fast >= beta_slow."
@@ -224,13 +218,7 @@ class Llama3Scaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            factor=self.factor,
-            low_freq_factor=self.low_freq_factor,
-            high_freq_factor=self.high_freq_factor,
-            original_max_positions=self.original_max_positions,
-        )
+        _require_positive(self)
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"low_freq_factor = {self.low_freq_factor}, high_freq_factor = {self.high_freq_factor}; expected "
@@ -270,13 +258,7 @@ class LongRopeScaling:
     fixed_attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            factor=self.factor,
-            original_max_positions=self.original_max_positions,
-            short_factors=min(self.short_factors, default=0.0),
-            long_factors=min(self.long_factors, default=0.0),
-        )
+        _require_positive(self)
         if self.original_max_positions < 2:
             raise UserError(
                 f"LongRopeScaling got original_max_positions = {self.original_max_positions}; expected at least 2: "
@@ -314,10 +296,14 @@ class LongRopeScaling:
         return plain_frequencies(theta, rotary_dim=rotary_dim, device=length.device) / factors_R
 
 
-def _require_positive(scaling: RotaryScaling, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:  # also rejects NaN
-            raise UserError(f"{type(scaling).__name__} got {name} = {value}; expected above 0.")
+def _require_positive(scaling: Any) -> None:
+    """Raise a `UserError` if a number of a scaling is not above 0; the weights of YaRN may be 0."""
+    for each in fields(scaling):
+        value = getattr(scaling, each.name)
+        least = min(value, default=0.0) if isinstance(value, tuple) else value
+        is_number = type(least) in (int, float) and each.name not in {"mscale", "mscale_all_dim"}
+        if is_number and not least > 0:  # also rejects NaN
+            raise UserError(f"{type(scaling).__name__} got {each.name} = {least}; expected above 0.")
 
 
 def _require_pairs(rotary_dim: int) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from d9d_dist import ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
-from d9d_modules._kernel_choice import has_kernel
+from d9d_modules.kernel_choice import has_kernel
 from d9d_modules.linear import Linear
 
 GeluForm: TypeAlias = Literal["tanh", "none"]

@@ -20,11 +20,11 @@ from d9d_modules import (
     EmbeddingHead,
     Qwen3Params,
     decoder_backbone_from_hugging_face,
-    decoder_classifier_from_hugging_face,
     decoder_lm_head,
     decoder_tensor_plan,
     pool,
 )
+from d9d_state import parallel, rename
 
 PARAMS = Qwen3Params(
     vocab_size=16,
@@ -152,7 +152,7 @@ def test_a_classifier_is_that_of_transformers() -> None:
 
     config = Qwen3Config.from_dict({**QWEN3.write(PARAMS), "num_labels": 3, "pad_token_id": 0})
     reference: Any = Qwen3ForSequenceClassification(config)
-    mapper = decoder_classifier_from_hugging_face(PARAMS)
+    mapper = parallel(decoder_backbone_from_hugging_face(PARAMS), rename("score.weight", "head.score.weight"))
     model = DecoderForClassification(PARAMS, num_classes=3)
     state = reference.state_dict()
     model.load_state_dict(mapper.apply_all(state))

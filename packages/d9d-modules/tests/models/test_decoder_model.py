@@ -236,7 +236,7 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         ({"rope_length": 0}, r"rope_length = 0; expected a number above 0"),
         ({"sliding_window": 2}, r"sliding_window = 2, sliding_layers = \(\); expected both or neither"),
         ({"sliding_layers": (1,)}, r"sliding_window = None, sliding_layers = \(1,\); expected both or neither"),
-        ({"sliding_window": 0, "sliding_layers": (1,)}, r"sliding_window = 0; expected a number above 0, or None"),
+        ({"sliding_window": 0, "sliding_layers": (1,)}, r"sliding_window = 0; expected a number above 0"),
         ({"sliding_window": 2, "sliding_layers": (5,)}, r"sliding_layers contains 5; expected indices from 0 to 4"),
         ({"head_dim": 5}, r"head_dim = 5; RoPE rotates pairs of features: use an even head_dim"),
     ],

@@ -1,9 +1,12 @@
+from collections import Counter
 from dataclasses import replace
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -88,6 +91,47 @@ def _compiled() -> list[bool]:
             layers = [layer for layer in model.layers.values() if isinstance(layer, DecoderLayer)]
             found += [layer._compiled_call_impl is not None for layer in layers]
     return found
+
+
+def _train_with_async_tensor_parallelism() -> tuple[dict[str, Tensor], Counter[str]]:
+    """Return the gradients of one step, and the number of calls of torch's fused operators.
+
+    The CPU has no fused kernels: torch's decompositions into collectives and products compute them.
+    """
+    calls: Counter[str] = Counter()
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+
+        def fused(*args: Any, name: str = name, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return getattr(symmetric_memory, f"_{name}_fallback")(*args, **kwargs)
+
+        library.impl(name, fused, "CPU")
+    options = {"compile_blocks": True, "async_tensor_parallel": True}
+    with mock.patch("d9d_modules.compiling.enable_symmetric_memory"), symmetric_memory._test_mode():
+        return _train(QWEN3, {"tensor_parallel": 2}, options), calls
+
+
+@pytest.mark.full
+def test_async_tensor_parallelism_gives_the_gradients_of_one_process() -> None:
+    """Two all-gathers and reduce-scatters of each layer are fused in forward, and two all-gathers in backward."""
+    (expected,) = run_ranks(_train, QWEN3, {}, {}, world_size=1)
+    for gradients, calls in run_ranks(_train_with_async_tensor_parallelism, world_size=2, timeout=300):
+        assert calls == {"fused_all_gather_matmul": 2 * (2 + 2), "fused_matmul_reduce_scatter": 2 * 2}
+        assert_trees_close(gradients, expected, rtol=1e-11)
+
+
+def _parallelize_async(options: dict[str, Any]) -> str:
+    with MeshConfig(tensor_parallel=2).build() as ctx, pytest.raises(UserError) as error:
+        parallelize_decoder(DecoderForCausalLM(QWEN3), ctx, async_tensor_parallel=True, **options)
+    return str(error.value)
+
+
+def test_async_tensor_parallelism_is_refused_without_compilation_and_without_cuda() -> None:
+    for message in run_ranks(_parallelize_async, {}, world_size=2):
+        assert message.startswith("async_tensor_parallel needs compiled layers; got compile_blocks = False.")
+    for message in run_ranks(_parallelize_async, {"compile_blocks": True}, world_size=2):
+        assert "torch does not support for devices of the type cpu. Expected devices that NVLink connects." in message
 
 
 def test_every_second_block_is_checkpointed_if_enabled() -> None:

@@ -127,6 +127,32 @@ def test_an_unknown_family_is_compared_with_the_nearest(tmp_path: Path) -> None:
     assert from_pretrained_config(folder, families=[own]).params == PARAMS
 
 
+def test_the_nearest_family_is_that_of_the_text_entries_and_of_the_likest_name(tmp_path: Path) -> None:
+    text = QWEN2.write(PARAMS)
+    with pytest.raises(UserError, match=r"'qwen2_vl'; .*nearest family is qwen2; .*not know: none; .*lacks: none"):
+        from_pretrained_config({"model_type": "qwen2_vl", "text_config": text, "vision_config": {}})
+    both = {key: value for key, value in text.items() if key not in {"use_mrope", "model_type"}}
+    with pytest.raises(UserError, match=r"model_type = 'qwen3_x'; .*nearest family is qwen3;"):
+        from_pretrained_config({**both, "model_type": "qwen3_x"})
+    with pytest.raises(UserError, match=r"model_type = None; .*nearest family is qwen2;"):
+        from_pretrained_config({key: value for key, value in text.items() if key != "model_type"})
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": "{"}, r"config\.json is not valid JSON: .*Download it again"),
+        ({"adapter_config.json": "{}"}, "contains an adapter; expected a model. Name the folder of the adapter's base"),
+        ({}, r"the folder .* has no config\.json; expected a model"),
+    ],
+)
+def test_folders_without_a_model_are_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        from_pretrained_config(tmp_path)
+
+
 def test_a_name_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--Qwen--Qwen2.5-0.5B"
@@ -161,9 +187,15 @@ def test_a_classifier_and_an_embedder_use_the_backbone(tmp_path: Path) -> None:
     assert torch.equal(again(ids), classifier(ids))
     with pytest.raises(UserError, match=r"head = 'classification', num_classes = None; expected num_classes"):
         from_pretrained_config(folder, head="classification")
+    with pytest.raises(UserError, match=r"head = 'lm'; expected one of language_model, classification, embedding"):
+        from_pretrained_config(folder, head="lm")  # ty: ignore[invalid-argument-type]
 
-    embedder = _loaded(from_pretrained_config(folder, head="embedding", pooling="mean", embedding_size=4))
+    found = from_pretrained_config(folder, head="embedding", pooling="mean", embedding_size=4)
+    embedder = _loaded(found)
     assert embedder(ids).shape == (2, 4)
+    save_model_state(embedder, tmp_path / "vectors", found.state_mapper().inverse(), extra_files=found.export_files())
+    again = _loaded(from_pretrained_config(tmp_path / "vectors", head="embedding", pooling="mean"))
+    assert torch.equal(again(ids), embedder(ids))
     stored = load_file(folder / "model.safetensors")
     del stored["lm_head.weight"]
     save_file({name.removeprefix("model."): tensor for name, tensor in stored.items()}, folder / "model.safetensors")

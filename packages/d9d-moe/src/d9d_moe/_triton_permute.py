@@ -7,26 +7,14 @@ output row of a sum.
 # Kernel arguments are pointers and scalars without Python types, passed by position.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from d9d_modules.triton_jit import jit
+
 _BLOCK = 2048
 """Largest number of features that a program processes at once."""
-
-
-class _Kernel(Protocol):
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
-
-
-def _jit(kernel: Callable[..., Any]) -> _Kernel:
-    """Apply `triton.jit`, with a static type for the launch."""
-    launchable: _Kernel = triton.jit(kernel)
-    return launchable
 
 
 def gather(x: Tensor, order_K: Tensor, *, copies: int) -> Tensor:
@@ -85,7 +73,7 @@ def _block(size: int) -> int:
     return min(_BLOCK, 1 << max(size - 1, 0).bit_length())
 
 
-@_jit
+@jit
 def _gather_kernel(x_ptr, order_ptr, out_ptr, size, copies, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(order_ptr + row) // copies
@@ -95,7 +83,7 @@ def _gather_kernel(x_ptr, order_ptr, out_ptr, size, copies, BLOCK: tl.constexpr)
         tl.store(out_ptr + row * size + offsets, tl.load(x_ptr + source * size + offsets, mask=mask), mask=mask)
 
 
-@_jit
+@jit
 def _gather_sum_kernel(
     rows_ptr, inverse_ptr, weights_ptr, out_ptr, num_rows, size, copies, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -114,7 +102,7 @@ def _gather_sum_kernel(
         tl.store(out_ptr + token * size + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@_jit
+@jit
 def _combine_backward_kernel(
     grad_ptr, rows_ptr, weights_ptr, order_ptr, grad_rows_ptr, grad_weights_ptr, size, copies, BLOCK: tl.constexpr
 ):

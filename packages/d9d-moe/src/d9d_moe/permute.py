@@ -9,14 +9,14 @@ Each token has A slots for copies. If the order has K < N rows, the remaining N 
 Shape legend: T tokens, A slots per token, N = T * A slots, K rows, one per slot that is not empty, D size of a row.
 """
 
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from d9d_modules.kernel_choice import has_kernel
 from d9d_moe.autocast import no_autocast
 
 
@@ -73,7 +73,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order)
-        if _has_kernel(rows):
+        if has_kernel(rows):
             from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
 
             return _triton_permute.gather_sum(rows, inverse, weights, copies=weights.shape[1])
@@ -87,7 +87,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient_TD,) = gradients
         rows, weights, order = ctx.saved_tensors
-        if _has_kernel(gradient_TD):
+        if has_kernel(gradient_TD):
             from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
 
             return *_triton_permute.combine_backward(gradient_TD, rows, weights, order), None, None
@@ -101,7 +101,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _take(x: Tensor, order_K: Tensor, copies: int) -> Tensor:
-    if _has_kernel(x):
+    if has_kernel(x):
         from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
 
         return _triton_permute.gather(x, order_K, copies=copies)
@@ -109,7 +109,7 @@ def _take(x: Tensor, order_K: Tensor, copies: int) -> Tensor:
 
 
 def _sum(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
-    if _has_kernel(rows_KD):
+    if has_kernel(rows_KD):
         from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
 
         return _triton_permute.gather_sum(rows_KD, inverse_N, None, copies=copies)
@@ -122,17 +122,3 @@ def _unpermute(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
     if len(rows_KD) < len(inverse_N):
         rows_KD, inverse_N = F.pad(rows_KD, (0, 0, 0, 1)), inverse_N.clamp(max=len(rows_KD))
     return rows_KD.index_select(0, inverse_N).view(len(inverse_N) // copies, copies, rows_KD.shape[-1])
-
-
-def _has_kernel(x: Tensor) -> bool:
-    """Return True if the Triton kernels support a tensor: float32, bfloat16 or float16 on an accelerator with Triton.
-
-    Always False for tensor subclasses other than parameters, and during `torch.compile` tracing.
-    """
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and x.device.type not in ("cpu", "meta")
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and not torch.compiler.is_compiling()
-        and find_spec("triton") is not None
-    )

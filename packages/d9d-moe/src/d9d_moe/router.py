@@ -76,19 +76,17 @@ class ReplayRouter(Protocol):
         ...
 
 
-@final
-class TopKRouter(nn.Module):
-    """Router of Qwen3-MoE and Mixtral: softmax over all experts, then the `top_k` largest, computed in float32.
-
-    With `renormalize`, this equals a softmax over the logits of the chosen experts, as in GPT-OSS.
+class WeightedRouter(nn.Module):
+    """Router with a weight [E, D]. Base class of the routers below.
 
     Args:
-        renormalize: If True, scale the chosen probabilities to sum to 1.
+        renormalize: If True, scale the weights of the chosen experts to sum to 1.
         bias: If True, the logits have a learnable bias [E] (GPT-OSS).
-        balance_bias: If True, experts are chosen by probability plus `selection_bias`; see `SigmoidRouter`.
+        balance_bias: If True, experts are chosen by score plus `selection_bias`.
 
     Attributes:
-        selection_bias: Expert bias [E], float32; a persistent buffer. None without `balance_bias`.
+        selection_bias: Expert bias [E], float32; a persistent buffer, which `update_expert_bias` updates once per step.
+            None without `balance_bias`.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`.
@@ -114,16 +112,25 @@ class TopKRouter(nn.Module):
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
-        self.selection_bias: Tensor | None
         self.register_buffer("selection_bias", torch.empty(num_experts, dtype=torch.float32) if balance_bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weight from `Normal(0, init_std)`, and set both biases to zero."""
         nn.init.normal_(self.weight, std=self.init_std)
-        for bias in (self.bias, self.selection_bias):
+        for bias in (self.bias, self._buffers["selection_bias"]):
             if bias is not None:
                 nn.init.zeros_(bias)
+
+
+@final
+class TopKRouter(WeightedRouter):
+    """Router of Qwen3-MoE and Mixtral: softmax over all experts, then the `top_k` largest, computed in float32.
+
+    With `renormalize`, this equals a softmax over the logits of the chosen experts, as in GPT-OSS.
+    """
+
+    selection_bias: Tensor | None
 
     def forward(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
         """Choose the experts of each token of `x_TD` [T, D], or use the recorded ones; see `ReplayRouter`."""
@@ -144,7 +151,7 @@ class TopKRouter(nn.Module):
 
 
 @final
-class SigmoidRouter(nn.Module):
+class SigmoidRouter(WeightedRouter):
     """Router of DeepSeek-V3 (arXiv:2412.19437, equations 12 to 16): sigmoid scores and an expert bias.
 
     `s = sigmoid(x @ weight.T)`. The `top_k` experts with the largest `s + selection_bias` are chosen. Their weights are
@@ -155,16 +162,15 @@ class SigmoidRouter(nn.Module):
     Args:
         num_groups: Number of groups of consecutive experts.
         top_groups: Number of groups from which the experts of a token are chosen.
-        renormalize: If True, scale the chosen scores to sum to 1.
+        renormalize: See `WeightedRouter`.
         scale: Factor of the weights, applied after renormalization.
-
-    Attributes:
-        selection_bias: Expert bias [E], float32; a persistent buffer, which `update_expert_bias` updates once per step.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`, `num_groups` does not divide `num_experts`,
             `top_groups` is not between 1 and `num_groups`, or `top_groups` groups hold fewer than `top_k` experts.
     """
+
+    selection_bias: Tensor
 
     def __init__(
         self,
@@ -178,25 +184,17 @@ class SigmoidRouter(nn.Module):
         scale: float = 1.0,
         init_std: float = 0.02,
     ) -> None:
-        super().__init__()
-        check_top_k(top_k, num_experts)
+        super().__init__(
+            hidden_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            renormalize=renormalize,
+            balance_bias=True,
+            init_std=init_std,
+        )
         check_groups(num_experts=num_experts, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
-        self.can_replay = True
-        self.num_experts = num_experts
-        self.top_k = top_k
         self.num_groups, self.top_groups = num_groups, top_groups
-        self.renormalize = renormalize
         self.scale = scale
-        self.init_std = init_std
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.selection_bias: Tensor
-        self.register_buffer("selection_bias", torch.empty(num_experts, dtype=torch.float32))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight from `Normal(0, init_std)` and set the expert bias to zero."""
-        nn.init.normal_(self.weight, std=self.init_std)
-        nn.init.zeros_(self.selection_bias)
 
     def forward(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
         """Choose the experts of each token of `x_TD` [T, D], or use the recorded ones; see `ReplayRouter`."""

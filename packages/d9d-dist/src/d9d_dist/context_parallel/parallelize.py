@@ -1,6 +1,6 @@
 """Context parallelism of a module by replacement of its attention functions."""
 
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -110,7 +110,9 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
         _check_supports_sequence_sharding(module, mesh.size())
-    found = {name: each for name, each in module.named_modules() if isinstance(each, HasAttention)}
+    # Not isinstance: from Python 3.12 on it does not see an attribute that is a submodule.
+    having = {name: each for name, each in module.named_modules() if hasattr(each, "attention_function")}
+    found = cast("dict[str, HasAttention]", having)
     stateful = [each for each in module.modules() if isinstance(each, HasContextMesh)]
     if not found and not stateful and not any(isinstance(each, RequiresFullSequence) for each in module.modules()):
         raise UserError(

@@ -66,6 +66,10 @@ class FakeGroup(_ProcessGroup):
         """Name of the group, which functional collectives look up."""
         return self.pg_name
 
+    def _get_backend(self, device: Any) -> "FakeGroup":
+        """Return the group itself, whose sends and receives `batch_isend_irecv` calls one by one."""
+        return self
+
     def size(self) -> int:
         """Return the number of ranks."""
         return self._size

@@ -174,6 +174,7 @@ def _device_module() -> types.ModuleType:
     module.set_device = module.manual_seed = module.manual_seed_all = lambda *_: None
     module.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     module.set_rng_state = lambda *_: None
+    module._lazy_init = lambda: None  # torch 2.11 skips waits for a device that it never initialized
     module.synchronize = lambda *_: torch.accelerator.synchronize()
     module.current_stream = lambda *_: torch.accelerator.current_stream()
     module.set_stream = torch.accelerator.set_stream

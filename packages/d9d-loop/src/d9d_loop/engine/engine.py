@@ -28,6 +28,7 @@ from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound
 from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.averaging import free_gathered_parameters
@@ -110,6 +111,7 @@ class Engine:
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
         self._offloading = StateOffloading(self._whole, optimizer, self.events)
         self._reference = ReferenceModel(self.model, reference, whole=self._whole)
+        self._first_steps = FirstSteps(self.model, ctx)
         self._weights = ModelWeights(self.model, state_mapper, ctx, version=self._weight_version)
         self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
 
@@ -286,7 +288,8 @@ class Engine:
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
-                finite. Also if a forward wrote to sharded parameters.
+                finite. Also if a forward wrote to sharded parameters, if the first step made, replaced or deleted
+                parameters, or if the second one read an attribute of a module that differs between ranks.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
@@ -296,6 +299,7 @@ class Engine:
         self.num_steps += 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
             refuse_later_writes(self._whole, compare_next=True)
+        self._first_steps.check()
         self._apply_decisions()
         return result
 
@@ -349,12 +353,35 @@ class Engine:
             BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
-        self._require_training("save()")
+        checkpoints = self._settle_for("save()")
+        checkpoints.save(self.num_steps, state, background=background)
+
+    def save_local(self, state: JsonValue = None) -> None:
+        """Save as `save` does, but in the local tiers of `EngineConfig.tiers` that are due at this step. Collective.
+
+        Call it after every step. The files are written in the background, and `load` reads them if they are newer than
+        the checkpoints. Errors are those of `save`.
+
+        Raises:
+            UserError: If the job has too few hosts for the replicas of a tier.
+        """
+        checkpoints = self._settle_for("save_local()")
+        checkpoints.save_local(self.num_steps, state)
+
+    def delete_local(self) -> None:
+        """Delete the saves of `save_local` on all hosts, when the run is complete. Collective."""
+        self._require_checkpoints().delete_local()
+
+    def _settle_for(self, call: str) -> EngineCheckpoints:
+        """Return the checkpoints for a save, after the decision on the last step. Collective."""
+        self._require_training(call)
         checkpoints = self._require_checkpoints()
         if self._step.is_pending:
-            raise UserError("got save() with accumulated gradients, which checkpoints omit; expected step() before it.")
+            raise UserError(
+                f"got {call} with accumulated gradients, which checkpoints omit; expected step() before it."
+            )
         self._apply_decisions(settle=True)
-        checkpoints.save(self.num_steps, state, background=background)
+        return checkpoints
 
     def load(self) -> JsonValue:
         """Load the newest valid checkpoint, and return the state that was passed to `save`. Collective.

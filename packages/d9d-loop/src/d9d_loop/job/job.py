@@ -43,7 +43,6 @@ from d9d_loop.job.schedule_pictures import draw_measured, draw_program
 from d9d_loop.job.start_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import compile_stages, describe_graph_breaks
-from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import (
     HangWatchdog,
@@ -217,7 +216,6 @@ def run_job(job: Job) -> TrainResult | Stopped:
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
     _write_start(job)
-    first_steps = FirstSteps(engine.model, job.ctx)
     with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
@@ -230,7 +228,6 @@ def run_job(job: Job) -> TrainResult | Stopped:
             engine.set_learning_rates(plan.lr_schedule(record.step))
             result = engine.step()
             record.step = engine.num_steps
-            first_steps.check()
             if record.step == ready.step + 1:
                 _end_startup(job, result)
             is_saved = plan.is_saved_after(record.step) or plan.is_saved_locally_after(record.step)
@@ -347,6 +344,8 @@ def _check_replicas(job: Job) -> None:
 
 def _name_stragglers(job: Job) -> None:
     """Report ranks that have become slow, if the check is due. Collective."""
+    if not job.stragglers.is_due(job.record.step):
+        return
     with job.reports.not_training(), job.watchdog.phase("the health check"):
         slow = job.stragglers.check(job.record.step)
     if slow and job.ctx.is_main_process:

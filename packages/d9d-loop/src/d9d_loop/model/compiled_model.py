@@ -25,8 +25,10 @@ def compile_stages(stages: Iterable[nn.Module], backend: str) -> None:
     """Compile the forward of parallelized stages, in place. The first call compiles.
 
     Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly, as
-    does NumPy, whose functions torch's tracing emulates with errors. This setting of torch is global.
+    does NumPy, whose functions torch's tracing emulates with errors. Changes of Python objects in a checkpointed module
+    are not repeated when it is recomputed. These settings of torch are global.
     """
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
     torch._dynamo.config.trace_numpy = False  # ty: ignore[invalid-assignment]
     for stage in stages:
         stage.forward = torch.compile(stage.forward, backend=backend)

@@ -26,6 +26,7 @@ from d9d_dist import DistributedContext
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_poller import HangPoller
 from d9d_loop.resilience.hang_report import describe_hang
+from d9d_loop.resilience.lost_hosts import read_lost_host
 from d9d_loop.resilience.rank_place import RankPlace, main_thread_place
 
 _INTERVAL = 0.25  # interval of the watcher in seconds
@@ -165,6 +166,8 @@ class HangWatchdog:
                 armed_for = progress
             if self._poller is not None:
                 self._exit_if_reported(self._poller)
+            if (lost := read_lost_host()) is not None:
+                self._end_lost(lost, keep_store=False)  # all ranks read it from their node
             if self.stuck_seconds() > progress.timeout:
                 self._end_hang()
             if self._end.wait(_INTERVAL):
@@ -177,8 +180,9 @@ class HangWatchdog:
         if (lost := poller.lost) is not None and not self._end.wait(_EXIT_SECONDS):
             self._end_lost(lost)
 
-    def _end_lost(self, why: str) -> None:
-        self._end_process(f"{why}\nThis rank is {self.place().describe()}.", ExitCode.PEER_LOST)
+    def _end_lost(self, why: str, *, keep_store: bool = True) -> None:
+        text = f"{why}\nThis rank is {self.place().describe()}."
+        self._end_process(text, ExitCode.PEER_LOST, keep_store=keep_store)
 
     def _end_hang(self) -> None:
         # The timer of faulthandler must not end the process before the report is written.
@@ -194,8 +198,11 @@ class HangWatchdog:
             self._poller.text if is_reported else self._poller.describe_unresponsive_store(), ExitCode.HANG
         )
 
-    def _end_process(self, text: str, code: ExitCode) -> None:
-        """Print the reason, and for a hang all stacks, then exit immediately with `os._exit`."""
+    def _end_process(self, text: str, code: ExitCode, *, keep_store: bool = True) -> None:
+        """Print the reason, and for a hang all stacks, then exit immediately with `os._exit`.
+
+        If `keep_store`, a rank that hosts the job's store first waits until the others need it no more.
+        """
         if self._end.is_set():  # the main thread has already left the watchdog's `with` block
             return
         out = sys.__stderr__ or sys.stderr
@@ -206,6 +213,6 @@ class HangWatchdog:
         out.flush()
         if self._on_exit is not None:
             self._on_exit(text)
-        if self._poller is not None:
+        if self._poller is not None and keep_store:
             self._poller.leave_store()
         os._exit(code)

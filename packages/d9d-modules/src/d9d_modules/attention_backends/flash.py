@@ -5,11 +5,12 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple, Unpack, final
+from typing import Any, ClassVar, NamedTuple, Unpack, final
 
 import torch
 from torch import Tensor
@@ -19,85 +20,92 @@ from d9d_modules.attention_backends.request import AttentionFeatures, AttentionO
 from d9d_modules.attention_backends.visibility import document_runs
 
 
-@final
-class Flash2Backend:
-    """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later.
+class KernelBackend(ABC):
+    """Backend of kernels for packed documents on CUDA devices. Base class of the backends below.
 
-    Packed documents use the variable-length function. Reading the document lengths synchronizes with the device, once
-    for the layers of a batch, so `is_fast` is False for packed documents.
+    Reading the document lengths synchronizes with the device, once for the layers of a batch, so `is_fast` is False for
+    packed documents. Document ids must be contiguous.
     """
 
-    def __init__(self) -> None:
-        self._is_installed = _is_installed("flash-attn")
+    name: ClassVar[str]
+    package: ClassVar[str | None] = None
+    """Distribution that has the kernels; None for torch."""
 
-    name = "flash2"
+    install: ClassVar[str] = ""
+    has_sinks: ClassVar[bool] = False
+    has_softcap: ClassVar[bool] = True
+    oldest_capability: ClassVar[int] = 8
+    largest_head_dim: ClassVar[int] = 256
+
+    def __init__(self) -> None:
+        self._is_installed = self.package is None or _is_installed(self.package)
 
     def rejection(self, request: AttentionRequest) -> str | None:
         """See `AttentionBackend`."""
-        if not self._is_installed:
-            return "is not installed: pip install flash-attn --no-build-isolation"
-        if request.has_sinks:
-            return "does not differentiate its log-sum-exp, as sinks need"
-        return _rejection(request, oldest_capability=8, largest_head_dim=256)
+        reasons = {
+            f"is not installed: {self.install}": not self._is_installed,
+            "has no softcap": request.options.softcap is not None and not self.has_softcap,
+            "does not differentiate its log-sum-exp, as sinks need": request.has_sinks and not self.has_sinks,
+            "takes no mask": request.has_mask,
+        }
+        unsupported = (reason for reason, applies in reasons.items() if applies)
+        return next(unsupported, None) or self._device_rejection(request)
+
+    def _device_rejection(self, request: AttentionRequest) -> str | None:
+        capability, size = _compute_capability(request.device), self.largest_head_dim
+        if capability is None:
+            return f"does not support {request.device.type}"
+        if request.dtype not in {torch.bfloat16, torch.float16}:
+            return f"supports bfloat16 and float16, not {request.dtype}"
+        if request.head_dim % 8 or request.head_dim > size:
+            return f"needs a head dim that is a multiple of 8 and at most {size}, not {request.head_dim}"
+        if capability < self.oldest_capability:
+            return f"needs a device of compute capability {self.oldest_capability}.0 or later, not {capability}"
+        return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
         """See `AttentionBackend`."""
         return not request.has_documents
 
+    @abstractmethod
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """See `AttentionBackend`; document ids must be contiguous."""
+        """See `AttentionBackend`."""
+
+
+@final
+class Flash2Backend(KernelBackend):
+    """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later."""
+
+    name, package, install = "flash2", "flash-attn", "pip install flash-attn --no-build-isolation"
+
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+        """See `AttentionBackend`."""
         assert features["sinks_H"] is None, "a request with sinks is rejected"
         return _attend("flash_attn", q_BLHK, k_BSGK, v_BSGK, features, unlimited=-1)
 
 
 @final
-class Flash4Backend:
-    """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`; packed documents as in `Flash2Backend`."""
+class Flash4Backend(KernelBackend):
+    """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`."""
 
-    def __init__(self) -> None:
-        self._is_installed = _is_installed("flash-attn-4")
-
-    name = "flash4"
-
-    def rejection(self, request: AttentionRequest) -> str | None:
-        """See `AttentionBackend`."""
-        if not self._is_installed:
-            return "is not installed: pip install --pre flash-attn-4"
-        return _rejection(request, oldest_capability=9, largest_head_dim=128)
-
-    def is_fast(self, request: AttentionRequest) -> bool:
-        """See `AttentionBackend`."""
-        return not request.has_documents
+    name, package, install = "flash4", "flash-attn-4", "pip install --pre flash-attn-4"
+    has_sinks, oldest_capability, largest_head_dim = True, 9, 128
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """See `AttentionBackend`; document ids must be contiguous."""
+        """See `AttentionBackend`."""
         sinks = {"learnable_sink": features["sinks_H"]}
         return _attend("flash_attn.cute", q_BLHK, k_BSGK, v_BSGK, features, unlimited=None, **sinks)
 
 
 @final
-class VarlenBackend:
-    """`torch.nn.attention.varlen`, part of torch: FlashAttention or cuDNN; packed documents as in `Flash2Backend`.
-
-    Without packed documents, each row is one sequence.
-    """
+class VarlenBackend(KernelBackend):
+    """`torch.nn.attention.varlen`, part of torch: FlashAttention or cuDNN. Without documents each row is a sequence."""
 
     name = "varlen"
-
-    def rejection(self, request: AttentionRequest) -> str | None:
-        """See `AttentionBackend`."""
-        if request.options.softcap is not None:
-            return "has no softcap"
-        if request.has_sinks:
-            return "does not differentiate its log-sum-exp, as sinks need"
-        return _rejection(request, oldest_capability=8, largest_head_dim=256)
-
-    def is_fast(self, request: AttentionRequest) -> bool:
-        """See `AttentionBackend`."""
-        return not request.has_documents
+    has_softcap = False
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """See `AttentionBackend`; document ids must be contiguous."""
+        """See `AttentionBackend`."""
         attend: Any = import_module("torch.nn.attention.varlen").varlen_attn
         # Before torch 2.12, the function has no such argument and groups heads always.
         grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
@@ -161,21 +169,6 @@ def _is_installed(distribution: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def _rejection(request: AttentionRequest, *, oldest_capability: int, largest_head_dim: int) -> str | None:
-    if request.has_mask:
-        return "takes no mask"
-    capability = _compute_capability(request.device)
-    if capability is None:
-        return f"does not support {request.device.type}"
-    if request.dtype not in {torch.bfloat16, torch.float16}:
-        return f"supports bfloat16 and float16, not {request.dtype}"
-    if request.head_dim % 8 or request.head_dim > largest_head_dim:
-        return f"needs a head dim that is a multiple of 8 and at most {largest_head_dim}, not {request.head_dim}"
-    if capability < oldest_capability:
-        return f"needs a device of compute capability {oldest_capability}.0 or later, not {capability}"
-    return None
 
 
 def _compute_capability(device: torch.device) -> int | None:

@@ -26,17 +26,6 @@ def decoder_from_hugging_face(
     )
 
 
-def decoder_classifier_from_hugging_face(
-    params: DecoderParams, *, feed_forward: FeedForwardMapper | None = None
-) -> StateMapper:
-    """Build the mapper from a Hugging Face `...ForSequenceClassification` checkpoint to `DecoderForClassification`.
-
-    `feed_forward` has the same meaning as in `decoder_from_hugging_face`.
-    """
-    backbone = decoder_backbone_from_hugging_face(params, feed_forward=feed_forward)
-    return parallel(backbone, rename("score.weight", "head.score.weight"))
-
-
 def decoder_backbone_from_hugging_face(
     params: DecoderParams, *, prefix: str = "model.", feed_forward: FeedForwardMapper | None = None
 ) -> StateMapper:

@@ -7,7 +7,6 @@ Shape legend: B batch, L length, D hidden size, K number of MTP layers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -26,7 +25,7 @@ from d9d_modules.models.decoder_hugging_face import FeedForwardMapper, decoder_l
 from d9d_modules.models.decoder_model import WHOLE_MODEL, Received, build_layer
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.rope import RotaryTables
-from d9d_state import StateMapper, parallel, rename_all, scope
+from d9d_state import StateMapper, parallel, rename, scope
 
 
 @final
@@ -122,20 +121,12 @@ class DecoderWithMtp(HeadedDecoder):
         mtp_ids_BLK: Tensor | None = None,
         mtp_labels_BLK: Tensor | None = None,
     ) -> Received | dict[str, Tensor]:
-        """Run this stage; arguments and result as in `DecoderForCausalLM`.
+        """Run this stage; arguments and result are those of `HeadedDecoder.forward`, besides the following.
 
-        Args:
-            hidden: See `HeadedDecoder.forward`.
-            position_ids: See `HeadedDecoder.forward`.
-            document_ids_BL: See `HeadedDecoder.forward`.
-            mask_BL: See `HeadedDecoder.forward`.
-            expert_indices: See `HeadedDecoder.forward`; routers of MTP layers always choose.
-            attention_mask: See `HeadedDecoder.forward`.
-            labels: See `HeadedDecoder.forward`. With labels, the loss of each token includes its MTP losses.
-            scores: See `HeadedDecoder.forward`; without MTP.
-            mtp_ids_BLK: Input tokens of the MTP layers [B, L, K], from `mtp_targets`. Required with labels in training
-                mode; in evaluation mode, None computes the loss without MTP.
-            mtp_labels_BLK: Labels of the MTP layers [B, L, K], from `mtp_targets`; -100 ignores a position.
+        With labels, the loss of each token includes its MTP losses. `scores` exclude them, and routers of MTP layers
+        always choose their experts. `mtp_ids_BLK` and `mtp_labels_BLK` [B, L, K] are the input tokens and the labels of
+        the MTP layers, from `mtp_targets`; -100 ignores a position. Both are required with labels in training mode. In
+        evaluation mode, None computes the loss without MTP.
 
         Raises:
             UserError: See `HeadedDecoder.forward`; also if an MTP argument is missing or has another shape.
@@ -219,48 +210,32 @@ def mtp_targets(
     return torch.stack(ids, dim=-1), torch.stack(labels, dim=-1)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpNames:
-    """Names of an MTP layer's weights in a Hugging Face checkpoint, without the suffix `.weight`.
+DEEPSEEK_MTP: Mapping[str, str] = {
+    "block.": "model.layers.{index}.",
+    "embedding_norm.": "model.layers.{index}.enorm.",
+    "hidden_norm.": "model.layers.{index}.hnorm.",
+    "projection.": "model.layers.{index}.eh_proj.",
+    "norm.": "model.layers.{index}.shared_head.norm.",
+}
+"""Prefixes of the weights of an MTP layer of DeepSeek-V3 and GLM-4.5 in a checkpoint, by those in `MtpLayer`.
 
-    In all names, `{index}` is the global index of the block, and `{depth}` that of the MTP layer.
+`{index}` is the global index of the block, and `{depth}` that of the MTP layer. Released files repeat `embed_tokens`
+and `shared_head.head`: drop them.
+"""
 
-    Attributes:
-        block: Prefix of the decoder layer.
-        others: Names of the other weights, by their names in `MtpLayer`.
-    """
-
-    block: str
-    others: Mapping[str, str]
-
-
-DEEPSEEK_MTP = MtpNames(
-    block="model.layers.{index}.",
-    others={
-        "embedding_norm": "model.layers.{index}.enorm",
-        "hidden_norm": "model.layers.{index}.hnorm",
-        "projection": "model.layers.{index}.eh_proj",
-        "norm": "model.layers.{index}.shared_head.norm",
-    },
-)
-"""MTP layers of DeepSeek-V3 and GLM-4.5. Released files repeat `embed_tokens` and `shared_head.head`: drop them."""
-
-QWEN_MTP = MtpNames(
-    block="mtp.layers.{depth}.",
-    others={
-        "embedding_norm": "mtp.pre_fc_norm_embedding",
-        "hidden_norm": "mtp.pre_fc_norm_hidden",
-        "projection": "mtp.fc",
-        "norm": "mtp.norm",
-    },
-)
-"""The MTP layer of Qwen3-Next and Qwen3.5."""
+QWEN_MTP: Mapping[str, str] = {
+    "block.": "mtp.layers.{depth}.",
+    "embedding_norm.": "mtp.pre_fc_norm_embedding.",
+    "hidden_norm.": "mtp.pre_fc_norm_hidden.",
+    "projection.": "mtp.fc.",
+    "norm.": "mtp.norm.",
+}
+"""Prefixes of the MTP layer of Qwen3-Next and Qwen3.5; see `DEEPSEEK_MTP`."""
 
 
 def mtp_from_hugging_face(
     params: DecoderParams,
-    names: MtpNames = DEEPSEEK_MTP,
+    names: Mapping[str, str] = DEEPSEEK_MTP,
     *,
     num_mtp_layers: int = 1,
     feed_forward: FeedForwardMapper | None = None,
@@ -272,11 +247,16 @@ def mtp_from_hugging_face(
 
     def layer(depth: int) -> StateMapper:
         index = params.num_layers + depth
-        others = {f"{ours}.weight": name.format(index=index, depth=depth) for ours, name in names.others.items()}
         block = decoder_layer_from_hugging_face(params, index, feed_forward=feed_forward)
         return parallel(
-            rename_all({f"{theirs}.weight": f"mtp.{depth}.{ours}" for ours, theirs in others.items()}),
-            scope(names.block.format(index=index, depth=depth), f"mtp.{depth}.block.", block),
+            *(
+                scope(
+                    theirs.format(index=index, depth=depth),
+                    f"mtp.{depth}.{ours}",
+                    block if ours == "block." else rename("weight", "weight"),
+                )
+                for ours, theirs in names.items()
+            )
         )
 
     return parallel(*(layer(depth) for depth in range(num_mtp_layers)))

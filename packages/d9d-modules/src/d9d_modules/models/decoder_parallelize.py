@@ -43,6 +43,7 @@ def parallelize_decoder(
     checkpointing: CheckpointPolicy = "none",
     checkpoint_every: int = 1,
     compile_blocks: bool = False,
+    async_tensor_parallel: bool = False,
     float8: Float8 | None = None,
     precision: Precision | Literal["job"] | None = "job",
 ) -> None:
@@ -64,6 +65,7 @@ def parallelize_decoder(
         checkpointing: Policy of `checkpoint_layers`.
         checkpoint_every: Argument `every` of `checkpoint_layers`.
         compile_blocks: If True, compile each layer with `torch.compile`.
+        async_tensor_parallel: If True, overlap collectives over `tp` with matrix products; see `compile_layers`.
         float8: Float8 configuration of the linear layers, without experts and routers; None disables float8.
         precision: Dtypes of computation and gradient reduction; "job" for `ctx.precision`, None for those of the
             parameters. With `experts`, inputs of layers are never cast, so that router losses stay in float32.
@@ -71,7 +73,8 @@ def parallelize_decoder(
     Raises:
         UserError: If the plan does not match the model or the parallel degrees, a layer has experts but `experts` is
             None, or `convert_to_float8` rejects the model or the device. Also if context parallelism is enabled, but a
-            head or a token mixer needs whole rows.
+            head or a token mixer needs whole rows. Also if `async_tensor_parallel` is set without `compile_blocks`, or
+            the devices do not support it.
     """
     dense = ctx.mesh_for("dense")
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
@@ -79,6 +82,10 @@ def parallelize_decoder(
     assert isinstance(layers, nn.ModuleDict)
     if precision == "job":
         precision = ctx.precision
+    if async_tensor_parallel and not compile_blocks:
+        raise UserError(
+            "async_tensor_parallel needs compiled layers; got compile_blocks = False. Set both, or neither."
+        )
     if experts is None:
         _check_dense(layers)
     elif precision is not None:
@@ -92,7 +99,7 @@ def parallelize_decoder(
         experts(model, ctx, precision=precision)
     checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)
     if compile_blocks:
-        compile_layers(layers)
+        compile_layers(layers, async_tensor_parallel=dense["tp"] if async_tensor_parallel else None)
     # A pipeline stage would gather its parameters again for each microbatch.
     shard = partial(
         parallelize_hsdp,

@@ -92,6 +92,9 @@ class DecoderParams(ABC):
     score_bias: ClassVar[bool] = False
     """True if classification heads have a bias."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("head_layers",)
+    """Hyperparameters that may be 0; all other numbers must be above 0."""
+
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -106,19 +109,11 @@ class DecoderParams(ABC):
     head_layers: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            intermediate_size=self.intermediate_size,
-            rope_theta=self.rope_theta,
-            rope_length=self.rope_length,
-            rms_norm_eps=self.rms_norm_eps,
-            initializer_range=self.initializer_range,
-            max_position_embeddings=self.max_position_embeddings,
-        )
-        if self.head_layers < 0:
-            raise UserError(f"head_layers = {self.head_layers}; expected 0 or more.")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if type(value) in (int, float) and (value < 0 or (value == 0 and each.name not in self.may_be_zero)):
+                bound = "0 or more" if each.name in self.may_be_zero else "a number above 0"
+                raise UserError(f"{each.name} = {value}; expected {bound}.")
 
     @classmethod
     def like(cls, other: "DecoderParams", **changes: Any) -> Self:
@@ -214,13 +209,6 @@ def swiglu_from_hugging_face() -> StateMapper:
     """Build the mapper of one `SwiGLU` or `GeGLU` block without biases, with names relative to the block."""
     names = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
     return identity(*names)
-
-
-def check_positive(**values: float | None) -> None:
-    """Raise a `UserError` if a named value is neither None nor above 0."""
-    for name, value in values.items():
-        if value is not None and value <= 0:
-            raise UserError(f"{name} = {value}; expected a number above 0.")
 
 
 def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:

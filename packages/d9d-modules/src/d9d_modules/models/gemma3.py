@@ -11,18 +11,10 @@ from typing import Any, ClassVar, final
 from torch import nn
 
 from d9d_modules.lm_head import LanguageModelHead
-from d9d_modules.models.decoder_params import check_positive
 from d9d_modules.models.grouped_query import AttentionForm
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
-from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily, positions_entry
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.hugging_face_layers import (
-    FULL_OR_SLIDING,
-    sliding_layers_of,
-    sliding_window_of,
-    text_entries,
-    written_layer_types,
-)
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
+from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily, with_defaults
+from d9d_modules.models.hugging_face_layers import sliding_window_of, text_entries, written_layer_types
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.pooling import Pooling
 from d9d_modules.swiglu import GeGLU
@@ -57,10 +49,6 @@ class Gemma3Params(LocalGlobalParams):
     is_causal: bool = True
     max_position_embeddings: int = 131_072
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(query_pre_attn_scalar=self.query_pre_attn_scalar, final_softcap=self.final_softcap)
-
     @property
     def attention_form(self) -> AttentionForm:
         """See `GroupedQueryParams`."""
@@ -88,13 +76,13 @@ class Gemma3Params(LocalGlobalParams):
 
 
 def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    types = layer_types_of(config, values["num_layers"], known=FULL_OR_SLIDING)
-    if types is None:
-        step = config_value(config, "sliding_window_pattern", int, default=6)
-        types = [f"{'sliding' if (index + 1) % step else 'full'}_attention" for index in range(values["num_layers"])]
+    step = config_value(config, "sliding_window_pattern", int, default=6)
+    layers = layers_of_kind(
+        config, values["num_layers"], "sliding_attention", default=lambda index: (index + 1) % step > 0
+    )
     key = "use_bidirectional_attention"
     read: dict[str, Any] = {"is_causal": config.get(key) is None or not config_value(config, key, bool)}
-    if layers := sliding_layers_of(types):
+    if layers:
         window = sliding_window_of(config)
         read |= {"sliding_window": window if read["is_causal"] else window // 2 + 1, "sliding_layers": layers}
     read["sliding_rope_theta"] = read_local_theta(config, key="rope_local_base_freq")
@@ -120,14 +108,16 @@ GEMMA3 = HuggingFaceFamily(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     entries=(
-        *(each for each in DECODER_ENTRIES if each.field not in {"tie_word_embeddings", "vocab_size", "num_heads"}),
-        Entry("vocab_size", "vocab_size", default=262_208),
-        Entry("num_heads", "num_attention_heads", default=8),
-        Entry("tie_word_embeddings", "tie_word_embeddings", bool, default=True),
-        Entry("num_kv_heads", "num_key_value_heads", default=4),
-        Entry("head_dim", "head_dim", default=256),
+        *with_defaults(
+            GROUPED_QUERY_ENTRIES,
+            vocab_size=262_208,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=256,
+            tie_word_embeddings=True,
+            max_position_embeddings=131_072,
+        ),
         Entry("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
-        positions_entry(131_072),
     ),
     fixed={
         "hidden_activation": "gelu_pytorch_tanh",
@@ -149,7 +139,7 @@ GEMMA3 = HuggingFaceFamily(
     write_rope=written_ropes,
     read_own=_read_own,
     write_own=_written_own,
-    irrelevant={**IRRELEVANT, "_sliding_window_pattern": "layer_types, which the same versions write, has precedence"},
-    unused=("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*"),
+    irrelevant={"_sliding_window_pattern": "layer_types, which the same versions write, has precedence"},
+    unused=("*vision_tower.*", "*multi_modal_projector.*"),
 )
 """Checkpoints of Gemma 3, text, and of EmbeddingGemma."""

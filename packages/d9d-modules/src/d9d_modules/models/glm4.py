@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily, positions_entry
+from d9d_modules.models.hugging_face_family import (
+    FIXED_ENTRIES,
+    GROUPED_QUERY_ENTRIES,
+    Entry,
+    HuggingFaceFamily,
+    with_defaults,
+)
 from d9d_modules.models.hugging_face_layers import written_without_windows
-from d9d_modules.rope import check_rotary_sizes
 from d9d_state import StateMapper, parallel, rename, split
 
 
@@ -34,10 +39,6 @@ class Glm4Params(GroupedQueryParams):
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 32768
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rotary_sizes(self.head_dim, self.rotary_dim)
-
     @property
     def attention_form(self) -> AttentionForm:
         """See `GroupedQueryParams`."""
@@ -57,11 +58,10 @@ GLM4 = HuggingFaceFamily(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
     entries=(
-        *GROUPED_QUERY_ENTRIES,
+        *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=131_072),
         Entry("qkv_bias", "attention_bias", bool, default=True),
-        positions_entry(131_072),
     ),
-    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
+    fixed=FIXED_ENTRIES,
     rotary_factor=0.5,
     write_own=written_without_windows,
 )

@@ -9,8 +9,8 @@ from torch import nn
 from d9d_dist.errors import UserError
 from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.attention_backends import AttentionOptions
-from d9d_modules.models.decoder_params import DecoderParams, MixerKind, check_layers, check_positive
-from d9d_modules.rope import RotaryLayout
+from d9d_modules.models.decoder_params import DecoderParams, MixerKind, check_layers
+from d9d_modules.rope import RotaryLayout, check_rotary_sizes
 from d9d_state import StateMapper, rename_all
 
 
@@ -51,22 +51,18 @@ class GroupedQueryParams(DecoderParams, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         if self.num_heads % self.num_kv_heads:
             fitting = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UserError(
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
                 f"use one of {', '.join(fitting)}."
             )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim = {self.head_dim}; RoPE rotates pairs of features: use an even head_dim.")
+        check_rotary_sizes(self.head_dim, self.rotated_features)
         if (self.sliding_window is None) is not (not self.sliding_layers):
             raise UserError(
                 f"sliding_window = {self.sliding_window}, sliding_layers = {self.sliding_layers}; expected both or "
                 "neither: the window size, and the indices of the layers that use it."
             )
-        if self.sliding_window is not None and self.sliding_window <= 0:
-            raise UserError(f"sliding_window = {self.sliding_window}; expected a number above 0, or None.")
         check_layers("sliding_layers", self.sliding_layers, self.num_layers)
 
     @property

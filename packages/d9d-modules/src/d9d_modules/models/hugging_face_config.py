@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import TypeAlias, TypeVar
 
@@ -59,21 +59,28 @@ def require_value(
         raise UserError(f"{where} has {key} = {value!r}; only {supported!r} is supported.")
 
 
-def layer_types_of(config: HuggingFaceConfig, num_layers: int, *, known: Collection[str]) -> list[str] | None:
-    """Read the kind of each layer's token mixer, `layer_types`; None if the entry is missing or null.
+def layers_of_kind(
+    config: HuggingFaceConfig,
+    num_layers: int,
+    kind: str,
+    *,
+    default: Callable[[int], bool],
+    known: Collection[str] = ("full_attention", "sliding_attention"),
+) -> tuple[int, ...]:
+    """Read the layers with a kind of token mixer from `layer_types`; without this entry, those with a true `default`.
 
     Raises:
         UserError: If the entry is not a list of `num_layers` known kinds.
     """
     types = config.get("layer_types")
     if types is None:
-        return None
+        return tuple(filter(default, range(num_layers)))
     if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
         raise UserError(
             f"config.json has layer_types = {types!r}; expected a list of num_hidden_layers = {num_layers} items, "
             f"each one of {', '.join(known)}."
         )
-    return types
+    return tuple(index for index, each in enumerate(types) if each == kind)
 
 
 def require_known_keys(

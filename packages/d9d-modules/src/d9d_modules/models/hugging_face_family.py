@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, final
 
 from d9d_dist.errors import UserError
@@ -88,14 +88,9 @@ DECODER_ENTRIES = (
     Entry("rms_norm_eps", "rms_norm_eps", float, 1e-6),
     Entry("tie_word_embeddings", "tie_word_embeddings", bool, default=False),
     Entry("initializer_range", "initializer_range", float, 0.02),
+    Entry("max_position_embeddings", "max_position_embeddings"),
 )
-"""Entries of all families; see also `positions_entry`."""
-
-
-def positions_entry(default: int) -> Entry:
-    """Return the entry of the maximum number of positions, whose default differs between families."""
-    return Entry("max_position_embeddings", "max_position_embeddings", default=default)
-
+"""Entries of all families."""
 
 GROUPED_QUERY_ENTRIES = (
     *DECODER_ENTRIES,
@@ -104,18 +99,25 @@ GROUPED_QUERY_ENTRIES = (
 )
 """Entries of families with grouped-query attention."""
 
-HEAD_DIM_ENTRY = Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"])
-"""Size of one head, by default the hidden size divided by the number of heads."""
-
 MULTI_HEAD_ENTRIES = (
     *DECODER_ENTRIES,
     Entry("num_kv_heads", "num_key_value_heads", default=lambda values: values["num_heads"]),
-    HEAD_DIM_ENTRY,
+    Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
 )
-"""Entries of families with multi-head attention by default: one key/value head per query head."""
+"""Entries of families with multi-head attention by default: one key/value head per query head of equal size."""
 
-FIXED_ENTRIES: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+FIXED_ENTRIES: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_dropout": 0.0}
 """Entries of all families with only one supported value."""
+
+UNBIASED_ENTRIES: Mapping[str, JsonValue] = {**FIXED_ENTRIES, "attention_bias": False}
+"""Entries with only one supported value, of families without biases in the attention."""
+
+
+def with_defaults(entries: tuple[Entry, ...], **defaults: float | None) -> tuple[Entry, ...]:
+    """Return entries with other default values of hyperparameters, by name; None for a required entry."""
+    assert defaults.keys() <= {each.field for each in entries}
+    return tuple(replace(each, default=defaults.get(each.field, each.default)) for each in entries)
+
 
 _UNSUPPORTED: Mapping[str, JsonValue] = {"is_encoder_decoder": False}
 """Entries that no family writes, with the only value that can be read."""
@@ -139,13 +141,14 @@ class HuggingFaceFamily(Generic[P]):
         check: Function that refuses configurations that the family does not support.
         read_own: Function that reads the other hyperparameters, given those of `entries`.
         write_own: Function that returns the entries of the other hyperparameters.
-        irrelevant: Entries that do not affect the model, with the reasons.
+        irrelevant: Further entries, besides `IRRELEVANT`, that do not affect the model, with the reasons.
         rotary_factor: Default of `partial_rotary_factor`, which sets the hyperparameter `rotary_dim`; None if the
             family rotates all features.
         read_rope: Function that reads RoPE base and scaling; see `rope_from_hugging_face`.
         write_rope: Function that returns the RoPE entries; see `rope_to_hugging_face`.
-        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded; `{num_layers}` and other
-            hyperparameters are replaced. Other tensors that the mapper does not consume raise an error.
+        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded, besides rotary buffers;
+            `{num_layers}` stands for the index of each layer for multi-token prediction. Other tensors that the mapper
+            does not consume raise an error.
         parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
         mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
         classifier: Function that returns the names of a classification head's weights in the model, by their names in
@@ -164,11 +167,11 @@ class HuggingFaceFamily(Generic[P]):
     check: Callable[[HuggingFaceConfig], None] = lambda config: None
     read_own: Callable[[HuggingFaceConfig, Mapping[str, Any]], Mapping[str, Any]] = lambda config, values: {}
     write_own: Callable[[P], Mapping[str, JsonValue]] = lambda params: {}
-    irrelevant: Mapping[str, str] = field(default_factory=lambda: IRRELEVANT)
+    irrelevant: Mapping[str, str] = field(default_factory=dict)
     rotary_factor: float | None = None
     read_rope: Callable[..., tuple[float, RopeScaling | None]] = rope_from_hugging_face
     write_rope: Callable[..., Mapping[str, JsonValue]] = rope_to_hugging_face
-    unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    unused: tuple[str, ...] = ()
     parallelize: Callable[..., None] = parallelize_decoder
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
     classifier: Callable[[P], Mapping[str, str]] = lambda params: {"score.weight": "head.score.weight"}
@@ -189,7 +192,7 @@ class HuggingFaceFamily(Generic[P]):
         """
         config = self.prepare(config)
         require_value(config, "model_type", self.model_type, required=True)
-        require_known_keys(config, used=self.used, irrelevant=self.irrelevant)
+        require_known_keys(config, used=self.used, irrelevant={**IRRELEVANT, **self.irrelevant})
         for key, supported in {**self.fixed, **_UNSUPPORTED}.items():
             require_value(config, key, supported)
         quantization_from_hugging_face(config)  # refuses layouts that cannot be loaded

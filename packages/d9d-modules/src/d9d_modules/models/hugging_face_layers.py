@@ -5,15 +5,11 @@ from typing import Any
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
 from d9d_state import JsonValue
 
 WINDOW_ENTRIES = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 """Entries that `read_windows` reads."""
-
-
-FULL_OR_SLIDING = ("full_attention", "sliding_attention")
-"""Kinds of token mixers in families without linear attention."""
 
 
 def text_entries(config: HuggingFaceConfig) -> HuggingFaceConfig:
@@ -24,11 +20,6 @@ def text_entries(config: HuggingFaceConfig) -> HuggingFaceConfig:
     if text is not config:
         text = {**text, "quantization_config": config.get("quantization_config")}
     return {str(key): value for key, value in text.items()}
-
-
-def sliding_layers_of(types: list[str]) -> tuple[int, ...]:
-    """Return the indices of the layers with a sliding window."""
-    return tuple(index for index, each in enumerate(types) if each == "sliding_attention")
 
 
 def sliding_window_of(config: HuggingFaceConfig) -> int:
@@ -47,19 +38,17 @@ def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
     Without causality, `transformers` excludes the current position from the window size.
     """
     is_sliding = config_value(config, "use_sliding_window", bool, default=False)
-    types = layer_types_of(config, values["num_layers"], known=FULL_OR_SLIDING)
-    if types is None:
-        first = config_value(config, "max_window_layers", int, default=28, minimum=0)
-        layers = tuple(range(first, values["num_layers"])) if is_sliding else ()
-    else:
-        layers = sliding_layers_of(types)
-        if layers and not is_sliding:
-            raise UserError(
-                f"config.json has layer_types = {types!r} and use_sliding_window = False; expected no "
-                "'sliding_attention', or use_sliding_window = True with a sliding_window."
-            )
+    first = config_value(config, "max_window_layers", int, default=28, minimum=0)
+    layers = layers_of_kind(
+        config, values["num_layers"], "sliding_attention", default=lambda index: is_sliding and index >= first
+    )
     if not layers:
         return {}
+    if not is_sliding:
+        raise UserError(
+            f"config.json has layer_types = {config['layer_types']!r} and use_sliding_window = False; expected no "
+            "'sliding_attention', or use_sliding_window = True with a sliding_window."
+        )
     window = sliding_window_of(config) + (not values.get("is_causal", True))
     return {"sliding_window": window, "sliding_layers": layers}
 

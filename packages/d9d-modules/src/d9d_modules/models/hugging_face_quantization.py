@@ -9,6 +9,7 @@ from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_val
 from d9d_state import BlockScaled, Fp8Blocks, Int4Groups, Mxfp4
 
 _WHERE = "quantization_config of config.json"
+_ADVICE = "Convert the checkpoint to bfloat16 with the tools of its publisher."
 
 
 def quantization_from_hugging_face(config: HuggingFaceConfig) -> BlockScaled | None:
@@ -33,8 +34,7 @@ def quantization_from_hugging_face(config: HuggingFaceConfig) -> BlockScaled | N
             return _int4(quantization)
         case method:
             raise UserError(
-                f"{_WHERE} has quant_method = {method!r}; expected 'fp8', 'mxfp4' or 'compressed-tensors'. Convert the "
-                "checkpoint to bfloat16 with the tools of its publisher."
+                f"{_WHERE} has quant_method = {method!r}; expected 'fp8', 'mxfp4' or 'compressed-tensors'. {_ADVICE}"
             )
 
 
@@ -42,7 +42,10 @@ def _fp8(quantization: HuggingFaceConfig) -> Fp8Blocks:
     require_value(quantization, "fmt", "e4m3", where=_WHERE)
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise UserError(f"{_WHERE} has weight_block_size = {block!r}; expected two numbers, such as [128, 128].")
+        raise UserError(
+            f"{_WHERE} has weight_block_size = {block!r}; expected two numbers, such as [128, 128]: weights with one "
+            f"scale for each tensor or row are not read. {_ADVICE}"
+        )
     return Fp8Blocks((block[0], block[1]), power_of_two=quantization.get("scale_fmt") == "ue8m0")
 
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from d9d_modules.gated_delta_net import GatedDeltaNet
-from d9d_modules.models.decoder_params import MixerKind, check_layers, check_positive
+from d9d_modules.models.decoder_params import MixerKind, check_layers
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
-from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, positions_entry
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
+from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, UNBIASED_ENTRIES, Entry, with_defaults
 from d9d_modules.models.hugging_face_layers import written_layer_types, written_without_windows
 from d9d_state import JsonValue, StateMapper, parallel, rename, rename_all, reshape, sequential, split
 
@@ -31,7 +31,7 @@ class HybridParams(GroupedQueryParams, ABC):
     """
 
     zero_centered_norms: ClassVar[bool] = True
-    has_grouped_projections: ClassVar[bool]
+    has_grouped_projections: ClassVar[bool] = False
     """True if a checkpoint stores the projections of a linear layer by key head (Qwen3-Next)."""
 
     rotary_dim: int
@@ -44,13 +44,6 @@ class HybridParams(GroupedQueryParams, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(
-            num_linear_key_heads=self.num_linear_key_heads,
-            num_linear_value_heads=self.num_linear_value_heads,
-            linear_key_dim=self.linear_key_dim,
-            linear_value_dim=self.linear_value_dim,
-            conv_width=self.conv_width,
-        )
         check_layers("full_layers", self.full_layers, self.num_layers)
 
     @property
@@ -112,20 +105,17 @@ class HybridParams(GroupedQueryParams, ABC):
         return sequential(flat, split(name, [f"attention.{each}_conv.weight" for each in "qkv"], sizes, dim=0))
 
 
-def hybrid_entries(max_positions: int = 32768) -> tuple[Entry, ...]:
-    """Return the entries of `config.json` of hybrid decoders, without those of experts."""
-    return (
-        *GROUPED_QUERY_ENTRIES,
-        Entry("num_linear_key_heads", "linear_num_key_heads", default=16),
-        Entry("num_linear_value_heads", "linear_num_value_heads", default=32),
-        Entry("linear_key_dim", "linear_key_head_dim", default=128),
-        Entry("linear_value_dim", "linear_value_head_dim", default=128),
-        Entry("conv_width", "linear_conv_kernel_dim", default=4),
-        positions_entry(max_positions),
-    )
+HYBRID_ENTRIES = (
+    *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
+    Entry("num_linear_key_heads", "linear_num_key_heads", default=16),
+    Entry("num_linear_value_heads", "linear_num_value_heads", default=32),
+    Entry("linear_key_dim", "linear_key_head_dim", default=128),
+    Entry("linear_value_dim", "linear_value_head_dim", default=128),
+    Entry("conv_width", "linear_conv_kernel_dim", default=4),
+)
+"""Entries of hybrid decoders, without those of experts."""
 
-
-HYBRID_FIXED: Mapping[str, JsonValue] = {**FIXED_ENTRIES, "attn_output_gate": True}
+HYBRID_FIXED: Mapping[str, JsonValue] = {**UNBIASED_ENTRIES, "attn_output_gate": True}
 """Entries of hybrid decoders with only one supported value."""
 
 HYBRID_OWN = ("full_attention_interval", "layer_types")
@@ -134,13 +124,15 @@ HYBRID_OWN = ("full_attention_interval", "layer_types")
 
 def read_full_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the layers with attention: by `layer_types`, or else every `full_attention_interval`-th layer."""
-    num_layers = values["num_layers"]
-    types = layer_types_of(config, num_layers, known=("linear_attention", "full_attention"))
     interval = config_value(config, "full_attention_interval", int, default=4)
-    layers = range(num_layers)
-    if types is None:
-        return {"full_layers": tuple(index for index in layers if (index + 1) % interval == 0)}
-    return {"full_layers": tuple(index for index in layers if types[index] == "full_attention")}
+    layers = layers_of_kind(
+        config,
+        values["num_layers"],
+        "full_attention",
+        default=lambda index: (index + 1) % interval == 0,
+        known=("linear_attention", "full_attention"),
+    )
+    return {"full_layers": layers}
 
 
 def written_full_layers(params: HybridParams) -> Mapping[str, JsonValue]:

@@ -8,7 +8,12 @@ from typing import TypeAlias, final
 
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, MULTI_HEAD_ENTRIES, HuggingFaceFamily, positions_entry
+from d9d_modules.models.hugging_face_family import (
+    MULTI_HEAD_ENTRIES,
+    UNBIASED_ENTRIES,
+    HuggingFaceFamily,
+    with_defaults,
+)
 from d9d_modules.models.hugging_face_layers import written_without_windows
 
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
@@ -28,8 +33,8 @@ LLAMA3 = HuggingFaceFamily(
     params=Llama3Params,
     architecture="LlamaForCausalLM",
     model_type="llama",
-    entries=(*MULTI_HEAD_ENTRIES, positions_entry(2048)),
-    fixed={**FIXED_ENTRIES, "mlp_bias": False},
+    entries=with_defaults(MULTI_HEAD_ENTRIES, max_position_embeddings=2048),
+    fixed={**UNBIASED_ENTRIES, "mlp_bias": False},
     write_own=written_without_windows,
 )
 """`config.json` of Llama 3."""

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from d9d_dist.errors import UserError
-from d9d_modules.models.decoder_params import Rope, RopeScaling, check_positive
+from d9d_modules.models.decoder_params import Rope, RopeScaling
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_layers import FULL_OR_SLIDING
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face, rope_to_hugging_face
 from d9d_state import JsonValue
 
@@ -22,10 +21,6 @@ class LocalGlobalParams(GroupedQueryParams, ABC):
     """
 
     sliding_rope_theta: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(sliding_rope_theta=self.sliding_rope_theta)
 
     def rope(self, index: int) -> Rope:
         """See `DecoderParams`."""
@@ -65,7 +60,7 @@ def _of_kind(config: HuggingFaceConfig, kind: str) -> Mapping[str, object]:
     written = config.get("rope_parameters")
     if written is None:
         return {}
-    if not isinstance(written, Mapping) or not written.keys() <= {*FULL_OR_SLIDING}:
+    if not isinstance(written, Mapping) or not written.keys() <= {"full_attention", "sliding_attention"}:
         raise UserError(
             f"config.json has rope_parameters = {written!r}; expected an object with the entries full_attention and "
             "sliding_attention."

@@ -6,13 +6,7 @@ from typing import Any, final
 
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_family import (
-    DECODER_ENTRIES,
-    HEAD_DIM_ENTRY,
-    Entry,
-    HuggingFaceFamily,
-    positions_entry,
-)
+from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, MULTI_HEAD_ENTRIES, HuggingFaceFamily, with_defaults
 from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window
 from d9d_state import JsonValue
 
@@ -40,13 +34,8 @@ MISTRAL = HuggingFaceFamily(
     params=MistralParams,
     architecture="MistralForCausalLM",
     model_type="mistral",
-    entries=(
-        *DECODER_ENTRIES,
-        Entry("num_kv_heads", "num_key_value_heads", default=8),
-        HEAD_DIM_ENTRY,
-        positions_entry(131_072),
-    ),
-    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
+    entries=with_defaults(MULTI_HEAD_ENTRIES, num_kv_heads=8, max_position_embeddings=131_072),
+    fixed=FIXED_ENTRIES,
     own=("sliding_window",),
     read_own=_read_window,
     write_own=_written_window,

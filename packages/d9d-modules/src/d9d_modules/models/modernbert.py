@@ -11,10 +11,9 @@ from d9d_dist.errors import UserError
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models.decoder_hugging_face import decoder_layer_from_hugging_face, norm_names
 from d9d_modules.models.grouped_query import AttentionForm
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layer_types_of
-from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily, positions_entry
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.hugging_face_layers import FULL_OR_SLIDING, sliding_layers_of, written_layer_types
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
+from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily, with_defaults
+from d9d_modules.models.hugging_face_layers import written_layer_types
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.norm import LayerNorm
 from d9d_modules.pooling import Pooling
@@ -159,17 +158,15 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
             f"config.json has hidden_size = {values['hidden_size']}, num_attention_heads = {num_heads}; expected an "
             "even number of features per head, since RoPE rotates pairs."
         )
-    types = layer_types_of(config, num_layers, known=FULL_OR_SLIDING)
-    if types is None:
-        step = config_value(config, "global_attn_every_n_layers", int, default=3)
-        types = [f"{'sliding' if index % step else 'full'}_attention" for index in range(num_layers)]
+    step = config_value(config, "global_attn_every_n_layers", int, default=3)
+    layers = layers_of_kind(config, num_layers, "sliding_attention", default=lambda index: index % step > 0)
     read: dict[str, Any] = {
         "num_kv_heads": num_heads,
         "head_dim": values["hidden_size"] // num_heads,
         "sliding_rope_theta": read_local_theta(config, key="local_rope_theta"),
         "classifier_pooling": config.get("classifier_pooling", "cls"),
     }
-    if layers := sliding_layers_of(types):
+    if layers:
         window = config_value(config, "local_attention", int, default=128)
         read |= {"sliding_window": window // 2 + 1, "sliding_layers": layers}
     return read
@@ -198,27 +195,20 @@ def _written_rope(params: ModernBertParams, *, rotary_factor: float | None) -> M
     return {"rope_parameters": written["rope_parameters"], **thetas}
 
 
-_OTHER_ENTRIES = {
-    "position_embedding_type": "all versions of transformers use RoPE",
-    "gradient_checkpointing": "an argument of parallelize_decoder",
-    "initializer_cutoff_factor": "weights are loaded, or drawn from a normal distribution without a cut-off",
-    "layer_norm_eps": "norm_eps is the epsilon of all norms",
-}
+_DECODER_ENTRIES = with_defaults(DECODER_ENTRIES, tie_word_embeddings=True, max_position_embeddings=8192)
 
 MODERNBERT = HuggingFaceFamily(
     params=ModernBertParams,
     architecture="ModernBertForMaskedLM",
     model_type="modernbert",
     entries=(
-        *(each for each in DECODER_ENTRIES if each.field not in {"rms_norm_eps", "tie_word_embeddings"}),
+        *(each for each in _DECODER_ENTRIES if each.field != "rms_norm_eps"),
         Entry("rms_norm_eps", "norm_eps", float, 1e-5),
-        Entry("tie_word_embeddings", "tie_word_embeddings", bool, default=True),
         Entry("attention_bias", "attention_bias", bool, default=False),
         Entry("feed_forward_bias", "mlp_bias", bool, default=False),
         Entry("norm_bias", "norm_bias", bool, default=False),
         Entry("lm_head_bias", "decoder_bias", bool, default=True),
         Entry("transform_bias", "classifier_bias", bool, default=False),
-        positions_entry(8192),
     ),
     fixed={
         "attention_dropout": 0.0,
@@ -240,8 +230,13 @@ MODERNBERT = HuggingFaceFamily(
     write_rope=_written_rope,
     read_own=_read_own,
     write_own=_written_own,
-    irrelevant={**IRRELEVANT, **_OTHER_ENTRIES},
-    unused=("*.rotary_emb.inv_freq", "decoder.*", "head.*"),
+    irrelevant={
+        "position_embedding_type": "all versions of transformers use RoPE",
+        "gradient_checkpointing": "an argument of parallelize_decoder",
+        "initializer_cutoff_factor": "weights are loaded, or drawn from a normal distribution without a cut-off",
+        "layer_norm_eps": "norm_eps is the epsilon of all norms",
+    },
+    unused=("decoder.*", "head.*"),
     mapper=modernbert_from_hugging_face,
     classifier=_classifier,
 )

@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib.metadata import entry_points
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final, get_args
 
 from torch import nn
 
@@ -23,7 +24,8 @@ from d9d_modules.models.glm4 import GLM4
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
-from d9d_modules.models.hugging_face_irrelevant import SPECIAL_TOKENS
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT, SPECIAL_TOKENS
+from d9d_modules.models.hugging_face_layers import text_entries
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL
@@ -87,19 +89,22 @@ def from_pretrained_config(
         num_classes: Number of classes of the classification head.
         pooling: Pooling of the classification or embedding head; None for that of the folder's `modules.json`, which
             sentence-transformers writes for embedders, or else of the family.
-        embedding_size: Size of the embeddings; see `EmbeddingHead`.
+        embedding_size: Size of the embeddings, see `EmbeddingHead`; None for that of the stored projection, if any.
         families: Further families, which have precedence over `known_families` of the same `model_type`.
 
     Raises:
-        UserError: If the folder has no valid `config.json`. If `modules.json` lists modules that the embedding head
-            does not have, and `pooling` is None. If the family is unknown; the message names the nearest family and the
-            entries that differ. If the family does not support an entry; see `HuggingFaceFamily.read`.
+        UserError: If the folder has no valid `config.json`, or the head is unknown. If `modules.json` lists modules
+            that the embedding head does not have, and `pooling` is None. If the family is unknown; the message names
+            the nearest family and the entries that differ. If the family does not support an entry; see
+            `HuggingFaceFamily.read`.
     """
     path, config = (None, folder) if isinstance(folder, Mapping) else _read_folder(folder)
     known = {**known_families(), **{family.model_type: family for family in families}}
     family = known.get(str(config.get("model_type")))
     if family is None:
         raise UserError(_unknown(config, known))
+    if head not in get_args(PretrainedHead):
+        raise UserError(f"head = {head!r}; expected one of {', '.join(get_args(PretrainedHead))}.")
     if (num_classes is None) is (head == "classification"):
         raise UserError(
             f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head."
@@ -159,9 +164,14 @@ class PretrainedDecoder:
     @property
     def unused(self) -> tuple[str, ...]:
         """Names of stored tensors that are not loaded, because the model does not have them."""
-        patterns = [pattern.format(**vars(self.params)) for pattern in self.family.unused]
+        extra = self.family.prepare(self.config).get("num_nextn_predict_layers")
+        indices = [self.params.num_layers + depth for depth in range(max(1, extra if isinstance(extra, int) else 0))]
+        patterns = [pattern.format(num_layers=index) for pattern in self.family.unused for index in indices]
+        patterns.append("*rotary_emb.inv_freq")
         if self.params.tie_word_embeddings or self.head != "language_model":
             patterns.append("lm_head.weight")
+        if self.head != "classification":
+            patterns += self.family.classifier(self.params)
         consumed = frozenset(self._mapper(self._stored).inputs)
         left = [name for name in self._stored if name not in consumed]
         return tuple(name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns))
@@ -175,7 +185,8 @@ class PretrainedDecoder:
                 assert self.num_classes is not None
                 return DecoderForClassification(self.params, stage, num_classes=self.num_classes, pooling=self.pooling)
             case "embedding":
-                return DecoderForEmbedding(self.params, stage, pooling=self.pooling, embedding_size=self.embedding_size)
+                size = self._embedding_size
+                return DecoderForEmbedding(self.params, stage, pooling=self.pooling, embedding_size=size)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext, **options: Any) -> None:
         """Parallelize one stage in place; the options are those of `parallelize_decoder`."""
@@ -215,6 +226,11 @@ class PretrainedDecoder:
             config["label2id"] = {str(name): int(index) for index, name in names.items()}
         return {"config.json": config}
 
+    @property
+    def _embedding_size(self) -> int | None:
+        stored = self._stored.get("projection.weight")
+        return self.embedding_size if stored is None else self.embedding_size or stored.shape[0]
+
     @cached_property
     def _stored(self) -> Mapping[str, TensorInfo]:
         if self.folder is None or not any(self.folder.glob("model*.safetensors*")):
@@ -239,7 +255,7 @@ class PretrainedDecoder:
                 found = {theirs: ours for theirs, ours in names.items() if theirs in stored}
                 new = [ours for theirs, ours in names.items() if theirs not in stored]
                 return parallel(backbone, rename_all(found), keep(*new))
-            case "embedding" if self.embedding_size is None:
+            case "embedding" if self._embedding_size is None:
                 return backbone
             case _ if "projection.weight" in stored:
                 return parallel(backbone, rename("projection.weight", "head.projection.weight"))
@@ -249,7 +265,10 @@ class PretrainedDecoder:
 
 def _read_folder(folder: str | Path) -> tuple[Path, HuggingFaceConfig]:
     path = _local_folder(folder)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path / 'config.json'} is not valid JSON: {error}. Download it again.") from None
     if not isinstance(config, Mapping):
         raise UserError(f"{path / 'config.json'} contains {type(config).__name__}; expected an object.")
     return path, config
@@ -267,6 +286,10 @@ def _local_folder(name: str | Path) -> Path:
         snapshot = cached / "snapshots" / reference.read_text(encoding="utf-8").strip()
         if (snapshot / "config.json").is_file():
             return snapshot
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{name} contains an adapter; expected a model. Name the folder of the adapter's base model.")
+    if folder.is_dir():
+        raise UserError(f"the folder {name} has no config.json; expected a model. Download or copy it again.")
     raise UserError(
         f"{name} is neither a folder with config.json nor a model in the local cache of Hugging Face, {hub}; expected "
         f"one of them. Download the model: hf download {name}"
@@ -275,17 +298,19 @@ def _local_folder(name: str | Path) -> Path:
 
 def _unknown(config: HuggingFaceConfig, known: Mapping[str, HuggingFaceFamily[Any]]) -> str:
     """Return the error for an unknown family, with the entries that differ from the nearest one."""
+    model_type, config = config.get("model_type"), text_entries(config)
     differences = {
         name: (
-            [key for key in config if key not in family.used and key not in family.irrelevant],
+            [key for key in config if key not in {*family.used, *family.irrelevant, *IRRELEVANT}],
             [each.key for each in family.entries if each.default is None and each.key not in config],
         )
         for name, family in known.items()
     }
-    nearest = min(differences, key=lambda name: sum(map(len, differences[name])))
+    likeness = {name: SequenceMatcher(None, name, str(model_type)).ratio() for name in known}
+    nearest = min(differences, key=lambda name: (sum(map(len, differences[name])), -likeness[name]))
     unknown, missing = (", ".join(names) or "none" for names in differences[nearest])
     return (
-        f"config.json has model_type = {config.get('model_type')!r}; expected one of {', '.join(sorted(known))}. The "
+        f"config.json has model_type = {model_type!r}; expected one of {', '.join(sorted(known))}. The "
         f"nearest family is {nearest}; entries that it does not know: {unknown}; entries that it lacks: {missing}. Use "
         "d9d_loop.hugging_face_model, or define the family as a HuggingFaceFamily and pass families=[...]."
     )

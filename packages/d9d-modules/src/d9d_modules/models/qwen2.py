@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_family import MULTI_HEAD_ENTRIES, HuggingFaceFamily, positions_entry
+from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, MULTI_HEAD_ENTRIES, HuggingFaceFamily, with_defaults
 from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
 
 
@@ -26,8 +26,8 @@ QWEN2 = HuggingFaceFamily(
     params=Qwen2Params,
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    entries=(*MULTI_HEAD_ENTRIES, positions_entry(32768)),
-    fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_mrope": False},
+    entries=with_defaults(MULTI_HEAD_ENTRIES, max_position_embeddings=32768),
+    fixed={**FIXED_ENTRIES, "use_mrope": False},
     own=WINDOW_ENTRIES,
     read_own=read_windows,
     write_own=written_windows,

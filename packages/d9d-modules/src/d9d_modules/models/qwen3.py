@@ -6,11 +6,11 @@ from typing import TypeAlias, final
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_family import (
-    FIXED_ENTRIES,
     GROUPED_QUERY_ENTRIES,
+    UNBIASED_ENTRIES,
     Entry,
     HuggingFaceFamily,
-    positions_entry,
+    with_defaults,
 )
 from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
 
@@ -41,11 +41,10 @@ QWEN3 = HuggingFaceFamily(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     entries=(
-        *GROUPED_QUERY_ENTRIES,
+        *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
         Entry("is_causal", "is_causal", bool, default=True),
-        positions_entry(32768),
     ),
-    fixed=FIXED_ENTRIES,
+    fixed=UNBIASED_ENTRIES,
     own=WINDOW_ENTRIES,
     read_own=read_windows,
     write_own=written_windows,

@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_layers import text_entries
 from d9d_modules.models.hybrid import (
+    HYBRID_ENTRIES,
     HYBRID_FIXED,
     HYBRID_OWN,
     HybridParams,
-    hybrid_entries,
     read_full_layers,
     written_full_layers,
 )
@@ -26,8 +25,6 @@ class Qwen35Params(HybridParams):
     `decoder_from_hugging_face` maps its weights; in released checkpoints they have `prefix="model.language_model."`.
     `QWEN3_5` reads and writes its `config.json`.
     """
-
-    has_grouped_projections: ClassVar[bool] = False
 
 
 def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
@@ -51,30 +48,23 @@ def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
     }
 
 
-QWEN3_5_IRRELEVANT = {
-    **IRRELEVANT,
-    "mamba_ssm_dtype": "the state of a linear layer is float32 or float64",
-    "mtp_num_hidden_layers": "only DecoderWithMtp has layers for multi-token prediction",
-    "mtp_use_dedicated_embeddings": "only DecoderWithMtp has layers for multi-token prediction",
-}
-"""Entries of `config.json` that do not affect a Qwen3.5 model, with the reasons."""
-
-QWEN3_5_UNUSED = ("mtp.*", "model.visual.*")
-"""Tensors of released checkpoints that a Qwen3.5 model does not have."""
-
 QWEN3_5 = HuggingFaceFamily(
     params=Qwen35Params,
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
-    entries=hybrid_entries(),
+    entries=HYBRID_ENTRIES,
     fixed={**HYBRID_FIXED, "mlp_only_layers": []},
     own=HYBRID_OWN,
     nested_type="qwen3_5",
     prepare=text_config,
     read_own=read_full_layers,
     write_own=written_full_layers,
-    irrelevant=QWEN3_5_IRRELEVANT,
-    unused=QWEN3_5_UNUSED,
+    irrelevant={
+        "mamba_ssm_dtype": "the state of a linear layer is float32 or float64",
+        "mtp_num_hidden_layers": "only DecoderWithMtp has layers for multi-token prediction",
+        "mtp_use_dedicated_embeddings": "only DecoderWithMtp has layers for multi-token prediction",
+    },
+    unused=("mtp.*", "model.visual.*"),
     rotary_factor=0.25,
 )
 """`config.json` of dense Qwen3.5 models, alone or as `text_config`."""

@@ -2,11 +2,12 @@
 
 from abc import ABC
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
 from d9d_dist.errors import UserError
-from d9d_modules import Entry, check_positive, swiglu_from_hugging_face
+from d9d_modules import Entry, swiglu_from_hugging_face
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries
 from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import SigmoidRouter, check_groups
@@ -26,6 +27,8 @@ class DeepseekMoeParams(SparseParams, ABC):
         routed_scale: Factor of the weights, applied after renormalization.
     """
 
+    may_be_zero: ClassVar[tuple[str, ...]] = (*SparseParams.may_be_zero, "num_dense_layers", "num_shared_experts")
+
     num_dense_layers: int
     num_shared_experts: int = 1
     num_groups: int = 1
@@ -34,10 +37,7 @@ class DeepseekMoeParams(SparseParams, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(routed_scale=self.routed_scale)
-        if self.num_shared_experts < 0:
-            raise UserError(f"num_shared_experts = {self.num_shared_experts}; expected 0 (no shared experts) or above.")
-        if not 0 <= self.num_dense_layers <= self.num_layers:
+        if self.num_dense_layers > self.num_layers:
             raise UserError(
                 f"num_dense_layers = {self.num_dense_layers}; expected 0 to num_layers = {self.num_layers}."
             )
@@ -80,19 +80,16 @@ class DeepseekMoeParams(SparseParams, ABC):
         )
 
 
-def deepseek_moe_entries(
-    *, num_groups: int, top_groups: int, routed_scale: float, num_dense_layers: int | None
-) -> tuple[Entry, ...]:
-    """Return the entries of `config.json` about experts, with the defaults of a family; None for a required entry."""
-    return (
-        *expert_entries("n_routed_experts"),
-        Entry("num_dense_layers", "first_k_dense_replace", default=num_dense_layers, minimum=0),
-        Entry("num_shared_experts", "n_shared_experts", default=1),
-        Entry("num_groups", "n_group", default=num_groups),
-        Entry("top_groups", "topk_group", default=top_groups),
-        Entry("renormalize", "norm_topk_prob", bool, default=True),
-        Entry("routed_scale", "routed_scaling_factor", float, routed_scale),
-    )
+DEEPSEEK_MOE_ENTRIES = (
+    *expert_entries("n_routed_experts"),
+    Entry("num_dense_layers", "first_k_dense_replace", default=1, minimum=0),
+    Entry("num_shared_experts", "n_shared_experts", default=1),
+    Entry("num_groups", "n_group", default=1),
+    Entry("top_groups", "topk_group", default=1),
+    Entry("renormalize", "norm_topk_prob", bool, default=True),
+    Entry("routed_scale", "routed_scaling_factor", float, 1.0),
+)
+"""Entries of `config.json` about experts."""
 
 
 def require_shared_experts(params: DeepseekMoeParams) -> None:
@@ -113,5 +110,5 @@ DEEPSEEK_MOE_IRRELEVANT = {
 }
 """Entries of `config.json` about experts that do not affect the model, with the reasons."""
 
-DEEPSEEK_MOE_UNUSED = ("*.rotary_emb.inv_freq", "model.layers.{num_layers}.*")
+DEEPSEEK_MOE_UNUSED = ("model.layers.{num_layers}.*",)
 """Tensors of released checkpoints that only a `DecoderWithMtp` has."""

@@ -9,7 +9,7 @@ from torch import nn
 from d9d_dist.errors import UserError
 from d9d_modules import (
     DECODER_ENTRIES,
-    FIXED_ENTRIES,
+    UNBIASED_ENTRIES,
     AttentionOptions,
     DecoderForCausalLM,
     Entry,
@@ -18,16 +18,14 @@ from d9d_modules import (
     MultiHeadLatentAttention,
     RotaryLayout,
     YarnScaling,
-    check_positive,
     config_value,
+    with_defaults,
 )
-from d9d_modules.models.hugging_face_family import positions_entry
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_moe.models.deepseek_moe import (
+    DEEPSEEK_MOE_ENTRIES,
     DEEPSEEK_MOE_IRRELEVANT,
     DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
-    deepseek_moe_entries,
     require_shared_experts,
 )
 from d9d_state import JsonValue, StateMapper, rename_all
@@ -59,14 +57,6 @@ class DeepseekV3Params(DeepseekMoeParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(
-            num_heads=self.num_heads,
-            kv_rank=self.kv_rank,
-            q_rank=self.q_rank,
-            head_dim=self.head_dim,
-            rotary_dim=self.rotary_dim,
-            value_dim=self.value_dim,
-        )
         if self.rotary_dim % 2:
             raise UserError(
                 f"rotary_dim = {self.rotary_dim}; expected an even number, because RoPE rotates pairs of features."
@@ -160,21 +150,20 @@ DEEPSEEK_V3 = HuggingFaceFamily(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     entries=(
-        *DECODER_ENTRIES,
-        *deepseek_moe_entries(num_groups=8, top_groups=4, routed_scale=2.5, num_dense_layers=None),
+        *with_defaults(DECODER_ENTRIES, max_position_embeddings=4096),
+        *with_defaults(DEEPSEEK_MOE_ENTRIES, num_groups=8, top_groups=4, routed_scale=2.5, num_dense_layers=None),
         Entry("kv_rank", "kv_lora_rank"),
         Entry("head_dim", "qk_nope_head_dim"),
         Entry("rotary_dim", "qk_rope_head_dim"),
         Entry("value_dim", "v_head_dim"),
-        positions_entry(4096),
     ),
-    fixed={**FIXED_ENTRIES, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    fixed={**UNBIASED_ENTRIES, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     own=("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim", "rope_interleave"),
     check=_check,
     read_own=_read_attention,
     write_own=_written_attention,
-    irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
+    irrelevant=DEEPSEEK_MOE_IRRELEVANT,
     unused=DEEPSEEK_MOE_UNUSED,
 )
 """`config.json` of DeepSeek-V3."""

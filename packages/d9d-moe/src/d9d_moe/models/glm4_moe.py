@@ -1,25 +1,24 @@
 """GLM-4.5, 4.6 and 4.7 (arXiv:2508.06471): grouped-query attention with partial RoPE, experts as in DeepSeek-V3."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from d9d_modules import (
-    DECODER_ENTRIES,
     FIXED_ENTRIES,
+    MULTI_HEAD_ENTRIES,
     AttentionForm,
     Entry,
     GroupedQueryParams,
     HuggingFaceFamily,
+    with_defaults,
 )
-from d9d_modules.models.hugging_face_family import HEAD_DIM_ENTRY, positions_entry
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_layers import written_without_windows
 from d9d_moe.models.deepseek_moe import (
+    DEEPSEEK_MOE_ENTRIES,
     DEEPSEEK_MOE_IRRELEVANT,
     DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
-    deepseek_moe_entries,
     require_shared_experts,
 )
 from d9d_state import JsonValue
@@ -60,18 +59,15 @@ GLM4_MOE = HuggingFaceFamily(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     entries=(
-        *(replace(each, default=1e-5) if each.key == "rms_norm_eps" else each for each in DECODER_ENTRIES),
-        *deepseek_moe_entries(num_groups=1, top_groups=1, routed_scale=1.0, num_dense_layers=1),
-        Entry("num_kv_heads", "num_key_value_heads"),
-        HEAD_DIM_ENTRY,
+        *with_defaults(MULTI_HEAD_ENTRIES, num_kv_heads=None, rms_norm_eps=1e-5, max_position_embeddings=131_072),
+        *DEEPSEEK_MOE_ENTRIES,
         Entry("has_qkv_bias", "attention_bias", bool, default=False),
         Entry("has_qk_norm", "use_qk_norm", bool, default=False),
-        positions_entry(131072),
     ),
-    fixed={key: value for key, value in FIXED_ENTRIES.items() if key != "attention_bias"},
+    fixed=FIXED_ENTRIES,
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     write_own=_written,
-    irrelevant={**IRRELEVANT, **DEEPSEEK_MOE_IRRELEVANT},
+    irrelevant=DEEPSEEK_MOE_IRRELEVANT,
     unused=DEEPSEEK_MOE_UNUSED,
     rotary_factor=0.5,
 )

@@ -5,11 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from d9d_dist.errors import UserError
-from d9d_modules import HuggingFaceConfig
+from d9d_modules import HuggingFaceConfig, with_defaults
 from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3, DeepseekV3Params
 from d9d_state import JsonValue
-
-_DEFAULTS = {"rms_norm_eps": 1e-5, "num_dense_layers": 1, "num_groups": 1, "top_groups": 1, "routed_scale": 1.8}
 
 
 def _layer_types(num_layers: int, num_dense_layers: int) -> list[JsonValue]:
@@ -45,7 +43,9 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
-    entries=tuple(replace(each, default=_DEFAULTS.get(each.field, each.default)) for each in DEEPSEEK_V3.entries),
+    entries=with_defaults(
+        DEEPSEEK_V3.entries, rms_norm_eps=1e-5, num_dense_layers=1, num_groups=1, top_groups=1, routed_scale=1.8
+    ),
     own=(*DEEPSEEK_V3.own, "mlp_layer_types"),
     read_own=_read_own,
     write_own=_written,

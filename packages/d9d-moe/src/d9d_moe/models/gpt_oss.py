@@ -1,25 +1,23 @@
 """GPT-OSS (arXiv:2508.10925): attention sinks, alternating sliding windows, biases, and clamped SwiGLU experts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
-    DECODER_ENTRIES,
     FIXED_ENTRIES,
+    GROUPED_QUERY_ENTRIES,
     AttentionForm,
     Entry,
     GroupedQueryParams,
     HuggingFaceConfig,
     HuggingFaceFamily,
-    check_positive,
     config_value,
-    layer_types_of,
+    layers_of_kind,
+    with_defaults,
 )
-from d9d_modules.models.hugging_face_family import positions_entry
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.hugging_face_layers import FULL_OR_SLIDING, sliding_layers_of, written_layer_types
+from d9d_modules.models.hugging_face_layers import written_layer_types
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
 from d9d_moe.models.sparse_params import SparseParams
@@ -52,7 +50,6 @@ class GptOssParams(SparseParams, GroupedQueryParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(swiglu_alpha=self.swiglu_alpha, swiglu_limit=self.swiglu_limit)
         if self.intermediate_size != self.expert_intermediate_size:
             raise UserError(
                 f"intermediate_size = {self.intermediate_size}, expert_intermediate_size = "
@@ -105,9 +102,7 @@ class GptOssParams(SparseParams, GroupedQueryParams):
 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     num_layers = values["num_layers"]
-    types = layer_types_of(config, num_layers, known=FULL_OR_SLIDING)
-    types = types or [FULL_OR_SLIDING[(index + 1) % 2] for index in range(num_layers)]
-    sliding = sliding_layers_of(types)
+    sliding = layers_of_kind(config, num_layers, "sliding_attention", default=lambda index: index % 2 == 0)
     window = {"sliding_window": config_value(config, "sliding_window", int, default=_DEFAULT_WINDOW)} if sliding else {}
     return {"intermediate_size": values["expert_intermediate_size"], "sliding_layers": sliding, **window}
 
@@ -122,25 +117,19 @@ GPT_OSS = HuggingFaceFamily(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     entries=(
-        *(replace(each, default=1e-5) if each.key == "rms_norm_eps" else each for each in DECODER_ENTRIES),
+        *with_defaults(GROUPED_QUERY_ENTRIES, rms_norm_eps=1e-5, head_dim=64, max_position_embeddings=131_072),
         Entry("expert_intermediate_size", "intermediate_size"),
-        Entry("num_kv_heads", "num_key_value_heads"),
-        Entry("head_dim", "head_dim", default=64),
         Entry("num_experts", "num_local_experts", alias="num_experts"),
         Entry("top_k", "num_experts_per_tok", alias="experts_per_token"),
         Entry("has_attention_bias", "attention_bias", bool, default=True),
         Entry("swiglu_alpha", "swiglu_alpha", float, 1.702),
         Entry("swiglu_limit", "swiglu_limit", float, 7.0),
-        positions_entry(131072),
     ),
-    fixed={key: value for key, value in FIXED_ENTRIES.items() if key != "attention_bias"},
+    fixed=FIXED_ENTRIES,
     own=("layer_types", "output_router_logits", "router_aux_loss_coef", "sliding_window"),
     check=refuse_router_loss,
     read_own=_read_layers,
     write_own=_written_layers,
-    irrelevant={
-        **IRRELEVANT,
-        "initial_context_length": "the RoPE scaling has the same number",
-    },
+    irrelevant={"initial_context_length": "the RoPE scaling has the same number"},
 )
 """`config.json` of GPT-OSS."""

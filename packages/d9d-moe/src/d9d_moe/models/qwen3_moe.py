@@ -6,8 +6,8 @@ from typing import Any, TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
-    FIXED_ENTRIES,
     GROUPED_QUERY_ENTRIES,
+    UNBIASED_ENTRIES,
     AttentionForm,
     DecoderForCausalLM,
     Entry,
@@ -15,9 +15,8 @@ from d9d_modules import (
     HuggingFaceConfig,
     HuggingFaceFamily,
     config_value,
+    with_defaults,
 )
-from d9d_modules.models.hugging_face_family import positions_entry
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window, sliding_window_of
 from d9d_moe.models.experts_hugging_face import expert_entries, refuse_router_loss
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
@@ -75,12 +74,11 @@ QWEN3_MOE = HuggingFaceFamily(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     entries=(
-        *GROUPED_QUERY_ENTRIES,
+        *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
         *expert_entries("num_experts"),
         Entry("renormalize", "norm_topk_prob", bool, default=False),
-        positions_entry(32768),
     ),
-    fixed=FIXED_ENTRIES,
+    fixed=UNBIASED_ENTRIES,
     written={"decoder_sparse_step": 1},
     own=(
         "decoder_sparse_step",
@@ -93,9 +91,6 @@ QWEN3_MOE = HuggingFaceFamily(
     check=refuse_router_loss,
     read_own=_read_layers,
     write_own=_written_layers,
-    irrelevant={
-        **IRRELEVANT,
-        "max_window_layers": "transformers applies the window to all layers of this family, or to none",
-    },
+    irrelevant={"max_window_layers": "transformers applies the window to all layers of this family, or to none"},
 )
 """`config.json` of Qwen3-MoE."""

@@ -2,28 +2,21 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
-    HYBRID_FIXED,
-    HYBRID_OWN,
+    QWEN3_5,
     Entry,
     HuggingFaceConfig,
     HuggingFaceFamily,
     HybridParams,
-    check_positive,
-    hybrid_entries,
-    read_full_layers,
     swiglu_from_hugging_face,
-    text_config,
-    written_full_layers,
 )
-from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
-from d9d_modules.models.qwen3_5 import QWEN3_5_IRRELEVANT, QWEN3_5_UNUSED
+from d9d_modules.models.hybrid import HYBRID_ENTRIES, HYBRID_FIXED, HYBRID_OWN, read_full_layers, written_full_layers
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.qwen3_moe import read_dense_layers
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
@@ -40,10 +33,6 @@ class SparseHybridParams(SoftmaxRoutedParams, HybridParams, ABC):
     """
 
     shared_intermediate_size: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(shared_intermediate_size=self.shared_intermediate_size)
 
     def shared_experts(self) -> nn.Module:
         """See `SparseParams`."""
@@ -79,8 +68,6 @@ class Qwen35MoeParams(SparseHybridParams):
     `layout="fused"`. `QWEN3_5_MOE` reads and writes its `config.json`.
     """
 
-    has_grouped_projections: ClassVar[bool] = False
-
 
 def _read_next(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**read_full_layers(config, values), "dense_layers": read_dense_layers(config, values["num_layers"])}
@@ -101,7 +88,7 @@ def _written_moe(params: Qwen35MoeParams) -> Mapping[str, JsonValue]:
 
 _ENTRIES = (
     # No layer of the released models is dense, and Qwen3.5 has no entry for it.
-    *(each for each in hybrid_entries() if each.field != "intermediate_size"),
+    *(each for each in HYBRID_ENTRIES if each.field != "intermediate_size"),
     *expert_entries("num_experts"),
     Entry("shared_intermediate_size", "shared_expert_intermediate_size", default=512),
 )
@@ -122,26 +109,21 @@ QWEN3_NEXT = HuggingFaceFamily(
     check=refuse_router_loss,
     read_own=_read_next,
     write_own=_written_next,
-    irrelevant=IRRELEVANT,
     unused=("mtp.*",),
     rotary_factor=0.25,
 )
 """`config.json` of Qwen3-Next."""
 
-QWEN3_5_MOE = HuggingFaceFamily(
+QWEN3_5_MOE: HuggingFaceFamily[Any] = replace(
+    QWEN3_5,
     params=Qwen35MoeParams,
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
-    entries=(*_ENTRIES, Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
-    fixed={**HYBRID_FIXED, "mlp_only_layers": []},
-    own=_OWN,
     nested_type="qwen3_5_moe",
-    prepare=text_config,
+    entries=(*_ENTRIES, Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
+    own=_OWN,
     check=refuse_router_loss,
-    read_own=read_full_layers,
     write_own=_written_moe,
-    irrelevant={**QWEN3_5_IRRELEVANT, "intermediate_size": "no layer is dense"},
-    unused=QWEN3_5_UNUSED,
-    rotary_factor=0.25,
+    irrelevant={**QWEN3_5.irrelevant, "intermediate_size": "no layer is dense"},
 )
 """`config.json` of sparse Qwen3.5 models, alone or as `text_config`."""

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from d9d_modules import AuxiliaryLosses, DecoderParams, check_layers, check_positive, decoder_from_hugging_face
+from d9d_modules import AuxiliaryLosses, DecoderParams, check_layers, decoder_from_hugging_face
 from d9d_moe.experts import Experts, GroupedSwiGLU
 from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import NO_LOSSES, MoELayer
@@ -36,7 +36,6 @@ class SparseParams(DecoderParams, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(num_experts=self.num_experts, expert_intermediate_size=self.expert_intermediate_size)
         check_top_k(self.top_k, self.num_experts)
 
     @property

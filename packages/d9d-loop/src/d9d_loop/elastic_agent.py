@@ -1,0 +1,110 @@
+"""Agent of `d9d-torchrun`: torch's elastic agent, which ends the ranks of a failed job in seconds.
+
+torch's agent gives each rank 30 seconds between SIGTERM and SIGKILL, even if the job has failed and nothing can be
+saved. A rank that is stopped, or that waits for a host without power, takes all of this time.
+"""
+
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, final
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+from torch.distributed.launcher import api as launcher
+
+from d9d_dist.peers import process_state
+from d9d_loop.elastic_rendezvous import QuickRendezvous, register
+from d9d_loop.resilience.exit_codes import ExitCode
+from d9d_loop.resilience.lost_hosts import LOST_HOSTS, describe_lost_host
+
+# For failing ranks: they look for the first failure, close trackers, and rank 0 keeps the store for 5 seconds.
+_END_SECONDS: Final = 10.0
+_STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)  # a rank that has saved; others may not be done
+_POLL_SECONDS = 0.02
+
+
+def install() -> None:
+    """Make torchrun use this agent in this process, and register its rendezvous. May be called again."""
+    register()
+    launcher.LocalElasticAgent = QuickAgent  # ty: ignore[invalid-assignment] - torchrun has no option for it
+    for handler in logging.getLogger("torch.distributed").handlers:
+        handler.addFilter(_format_exception)
+
+
+def _format_exception(record: logging.LogRecord) -> bool:
+    """Format the exception of a log record: torch's formatter would import `torch._dynamo`, which takes seconds."""
+    if isinstance(record.exc_info, tuple):
+        record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
+    return True
+
+
+@final
+class QuickAgent(LocalElasticAgent):
+    """torch's agent of a node, with a short time limit for ranks of a failed job.
+
+    If a node is lost, its ranks end by themselves: they read the lost host from a file, and name it.
+    """
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if (path := _lost_hosts()) is not None:
+            path.unlink(missing_ok=True)
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if any(code not in _STOPS for code in self._exit_codes()):
+            self._end_ranks()
+        return super()._monitor_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **named: Any) -> None:
+        rendezvous = worker_group.spec.rdzv_handler
+        lost = rendezvous.lost_nodes() if isinstance(rendezvous, QuickRendezvous) else []
+        if lost and (path := _lost_hosts()) is not None:
+            rank = lost[0][0] * worker_group.spec.local_world_size
+            new = path.with_suffix(".new")
+            new.write_text(describe_lost_host(rank, lost[0][1]), encoding="utf-8")
+            new.replace(path)
+        if lost or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._end_ranks()
+        super()._stop_workers(worker_group, *arguments, **named)
+
+    def _exit_codes(self) -> list[int | None]:
+        """Return the exit code of each rank, or `None` if it runs."""
+        match self._pcontext:
+            case MultiprocessContext(_pc=ranks) if ranks is not None:
+                return [process.exitcode for process in ranks.processes]
+            case SubprocessContext(subprocess_handlers=handlers):
+                return [handler.proc.poll() for handler in handlers.values()]
+            case _:
+                return []
+
+    def _running(self) -> list[int]:
+        """Return the process ids of the ranks that run."""
+        assert self._pcontext is not None
+        processes = self._pcontext.pids().values()
+        return [process for process, code in zip(processes, self._exit_codes(), strict=True) if code is None]
+
+    def _end_ranks(self) -> None:
+        """Ask the ranks to end, and kill those that are stopped, or take too long."""
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._running():
+            _signal(process, signal.SIGTERM)
+        while running := self._running():
+            is_late = time.monotonic() > deadline
+            for process in running:
+                if is_late or process_state(process) == "is stopped":
+                    _signal(process, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _lost_hosts() -> Path | None:
+    return Path(os.environ[LOST_HOSTS]) if LOST_HOSTS in os.environ else None

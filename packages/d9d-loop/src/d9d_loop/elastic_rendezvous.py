@@ -1,0 +1,129 @@
+"""Rendezvous of `d9d-torchrun`: torch's c10d rendezvous, without its waits of one second, which names lost nodes.
+
+torch's agents poll the state of the rendezvous once a second, and read a copy that may be a second old. A round takes
+several of these polls. In torch's rendezvous, a spare node competes with the nodes that restart their ranks, and a node
+that comes too late makes all of them restart once more. Here the spare node joins only if a node is missing.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _Action,
+    _BackendRendezvousStateHolder,
+    _DistributedRendezvousOpExecutor,
+    _RendezvousContext,
+    _RendezvousState,
+    _should_keep_alive,
+    create_handler,
+)
+
+BACKEND: Final = "c10d-quick"
+"""Name of the rendezvous for `--rdzv-backend`, after `register`."""
+
+_POLL_SECONDS = 0.1
+_NODES_PER_SECOND = 256  # above 25 nodes, each one polls less often, which limits the load on the store
+
+
+def register() -> None:
+    """Register the rendezvous with torch. May be called again."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    backend, store = create_backend(parameters)
+    torchs = create_handler(store, backend, parameters)
+    return QuickRendezvous(torchs, backend)
+
+
+@final
+class QuickRendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous with shorter waits.
+
+    Args:
+        torchs: Handler that torch has created, whose settings are used.
+        backend: Backend of that handler.
+    """
+
+    def __init__(self, torchs: DynamicRendezvousHandler, backend: C10dRendezvousBackend) -> None:
+        seconds = min(1.0, max(_POLL_SECONDS, torchs.settings.max_nodes / _NODES_PER_SECOND))
+        holder = _BackendRendezvousStateHolder(backend, torchs.settings)
+        holder._cache_duration = seconds  # ty: ignore[invalid-assignment]
+        super().__init__(torchs._this_node, torchs.settings, BACKEND, torchs._store, holder)
+        self._op_executor = _QuickExecutor(torchs._this_node, holder, torchs.settings, seconds=seconds)
+        self._ranks: dict[Any, int] = {}
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round; see torch's handler."""
+        joined = super().next_rendezvous()
+        self._ranks = dict(self._state_holder.state.participants)
+        return joined
+
+    def num_nodes_waiting(self) -> int:
+        """Return the number of nodes that can join if the ranks are restarted."""
+        num_waiting = super().num_nodes_waiting()
+        is_full = len(self._state_holder.state.participants) >= self.settings.max_nodes
+        return 0 if is_full else num_waiting
+
+    def lost_nodes(self) -> Sequence[tuple[int, str]]:
+        """Return rank and host of the nodes of this round that have given no sign of life for too long.
+
+        A node that has left the round to join the next one is not lost. No request to the store.
+        """
+        state = self._state_holder.state
+        present = {*_coming_nodes(state), *state.redundancy_list}
+        return [(rank, node.addr) for node, rank in self._ranks.items() if node not in present]
+
+
+class _QuickExecutor(_DistributedRendezvousOpExecutor):
+    """Runs the operations of a rendezvous, and polls its state more often than torch's."""
+
+    def __init__(self, *arguments: Any, seconds: float) -> None:
+        super().__init__(*arguments)
+        self._seconds = seconds
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[..., float] | None = None,
+    ) -> None:
+        """Run an operation; see torch's executor, which sleeps for a second when it has to wait."""
+
+        def next_action(ctx: _RendezvousContext, until: float) -> _Action:
+            while (action := self._without_races(state_handler(ctx, until), ctx)) is _Action.SYNC:
+                time.sleep(self._seconds)
+                self._state_holder.sync()
+                self._state = ctx.state = self._state_holder.state
+            return action
+
+        super().run(next_action, deadline, update_deadline)
+
+    def _remove_from_participants(self) -> None:
+        """Leave a round. A node that leaves to join the next one waits for it from the same moment on."""
+        is_complete = self._state.complete
+        super()._remove_from_participants()
+        if is_complete:
+            self._add_to_wait_list()
+
+    def _without_races(self, action: _Action, ctx: _RendezvousContext) -> _Action:
+        """Return torch's next action, except for spare nodes and for nodes that came too late for a round."""
+        state, size = ctx.state, ctx.settings.max_nodes
+        match action:
+            case _Action.REMOVE_FROM_REDUNDANCY_LIST if len(_coming_nodes(state)) >= size:
+                return _Action.KEEP_ALIVE if _should_keep_alive(ctx) else _Action.SYNC
+            case _Action.SYNC | _Action.KEEP_ALIVE:
+                is_late = state.complete and len(state.participants) >= size
+                if is_late and ctx.node in state.wait_list:
+                    return _Action.REMOVE_FROM_WAIT_LIST  # torch then adds it to the redundancy list
+        return action
+
+
+def _coming_nodes(state: _RendezvousState) -> set[Any]:
+    """Return the nodes of this round and those that wait for the next one."""
+    return {*state.participants, *state.wait_list}
