@@ -29,6 +29,7 @@ from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.job.job import build_engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
+from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_build import parallelize_stages
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
@@ -286,6 +287,7 @@ def placed(
     plan = plan_for(launch)
     with (
         mock.patch.object(_fsdp_param, "_chunk_with_empty", _chunk_with_empty),
+        mock.patch.object(FirstSteps, "check"),  # there are no peers whose attributes could differ
         fake_ranks(rank, world_size),
         plan.model.mesh.build(launch=launch, precision=precision or plan.config.precision) as ctx,
     ):
