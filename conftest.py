@@ -32,6 +32,7 @@ if sys.dont_write_bytecode:  # else each process of each test compiles torch and
     os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=sys.pycache_prefix)
 
 # After the lines above, so that the bytecode of hypothesis is cached too.
+from forked_workers import fork_workers
 from hypothesis import core, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.internal.constants_ast import Constants
@@ -60,6 +61,13 @@ def pytest_xdist_auto_num_workers() -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Fork the workers from one process where that is safe."""
+    if sys.platform == "linux":
+        fork_workers(config)
 
 
 @pytest.hookimpl(tryfirst=True)

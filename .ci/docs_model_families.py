@@ -138,11 +138,13 @@ def page() -> str:
         "- Context parallelism by `ring` with windows, another softmax scale, sinks or bidirectional attention.",
         "- Context parallelism of pooled heads.",
         "- Heads of encoders for tokens, questions and multiple choice.",
+        "- Dense layers that sentence-transformers has after the pooling (EmbeddingGemma): folders are refused unless",
+        "  `pooling=` asks for an embedding head of its own.",
     ]
-    lines += ["", "Tensors of released checkpoints that are named and not loaded:", ""]
+    lines += ["", "Tensors of released checkpoints that are named and not loaded: rotary buffers, and", ""]
     for name, family in sorted(families.items()):
         patterns = ", ".join(f"`{pattern}`" for pattern in family.unused)
-        lines.append(f"- `{name}`: {patterns}")
+        lines += [f"- `{name}`: {patterns}"] if patterns else []
     return "\n".join(lines) + "\n"
 
 

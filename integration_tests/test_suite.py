@@ -71,8 +71,10 @@ WITHOUT_TORCH = SUITE.replace("random, torch", "random").replace(", torch.rand((
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     """Create a folder of tests with the root's conftest.py."""
-    root = Path(__file__).resolve().parents[1]
-    pytester.makeconftest((root / "conftest.py").read_text(encoding="utf-8"))
+    folder = Path(__file__).resolve().parent
+    pytester.makeconftest((folder.parent / "conftest.py").read_text(encoding="utf-8"))
+    for name in ("forked_workers.py", "collected_tests.py"):
+        (pytester.path / name).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
     pytester.makepyfile(SUITE)
     return pytester
 

@@ -21,7 +21,9 @@ import torch
 from moe_job import BalancedNextToken, TinyDeepseek, samples
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from d9d_loop import ConfigReady, DataReady, ModelReady, StepDone, Trainer, TrainerConfig, cli_main
+from d9d_loop import ConfigReady, DataReady, ModelReady, StepDone, Trainer, TrainerConfig, cli_main, elastic_agent
+from d9d_loop.elastic_rendezvous import BACKEND
+from d9d_loop.resilience.lost_hosts import LOST_HOSTS
 from d9d_loop.testing import parse_layout
 from hosts.forked_hosts import be_rank, enter
 from hosts.hosts import PORT, Hosts
@@ -190,16 +192,18 @@ class ElasticJob:
 
 
 def _agent(place: Place, name: str, settings: Settings) -> None:
-    """Run torchrun's agent of a host."""
+    """Run the agent of a host, that of `d9d-torchrun`."""
+    elastic_agent.install()
+    os.environ[LOST_HOSTS] = str(place.folder / f"lost-{place.rank}")
     launch = LaunchConfig(
         min_nodes=settings.num_hosts[0],
         max_nodes=settings.num_hosts[1],
         nproc_per_node=settings.ranks_per_host,
         run_id="job",
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND,
         rdzv_endpoint=f"host0:{PORT}",
         rdzv_configs={
-            "last_call_timeout": 15,
+            "last_call_timeout": 5,
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 4,
             "read_timeout": 20,

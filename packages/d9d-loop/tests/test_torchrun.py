@@ -8,15 +8,19 @@ import pytest
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api as launcher
 
 from d9d_loop import warm_rank
+from d9d_loop.elastic_rendezvous import BACKEND
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
+from d9d_loop.resilience.lost_hosts import LOST_HOSTS
 from d9d_loop.torchrun import main
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+    monkeypatch.setattr(launcher, "LocalElasticAgent", launcher.LocalElasticAgent)  # restored after the test
+    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", LOST_HOSTS):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
 
@@ -57,7 +61,11 @@ def test_a_job_that_succeeds_exits_with_0() -> None:
 
 def test_warm_ranks_are_forked_from_a_process_with_their_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warm_rank.COMMAND, "")
-    with mock.patch.object(run, "run") as torchrun, mock.patch("d9d_loop.torchrun.forkserver") as server:
+    with (
+        mock.patch.object(run, "run") as torchrun,
+        mock.patch("d9d_loop.torchrun.forkserver") as server,
+        mock.patch("d9d_loop.torchrun._wait_until_warm"),
+    ):
         main(["--warm", "--nproc-per-node", "2", "-m", "train", "--steps", "2"])
     options = torchrun.call_args.args[0]
     assert (options.start_method, options.run_path, options.module) == ("forkserver", True, False)
@@ -70,6 +78,13 @@ def test_warm_ranks_are_forked_from_a_process_with_their_imports(monkeypatch: py
     ]
     assert [call[0] for call in server.method_calls] == ["set_forkserver_preload", "ensure_running"]
     assert json.loads(os.environ[warm_rank.COMMAND]) == ["-m", "train"]
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("c10d", BACKEND), ("static", "static")])
+def test_nodes_that_meet_dynamically_use_the_rendezvous_without_long_waits(backend: str, expected: str) -> None:
+    with mock.patch.object(run, "run") as torchrun:
+        main(["--rdzv-backend", backend, "train.py"])
+    assert torchrun.call_args.args[0].rdzv_backend == expected
 
 
 def test_warm_ranks_of_a_program_that_is_not_python_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,15 @@
 import re
 
 import pytest
-from faulty_loops import BAD_STEP, unwatched, watched, watched_failing_late, watched_patiently, watched_victim_of_itself
+from faulty_loops import (
+    BAD_STEP,
+    unwatched,
+    watched,
+    watched_failing_late,
+    watched_patiently,
+    watched_victim_of_itself,
+    watched_with_a_lost_host,
+)
 from forked_faults import Rank, run_forked
 
 from d9d_loop.resilience import ExitCode
@@ -28,6 +36,13 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line(culprit: int) -> None:
         assert f"Ranks {waiting} wait: in a step, step {BAD_STEP}, in all_reduce over ranks 0, 1, 2, at " in report
     assert ended[culprit].code == ExitCode.HANG
     assert "time.sleep" in ended[culprit].errors or "in do" in ended[culprit].errors
+
+
+def test_a_host_that_the_agents_have_lost_ends_the_ranks_and_is_named() -> None:
+    ended = run_forked(watched_with_a_lost_host)
+    assert [rank.code for rank in ended] == [ExitCode.PEER_LOST] * 2
+    text = "Rank 4 is missing: its process on host2 does not answer: the host is down or cut off."
+    assert all(text in rank.errors for rank in ended), ended
 
 
 def test_an_error_caused_by_a_hang_shows_the_report() -> None:

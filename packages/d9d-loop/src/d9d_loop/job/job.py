@@ -344,6 +344,8 @@ def _check_replicas(job: Job) -> None:
 
 def _name_stragglers(job: Job) -> None:
     """Report ranks that have become slow, if the check is due. Collective."""
+    if not job.stragglers.is_due(job.record.step):
+        return
     with job.reports.not_training(), job.watchdog.phase("the health check"):
         slow = job.stragglers.check(job.record.step)
     if slow and job.ctx.is_main_process:

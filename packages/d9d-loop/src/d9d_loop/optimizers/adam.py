@@ -57,7 +57,7 @@ class _OnLocalShards(torch.optim.Adam):
         if len(joined) == len(groups):
             return groups
         for group in groups:
-            if group["foreach"] and group["decoupled_weight_decay"]:
+            if group["foreach"] and group["decoupled_weight_decay"] and group["weight_decay"]:
                 _decay(group)
         return list(joined.values())
 
@@ -68,7 +68,7 @@ _OWN = ("params", "param_names", "weight_decay")
 @torch.no_grad()
 def _decay(group: dict[str, Any]) -> None:
     decayed = [local_tensor(parameter) for parameter in group["params"] if parameter.grad is not None]
-    if decayed and group["weight_decay"]:
+    if decayed:
         torch._foreach_mul_(decayed, 1 - group["lr"] * group["weight_decay"])
 
 

@@ -41,6 +41,10 @@ class StragglerWatch:
         self._num_steps += 1
         return batches
 
+    def is_due(self, step: int) -> bool:
+        """Return True if the health check is repeated after a step."""
+        return self._every is not None and step % self._every == 0
+
     def check(self, step: int) -> list[str]:
         """Repeat the health check if it is due after a step; describe the ranks that have become stragglers.
 
@@ -51,7 +55,7 @@ class StragglerWatch:
         Raises:
             HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values.
         """
-        if self._every is None or step % self._every:
+        if not self.is_due(step):
             return []
         steps = max(self._num_steps, 1)
         data_seconds, step_seconds = self._data_seconds / steps, (time.perf_counter() - self._since) / steps

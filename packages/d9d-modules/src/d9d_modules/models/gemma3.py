@@ -140,6 +140,6 @@ GEMMA3 = HuggingFaceFamily(
     read_own=_read_own,
     write_own=_written_own,
     irrelevant={"_sliding_window_pattern": "layer_types, which the same versions write, has precedence"},
-    unused=("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*"),
+    unused=("*vision_tower.*", "*multi_modal_projector.*"),
 )
 """Checkpoints of Gemma 3, text, and of EmbeddingGemma."""

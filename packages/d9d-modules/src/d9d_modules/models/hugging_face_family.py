@@ -146,9 +146,9 @@ class HuggingFaceFamily(Generic[P]):
             family rotates all features.
         read_rope: Function that reads RoPE base and scaling; see `rope_from_hugging_face`.
         write_rope: Function that returns the RoPE entries; see `rope_to_hugging_face`.
-        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded; `{num_layers}` stands for the
-            index of each layer for multi-token prediction. Other tensors that the mapper does not consume raise an
-            error.
+        unused: `fnmatch` patterns of tensors in released checkpoints that are not loaded, besides rotary buffers;
+            `{num_layers}` stands for the index of each layer for multi-token prediction. Other tensors that the mapper
+            does not consume raise an error.
         parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
         mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
         classifier: Function that returns the names of a classification head's weights in the model, by their names in
@@ -171,7 +171,7 @@ class HuggingFaceFamily(Generic[P]):
     rotary_factor: float | None = None
     read_rope: Callable[..., tuple[float, RopeScaling | None]] = rope_from_hugging_face
     write_rope: Callable[..., Mapping[str, JsonValue]] = rope_to_hugging_face
-    unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    unused: tuple[str, ...] = ()
     parallelize: Callable[..., None] = parallelize_decoder
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
     classifier: Callable[[P], Mapping[str, str]] = lambda params: {"score.weight": "head.score.weight"}

@@ -236,7 +236,7 @@ MODERNBERT = HuggingFaceFamily(
         "initializer_cutoff_factor": "weights are loaded, or drawn from a normal distribution without a cut-off",
         "layer_norm_eps": "norm_eps is the epsilon of all norms",
     },
-    unused=("*.rotary_emb.inv_freq", "decoder.*", "head.*"),
+    unused=("decoder.*", "head.*"),
     mapper=modernbert_from_hugging_face,
     classifier=_classifier,
 )

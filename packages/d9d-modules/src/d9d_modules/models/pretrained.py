@@ -167,6 +167,7 @@ class PretrainedDecoder:
         extra = self.family.prepare(self.config).get("num_nextn_predict_layers")
         indices = [self.params.num_layers + depth for depth in range(max(1, extra if isinstance(extra, int) else 0))]
         patterns = [pattern.format(num_layers=index) for pattern in self.family.unused for index in indices]
+        patterns.append("*rotary_emb.inv_freq")
         if self.params.tie_word_embeddings or self.head != "language_model":
             patterns.append("lm_head.weight")
         if self.head != "classification":

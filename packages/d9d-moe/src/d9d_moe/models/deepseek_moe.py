@@ -110,5 +110,5 @@ DEEPSEEK_MOE_IRRELEVANT = {
 }
 """Entries of `config.json` about experts that do not affect the model, with the reasons."""
 
-DEEPSEEK_MOE_UNUSED = ("*.rotary_emb.inv_freq", "model.layers.{num_layers}.*")
+DEEPSEEK_MOE_UNUSED = ("model.layers.{num_layers}.*",)
 """Tensors of released checkpoints that only a `DecoderWithMtp` has."""

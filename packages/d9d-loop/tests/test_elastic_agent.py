@@ -1,0 +1,66 @@
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from torch._logging._internal import TorchLogsFormatter
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.launcher import api as launcher
+
+from d9d_dist.peers import process_state
+from d9d_loop import elastic_agent
+from d9d_loop.elastic_agent import QuickAgent
+
+ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
+
+
+def _agent(folder: Path, *scripts: str) -> QuickAgent:
+    """Return an agent whose ranks run shell scripts, each of which creates a file."""
+    context = SubprocessContext(
+        "rank",
+        "sh",
+        args={rank: ("-c", f"cd {folder}; {script}") for rank, script in enumerate(scripts)},
+        envs={rank: {} for rank in range(len(scripts))},
+        logs_specs=DefaultLogsSpecs(),
+    )
+    context.start()
+    while len(list(folder.iterdir())) < len(scripts):
+        os.sched_yield()
+    for rank, script in enumerate(scripts):
+        while script is IS_STOPPED and process_state(context.pids()[rank]) != "is stopped":
+            os.sched_yield()
+    agent = QuickAgent.__new__(QuickAgent)
+    agent._pcontext = context
+    return agent
+
+
+def test_ranks_that_ignore_the_signal_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_agent, "_END_SECONDS", 0.3)
+    agent = _agent(tmp_path, ENDS, IGNORES)
+    agent._end_ranks()
+    assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+def test_ranks_that_are_stopped_are_killed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_agent, "_END_SECONDS", float("inf"))
+    agent = _agent(tmp_path, ENDS, IS_STOPPED)
+    agent._end_ranks()
+    assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+def test_torchrun_uses_the_agent_and_formats_exceptions_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "LocalElasticAgent", launcher.LocalElasticAgent)
+    handlers = logging.getLogger("torch.distributed").handlers
+    handler = next(each for each in handlers if isinstance(each.formatter, TorchLogsFormatter))
+    monkeypatch.setattr(handler, "filters", [])
+    elastic_agent.install()
+    assert launcher.LocalElasticAgent is QuickAgent
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # importing it fails
+    try:
+        raise KeyError("culprit")
+    except KeyError:
+        record = logging.LogRecord("torch.distributed.x", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
+    assert handler.filter(record)
+    assert "KeyError: 'culprit'" in handler.format(record)

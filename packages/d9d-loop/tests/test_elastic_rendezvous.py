@@ -1,0 +1,112 @@
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
+
+from d9d_loop.elastic_rendezvous import QuickRendezvous
+
+_SECONDS = 60.0
+_LONG_AGO = timedelta(days=1)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as d9d-torchrun does
+
+
+def _node(store: dist.Store, name: str) -> QuickRendezvous:
+    backend = C10dRendezvousBackend(store, "job")
+    torchs = DynamicRendezvousHandler.from_backend("job", store, backend, 2, 2, name, keep_alive_interval=100)
+    return QuickRendezvous(torchs, backend)
+
+
+@contextmanager
+def _threads() -> Generator[Callable[[QuickRendezvous], "Future[int]"]]:
+    """Return a function that lets a node join the next round in a thread, and returns its rank."""
+    with ThreadPoolExecutor(3) as pool:
+        yield lambda node: pool.submit(lambda: node.next_rendezvous().rank)
+
+
+def _wait(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def _lose(lost: QuickRendezvous, by: QuickRendezvous) -> None:
+    """Let the keep-alive of a node expire, as another node sees it."""
+    lost._stop_heartbeats()
+    holder = by._state_holder
+    holder.sync()
+    holder.state.last_heartbeats[lost._this_node] = datetime.now(UTC) - _LONG_AGO
+    holder.mark_dirty()
+    _wait(lambda: bool(holder.sync()))
+
+
+def test_a_spare_node_joins_only_if_a_node_is_lost_which_is_named() -> None:
+    store = dist.HashStore()
+    first, second, spare = (_node(store, name) for name in ("host0", "host1", "host2"))
+    with _threads() as join:
+        ranks = [join(first), join(second)]
+        _wait(lambda: all(rank.done() for rank in ranks))
+        waits = join(spare)
+        _wait(lambda: first.num_nodes_waiting() == 0 and bool(first._state_holder.state.redundancy_list))
+
+        ranks = [join(first)]
+        _wait(lambda: second.num_nodes_waiting() == 1)  # the first one, which restarts its ranks
+        assert second.lost_nodes() == []
+        ranks.append(join(second))
+        assert sorted(rank.result(_SECONDS) for rank in ranks) == [0, 1]
+        assert not waits.done()
+        assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
+
+        lost_rank = ranks[1].result()
+        _lose(second, by=first)
+        _wait(lambda: first.num_nodes_waiting() == 1)  # the spare node
+        assert first.lost_nodes() == [(lost_rank, "host1")]
+        again = join(first)
+        assert {again.result(_SECONDS), waits.result(_SECONDS)} == {0, 1}
+        assert first.lost_nodes() == []
+        for node in (first, spare):
+            node.shutdown()
+
+
+def test_a_node_that_leaves_a_round_waits_for_the_next_one_from_the_same_moment_on() -> None:
+    store = dist.HashStore()
+    first, second = (_node(store, name) for name in ("host0", "host1"))
+    with _threads() as join:
+        ranks = [join(first), join(second)]
+        _wait(lambda: all(rank.done() for rank in ranks))
+    first._op_executor.run(_RendezvousExitOp(), time.monotonic() + _SECONDS)  # it does not join yet
+    _wait(lambda: second.num_nodes_waiting() == 1)
+    assert second.lost_nodes() == []
+    for node in (first, second):
+        node.shutdown()
+
+
+def test_a_node_that_comes_too_late_does_not_interrupt_the_others() -> None:
+    store = dist.HashStore()
+    first, second, late = (_node(store, name) for name in ("host0", "host1", "host2"))
+    with _threads() as join:
+        ranks = [join(first), join(second)]
+        _wait(lambda: all(rank.done() for rank in ranks))
+        holder = first._state_holder
+        holder.state.wait_list.add(late._this_node)  # it waited for this round, which was full before
+        holder.state.last_heartbeats[late._this_node] = datetime.now(UTC)
+        holder.mark_dirty()
+        _wait(lambda: bool(holder.sync()))
+        assert second.num_nodes_waiting() == first.num_nodes_waiting() == 0
+        waits = join(late)
+        _wait(lambda: first.num_nodes_waiting() == 0 and late._this_node in holder.state.redundancy_list)
+        assert late._this_node not in holder.state.wait_list
+        first.shutdown()
+        assert waits.exception(_SECONDS) is not None  # the job has ended without it
+        second.shutdown()
