@@ -1,4 +1,4 @@
-"""Layers of every family compile to one graph in every layout, but for a few known breaks."""
+"""Layers compile to one graph in every layout, but for a few known breaks."""
 
 from collections import Counter
 from typing import Any
@@ -43,7 +43,7 @@ def _known_breaks(family: str, layout: str) -> tuple[str, ...]:
     if family not in SPARSE:
         return ()
     # FSDP's hooks of experts, which are sharded apart from their layer; the numbers of tokens to exchange.
-    return ("Call to `torch._dynamo.disable()`", *(["Data dependent operator"] if layout == "ep" else []))
+    return ("Call to `torch._dynamo.disable()`", "Data dependent operator")
 
 
 def _params(family: str) -> DecoderParams:
