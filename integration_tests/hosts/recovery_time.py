@@ -26,7 +26,7 @@ from hosts.elastic_job import IMPATIENT, ElasticJob, Settings
 from hosts.hosts import PORT, Hosts
 
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3}
-_SECONDS = 120.0
+_SECONDS = 200.0
 _PHASES = ("forked", "context", "restored", "ready")
 
 
