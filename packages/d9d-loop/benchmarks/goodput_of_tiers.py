@@ -11,8 +11,8 @@ survive it, after detection, restart and the load. Goodput is the share of the t
 Failure rates are published: a mean time to failure of 7.9 h at 1,024 devices and 1.8 h at 16,384 (Kokolis et al. 2024,
 https://arxiv.org/abs/2410.21680); 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3, 2024,
 https://arxiv.org/abs/2407.21783). The rate per device at 100,000 devices is that at 16,384. `check` compares the
-simulation of one tier with the formula of the planner. `--measured` takes the times from a fault
-to the next step from the output of `integration_tests/hosts/fault_campaign.py`, whose jobs are small.
+simulation of one tier with the formula of the planner. `--measured` takes the times from a fault to the next step from
+the output of `recovery_time.py` or `fault_campaign.py` in `integration_tests/hosts`, whose jobs are small.
 """
 
 import argparse
@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--disk", type=float, default=2.0, help="GB/s of a host's disk")
     parser.add_argument("--store", type=float, default=0.25, help="GB/s of a host to the shared folder or object store")
     parser.add_argument("--restart", type=float, default=110.0, help="seconds of detection and restart")
-    parser.add_argument("--measured", type=Path, help="output of fault_campaign.py, in place of --restart")
+    parser.add_argument(
+        "--measured", type=Path, help="output of recovery_time.py or fault_campaign.py, in place of --restart"
+    )
     parser.add_argument("--failures", type=int, default=100_000)
     arguments = parser.parse_args()
     size, stall = arguments.gigabytes, arguments.memory_stall

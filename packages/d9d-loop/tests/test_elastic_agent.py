@@ -3,15 +3,20 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch._logging._internal import TorchLogsFormatter
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api as launcher
 
 from d9d_dist.peers import process_state
 from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
+from d9d_loop.elastic_rendezvous import QuickRendezvous
+from d9d_loop.resilience.lost_hosts import LOST_HOSTS, read_lost_host
 
 ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
 
@@ -48,6 +53,20 @@ def test_ranks_that_are_stopped_are_killed_at_once(tmp_path: Path, monkeypatch: 
     agent = _agent(tmp_path, ENDS, IS_STOPPED)
     agent._end_ranks()
     assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+def test_ranks_end_with_an_agent_that_lost_the_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setenv(LOST_HOSTS, str(tmp_path / "lost"))
+    agent = _agent(tmp_path / "ranks", ENDS, IS_STOPPED)
+    agent._worker_group = mock.Mock()
+    agent._worker_group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous, host="host0")
+    failed = mock.patch.object(LocalElasticAgent, "_invoke_run", side_effect=RendezvousConnectionError)
+    with failed, pytest.raises(RendezvousConnectionError):
+        agent._invoke_run()
+    assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
+    expected = "the rendezvous on host0 does not answer: the host is down or cut off."
+    assert read_lost_host() == expected
 
 
 def test_torchrun_uses_the_agent_and_formats_exceptions_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

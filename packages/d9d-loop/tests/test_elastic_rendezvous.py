@@ -24,7 +24,7 @@ def _as_in_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def _node(store: dist.Store, name: str) -> QuickRendezvous:
     backend = C10dRendezvousBackend(store, "job")
     torchs = DynamicRendezvousHandler.from_backend("job", store, backend, 2, 2, name, keep_alive_interval=100)
-    return QuickRendezvous(torchs, backend)
+    return QuickRendezvous(torchs, backend, host="host0")
 
 
 @contextmanager

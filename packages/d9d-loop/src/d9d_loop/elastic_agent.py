@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api as launcher
 
 from d9d_dist.peers import process_state
@@ -50,6 +51,17 @@ class QuickAgent(LocalElasticAgent):
     If a node is lost, its ranks end by themselves: they read the lost host from a file, and name it.
     """
 
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        except RendezvousConnectionError:
+            # This agent ends, so its ranks must not wait for a host that does not answer.
+            rendezvous = self._worker_group.spec.rdzv_handler
+            host = rendezvous.host if isinstance(rendezvous, QuickRendezvous) else "another host"
+            _write_lost_host(f"the rendezvous on {host} does not answer: the host is down or cut off.")
+            self._end_ranks()
+            raise
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if (path := _lost_hosts()) is not None:
             path.unlink(missing_ok=True)
@@ -63,11 +75,9 @@ class QuickAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **named: Any) -> None:
         rendezvous = worker_group.spec.rdzv_handler
         lost = rendezvous.lost_nodes() if isinstance(rendezvous, QuickRendezvous) else []
-        if lost and (path := _lost_hosts()) is not None:
-            rank = lost[0][0] * worker_group.spec.local_world_size
-            new = path.with_suffix(".new")
-            new.write_text(describe_lost_host(rank, lost[0][1]), encoding="utf-8")
-            new.replace(path)
+        if lost:
+            rank, host = lost[0]
+            _write_lost_host(describe_lost_host(rank * worker_group.spec.local_world_size, host))
         if lost or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._end_ranks()
         super()._stop_workers(worker_group, *arguments, **named)
@@ -84,8 +94,7 @@ class QuickAgent(LocalElasticAgent):
 
     def _running(self) -> list[int]:
         """Return the process ids of the ranks that run."""
-        assert self._pcontext is not None
-        processes = self._pcontext.pids().values()
+        processes = [] if self._pcontext is None else self._pcontext.pids().values()
         return [process for process, code in zip(processes, self._exit_codes(), strict=True) if code is None]
 
     def _end_ranks(self) -> None:
@@ -104,6 +113,14 @@ class QuickAgent(LocalElasticAgent):
 def _signal(process: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(process, number)
+
+
+def _write_lost_host(text: str) -> None:
+    """Write what is lost to the file that the ranks of this node read."""
+    if (path := _lost_hosts()) is not None:
+        new = path.with_suffix(".new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
 
 
 def _lost_hosts() -> Path | None:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _should_keep_alive,
     create_handler,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 BACKEND: Final = "c10d-quick"
 """Name of the rendezvous for `--rdzv-backend`, after `register`."""
@@ -38,7 +39,8 @@ def register() -> None:
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     backend, store = create_backend(parameters)
     torchs = create_handler(store, backend, parameters)
-    return QuickRendezvous(torchs, backend)
+    host = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)[0]
+    return QuickRendezvous(torchs, backend, host=host)
 
 
 @final
@@ -48,9 +50,11 @@ class QuickRendezvous(DynamicRendezvousHandler):
     Args:
         torchs: Handler that torch has created, whose settings are used.
         backend: Backend of that handler.
+        host: Host of the store, for messages.
     """
 
-    def __init__(self, torchs: DynamicRendezvousHandler, backend: C10dRendezvousBackend) -> None:
+    def __init__(self, torchs: DynamicRendezvousHandler, backend: C10dRendezvousBackend, *, host: str) -> None:
+        self.host = host
         seconds = min(1.0, max(_POLL_SECONDS, torchs.settings.max_nodes / _NODES_PER_SECOND))
         holder = _BackendRendezvousStateHolder(backend, torchs.settings)
         holder._cache_duration = seconds  # ty: ignore[invalid-assignment]
