@@ -62,8 +62,10 @@ def _serve(stdin: Connection, stdout: Connection) -> None:
     if (torch := sys.modules.get("torch")) and torch.accelerator.is_available():
         # The driver of an accelerator may be loaded. It does not work in forked processes.
         os.execv(sys.executable, [sys.executable, "-u", "-c", gateway_io.popen_bootstrapline])  # noqa: S606
-    # A server of their own, which Python starts even for children of one, would import the modules again.
-    forkserver._forkserver.ensure_running = lambda: None
+    multiprocessing.set_start_method(None, force=True)  # the default, which children of a fork server do not have
+    if sys.version_info < (3, 14):  # later, a child does not have the server's key
+        # Python would start another server for the ranks, which imports the modules again.
+        forkserver._forkserver.ensure_running = lambda: None
     sys.stdin = os.fdopen(0, closefd=False)
     try:
         exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})  # noqa: S102

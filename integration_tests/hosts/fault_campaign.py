@@ -76,7 +76,7 @@ class Outcome:
 
 
 def campaign(
-    layout: str, faults: Sequence[str], seed: int, *, num_hosts: int = _NUM_HOSTS, step_seconds: float = 15.0
+    layout: str, faults: Sequence[str], seed: int, *, num_hosts: int = _NUM_HOSTS, step_seconds: float = 10.0
 ) -> Iterator[Outcome]:
     """Run a job in which faults strike one after another; yield their outcomes.
 
@@ -167,7 +167,7 @@ class _Strike:
             case "rank stopped":
                 job.signal(rank, signal.SIGSTOP)
             case "disk of a host lost":
-                hosts.run(host, "sh", "-c", f"rm -rf {hosts.local}/*")
+                hosts.run(host, "sh", "-c", f"until rm -rf {hosts.local}/*; do :; done")  # ranks write to it
                 job.signal(rank, signal.SIGKILL)
             case "memory of a host lost":
                 job.signal(rank, signal.SIGKILL)

@@ -84,7 +84,7 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
             [np.log([predict(row, tried) / row.seconds for row in rows if row.seconds is not None]), prior]
         )
 
-    found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.03, diff_step=1e-2)
+    found = least_squares(errors, start, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2)
     return constants(found.x)
 
 

@@ -2,7 +2,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -14,33 +13,41 @@ from d9d_dist.peers import process_state
 from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
 
+ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Generator[SubprocessContext]:
-    """Start three processes: one ends at SIGTERM, one ignores it and one stops itself."""
-    scripts = {0: "echo > 0; exec sleep 100", 1: "trap '' TERM; echo > 1; sleep 100", 2: "echo > 2; kill -STOP $$"}
+
+def _agent(folder: Path, *scripts: str) -> QuickAgent:
+    """Return an agent whose ranks run shell scripts, each of which creates a file."""
     context = SubprocessContext(
         "rank",
         "sh",
-        args={rank: ("-c", f"cd {tmp_path}; {script}") for rank, script in scripts.items()},
-        envs={rank: {} for rank in scripts},
+        args={rank: ("-c", f"cd {folder}; {script}") for rank, script in enumerate(scripts)},
+        envs={rank: {} for rank in range(len(scripts))},
         logs_specs=DefaultLogsSpecs(),
     )
     context.start()
-    while not all((tmp_path / f"{rank}").exists() for rank in scripts):
+    while len(list(folder.iterdir())) < len(scripts):
         os.sched_yield()
-    while process_state(context.pids()[2]) != "is stopped":
-        os.sched_yield()
-    yield context
-    context.close(signal.SIGKILL)
-
-
-def test_ranks_that_do_not_end_are_killed(ranks: SubprocessContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_agent, "_END_SECONDS", 0.3)
+    for rank, script in enumerate(scripts):
+        while script is IS_STOPPED and process_state(context.pids()[rank]) != "is stopped":
+            os.sched_yield()
     agent = QuickAgent.__new__(QuickAgent)
-    agent._pcontext = ranks
+    agent._pcontext = context
+    return agent
+
+
+def test_ranks_that_ignore_the_signal_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_agent, "_END_SECONDS", 0.3)
+    agent = _agent(tmp_path, ENDS, IGNORES)
     agent._end_ranks()
-    assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
+    assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+def test_ranks_that_are_stopped_are_killed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_agent, "_END_SECONDS", float("inf"))
+    agent = _agent(tmp_path, ENDS, IS_STOPPED)
+    agent._end_ranks()
+    assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
 
 
 def test_torchrun_uses_the_agent_and_formats_exceptions_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

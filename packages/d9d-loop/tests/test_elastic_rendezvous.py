@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
 from d9d_loop.elastic_rendezvous import QuickRendezvous
 
@@ -77,6 +77,19 @@ def test_a_spare_node_joins_only_if_a_node_is_lost_which_is_named() -> None:
         assert first.lost_nodes() == []
         for node in (first, spare):
             node.shutdown()
+
+
+def test_a_node_that_leaves_a_round_waits_for_the_next_one_from_the_same_moment_on() -> None:
+    store = dist.HashStore()
+    first, second = (_node(store, name) for name in ("host0", "host1"))
+    with _threads() as join:
+        ranks = [join(first), join(second)]
+        _wait(lambda: all(rank.done() for rank in ranks))
+    first._op_executor.run(_RendezvousExitOp(), time.monotonic() + _SECONDS)  # it does not join yet
+    _wait(lambda: second.num_nodes_waiting() == 1)
+    assert second.lost_nodes() == []
+    for node in (first, second):
+        node.shutdown()
 
 
 def test_a_node_that_comes_too_late_does_not_interrupt_the_others() -> None:

@@ -140,12 +140,12 @@ def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tenso
     """Measure the blocking time of background saves: the first save of a store, and later ones."""
     found: dict[str, Any] = {}
     store = CheckpointStore(folder / "later", keep_last=1)
-    store.save_async(0, tensors)
+    store.save(0, tensors, background=True)
     memcpy, ours = [], []
     for pair in range(pairs):
         store.wait()
         memcpy.append(seconds(lambda: copy(tensors, buffer)))
-        ours.append(seconds(lambda: store.save_async(pair + 1, tensors)))  # noqa: B023
+        ours.append(seconds(lambda: store.save(pair + 1, tensors, background=True)))  # noqa: B023
     store.wait()
     found["later"] = ratio(ours, memcpy)
     for name, is_prepared in (("first", True), ("first_unprepared", False)):
@@ -156,7 +156,7 @@ def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tenso
                 store.prepare(tensors)
                 time.sleep(0.5)  # longer than a training step
             memcpy.append(seconds(lambda: copy(tensors, buffer)))
-            ours.append(seconds(lambda: store.save_async(0, tensors)))  # noqa: B023
+            ours.append(seconds(lambda: store.save(0, tensors, background=True)))  # noqa: B023
             store.wait()
             shutil.rmtree(store.folder)
         found[name] = ratio(ours, memcpy)

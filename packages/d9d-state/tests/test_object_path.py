@@ -55,7 +55,9 @@ def test_checkpoints_are_saved_found_verified_and_deleted(prefix: ObjectPath) ->
     model = nn.Linear(3, 2)
     store = CheckpointStore(prefix.url, keep_last=2)
     for step in (1, 2, 3):
-        store.save_async(step, {"model.weight": model.weight + step, "model.bias": model.bias}, state={"step": step})
+        store.save(
+            step, {"model.weight": model.weight + step, "model.bias": model.bias}, state={"step": step}, background=True
+        )
     store.wait()
     assert [info.step for info in store.complete()] == [3, 2]
     info = store.newest()

@@ -81,7 +81,7 @@ def _save_and_load(endpoint: str, folder: str) -> list[int]:
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         store = CheckpointStore(folder, keep_last=2)
         for step in (1, 2, 3):
-            store.save_async(step, _tensors(ctx.rank, ctx.world_size, step), rank_state=ctx.rank, ctx=ctx)
+            store.save(step, _tensors(ctx.rank, ctx.world_size, step), rank_state=ctx.rank, background=True, ctx=ctx)
         store.wait()
         info = store.newest(ctx)
         assert info is not None

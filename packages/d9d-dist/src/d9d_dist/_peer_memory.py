@@ -17,7 +17,11 @@ import torch
 from d9d_dist.consensus import agree, gather_json
 
 _TOKEN_BYTES = 32
-_SET_TRACER, _ANY_PROCESS, _NO_PROCESS = 0x59616D61, ctypes.c_ulong(-1), ctypes.c_ulong(0)  # of `prctl`, for Yama
+_SET_TRACER, _ANY_PROCESS, _NO_PROCESS = (
+    0x59616D61,
+    ctypes.c_ulong(-1),
+    ctypes.c_ulong(0),
+)  # options of `prctl` for Yama
 
 
 class _Range(ctypes.Structure):

@@ -19,9 +19,12 @@ from torch.distributed.launcher import api as launcher
 
 from d9d_dist.peers import process_state
 from d9d_loop.elastic_rendezvous import QuickRendezvous, register
+from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.lost_hosts import LOST_HOSTS, describe_lost_host
 
-_END_SECONDS: Final = 5.0  # for failing ranks: they look for the first failure, and rank 0 keeps the store for others
+# For failing ranks: they look for the first failure, close trackers, and rank 0 keeps the store for 5 seconds.
+_END_SECONDS: Final = 10.0
+_STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)  # a rank that has saved; others may not be done
 _POLL_SECONDS = 0.02
 
 
@@ -53,7 +56,7 @@ class QuickAgent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(code for code in self._exit_codes()):
+        if any(code not in _STOPS for code in self._exit_codes()):
             self._end_ranks()
         return super()._monitor_workers(worker_group)
 
@@ -79,16 +82,20 @@ class QuickAgent(LocalElasticAgent):
             case _:
                 return []
 
-    def _end_ranks(self) -> None:
-        """Ask the ranks to end, and kill those that are stopped, or take too long."""
+    def _running(self) -> list[int]:
+        """Return the process ids of the ranks that run."""
         assert self._pcontext is not None
         processes = self._pcontext.pids().values()
+        return [process for process, code in zip(processes, self._exit_codes(), strict=True) if code is None]
+
+    def _end_ranks(self) -> None:
+        """Ask the ranks to end, and kill those that are stopped, or take too long."""
         deadline = time.monotonic() + _END_SECONDS
-        for process in processes:
+        for process in self._running():
             _signal(process, signal.SIGTERM)
-        while any(code is None for code in self._exit_codes()):
+        while running := self._running():
             is_late = time.monotonic() > deadline
-            for process in processes:
+            for process in running:
                 if is_late or process_state(process) == "is stopped":
                     _signal(process, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)

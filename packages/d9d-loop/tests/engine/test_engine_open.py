@@ -1,5 +1,6 @@
 """Engines built from a configuration: learning rates, checkpoints, offloading, bad steps."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,42 @@ def test_a_loaded_engine_continues_with_the_same_bits(tmp_path: Path) -> None:
         assert all(map(torch.equal, values(engine), expected))
         engine.load()
         assert engine.num_steps == 1
+
+
+def test_an_engine_continues_from_a_local_tier_that_is_newer_than_its_checkpoints(tmp_path: Path) -> None:
+    tiers = {"tiers": {"local_every": 2, "local_folder": tmp_path / "disk", "replicas": 0}}
+    run = tmp_path / "run"
+    with opened(run, **tiers) as engine:
+        for step in range(1, 5):
+            take_step(engine)
+            engine.save_local({"prompts": step})
+            if step == 1:
+                engine.save({"prompts": step})
+        expected = values(engine)
+    with opened(run) as engine:
+        assert engine.load() == {"prompts": 1}  # without the tier
+    with opened(run, **tiers) as engine:
+        assert engine.load() == {"prompts": 4}
+        assert engine.num_steps == 4
+        assert all(map(torch.equal, values(engine), expected))
+        engine.delete_local()
+        assert engine.load() == {"prompts": 1}
+    shutil.rmtree(run)
+    with opened(run, **tiers) as engine:
+        assert engine.load() is None
+        take_step(engine)
+        take_step(engine)
+        engine.save_local({"prompts": 2})
+        take_step(engine)
+        assert engine.load() == {"prompts": 2}  # without any checkpoint
+
+
+def test_settings_of_tiers_without_an_effect_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"got tiers\.local_every without tiers\.local_folder"),
+        opened(tmp_path, tiers={"local_every": 2}),
+    ):
+        pass
 
 
 def test_accumulated_gradients_cannot_be_saved(tmp_path: Path) -> None:

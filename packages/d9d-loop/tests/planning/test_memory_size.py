@@ -62,3 +62,12 @@ def test_gathered_logits_are_not_divided_by_the_tensor_parallel_degree() -> None
     layout = PlanLayout(tp=4, length=64, loss_bytes=8)
     assert memory_of(shape, layout, 0).loss == 64 * 100 * 8 / 4
     assert memory_of(shape, replace(layout, gathers_logits=True), 0).loss == 64 * 100 * (8 + 4 / 4)
+
+
+def test_a_recomputed_layer_gathers_its_inputs() -> None:
+    shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
+    layout = PlanLayout(tp=4, length=64, recompute="full")
+    gathered = memory_of(shape, layout, 0).activations
+    checkpoints = 64 * 8 * 2 * 1024 / 4
+    layer = 64 * activation_bytes_per_token(shape, replace(layout, recompute="none"), sparse=False)
+    assert gathered == pytest.approx(checkpoints + layer + 3 * 64 * 2 * 1024)

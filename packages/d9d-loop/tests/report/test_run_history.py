@@ -49,6 +49,7 @@ def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repe
             recovery_seconds=23.0,
         )
     ]
+    assert history.lives == [[(0.0, 0), (10.0, 1), (40.0, 40)], [(60.0, 30), (65.0, 31), (100.0, 50)]]
     # 30 of 40 steps in 40 s, and 20 steps in 40 s, of 100 s.
     assert history.effective_ratio == pytest.approx(0.7)
     assert history.describe().splitlines() == [

@@ -10,7 +10,7 @@ from d9d_modules._chunked_delta_rule import DeltaRuleInputs
 
 
 def sequential_delta_rule(inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor]:
-    """Compute the same as `chunked_delta_rule`."""
+    """Return the outputs and the last state of `chunked_delta_rule`, computed position by position."""
     q_BLGK, k_BLGK, v_BLGRV, log_decay_BLGR, beta_BLGR, starts_BL, state_BGRKV = inputs
     decay_BLGR = log_decay_BLGR.exp()
     if starts_BL is not None:

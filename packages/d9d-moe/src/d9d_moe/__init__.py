@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from d9d_moe.router import Routing as Routing
     from d9d_moe.router import SigmoidRouter as SigmoidRouter
     from d9d_moe.router import TopKRouter as TopKRouter
+    from d9d_moe.router import WeightedRouter as WeightedRouter
     from d9d_moe.router_losses import BalanceDefinition as BalanceDefinition
     from d9d_moe.router_losses import BalanceScope as BalanceScope
     from d9d_moe.router_losses import RouterLosses as RouterLosses

@@ -26,7 +26,7 @@ def make_partial(
 ) -> None:
     """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective.
 
-    In an object store, what a killed save left under the final name is deleted.
+    In an object store, files that a killed save left under the final name are deleted.
     """
     partial, problem = partial_path(target), None
     try:

@@ -17,7 +17,7 @@ def job(folder, ctx=None):
         rank = 0 if ctx is None else ctx.rank
         tensors = {"a": torch.arange(6.0), f"own.{rank}": torch.full((2,), 1.0 + rank, dtype=torch.bfloat16)}
         store.save(1, tensors, rank_state=rng_state(), ctx=ctx)
-        store.save_async(2, tensors, rank_state=rng_state(), ctx=ctx)
+        store.save(2, tensors, rank_state=rng_state(), background=True, ctx=ctx)
         info = store.newest(ctx)
         assert info.step == 2
         loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}

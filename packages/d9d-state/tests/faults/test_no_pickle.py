@@ -55,7 +55,7 @@ def _resume(folder: Path, ctx: DistributedContext) -> None:
     assert info.state == {"step": 2}
     set_rng_state(rng_state())
     store.save(3, tensors(3), rank_state=rng_state(), ctx=ctx)
-    store.save_async(4, tensors(4), rank_state=rng_state(), ctx=ctx)
+    store.save(4, tensors(4), rank_state=rng_state(), background=True, ctx=ctx)
     store.close()
     newest = store.newest(ctx)
     assert newest is not None

@@ -22,8 +22,7 @@ def _value(step: int) -> float:
 
 def save(store: CheckpointStore, step: int, *, background: bool = False) -> None:
     """Save a step; in the background, wait for the thread."""
-    begin_to_save = store.save_async if background else store.save
-    begin_to_save(step, tensors(step), state={"step": step}, rank_state=[step])
+    store.save(step, tensors(step), state={"step": step}, rank_state=[step], background=background)
     store.wait()
 
 
@@ -39,8 +38,9 @@ def save_on_ranks(store: CheckpointStore, step: int, ctx: DistributedContext, *,
     }
     own = {f"model.of_rank_{ctx.rank}": torch.full((2,), _value(step))}
     shared = {name: tensor for name, tensor in tensors(step).items() if not tensor.ndim}
-    begin_to_save = store.save_async if background else store.save
-    begin_to_save(step, {**sharded, **own, **shared}, state={"step": step}, rank_state=[step], ctx=ctx)
+    store.save(
+        step, {**sharded, **own, **shared}, state={"step": step}, rank_state=[step], background=background, ctx=ctx
+    )
     store.wait()
 
 

@@ -4,7 +4,14 @@ from pydantic import Field, PositiveInt
 
 from d9d_dist import MeshConfig
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
-from d9d_loop.config.trainer_config import GradientConfig, InitialWeights, JobConfig, RunConfig, TrainingPrecision
+from d9d_loop.config.trainer_config import (
+    GradientConfig,
+    InitialWeights,
+    JobConfig,
+    LocalTierConfig,
+    RunConfig,
+    TrainingPrecision,
+)
 from d9d_loop.optimizers.optimizer import AdamWConfig, OptimizerConfig
 from d9d_loop.resilience.resilience_config import BadStepConfig, HealthConfig, TimeoutConfig
 
@@ -24,6 +31,7 @@ class EngineConfig(JobConfig):
     keep_last: PositiveInt | None = Field(
         default=2, description="Number of newest checkpoints to keep; null keeps all."
     )
+    tiers: LocalTierConfig = LocalTierConfig.model_validate({})
     bad_steps: BadStepConfig = BadStepConfig.model_validate({})
     health: HealthConfig = HealthConfig.model_validate({})
     timeouts: TimeoutConfig = TimeoutConfig.model_validate({})

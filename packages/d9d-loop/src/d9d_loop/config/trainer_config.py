@@ -128,7 +128,27 @@ class PlanConfig(Section):
     )
 
 
-class CheckpointConfig(Section):
+class LocalTierConfig(Section):
+    """Saves in the memory and on the local disks of the hosts, between checkpoints."""
+
+    memory_every: PositiveInt | None = Field(
+        default=None,
+        description="Steps between saves in the memory of the hosts, which survive the job's processes; null: none.",
+    )
+    local_every: PositiveInt | None = Field(
+        default=None, description="Steps between saves in `local_folder`; null: none."
+    )
+    local_folder: Path | None = Field(
+        default=None, description="Folder on a local disk of each host, for the saves of `local_every`."
+    )
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        description="Number of other hosts that keep a copy of each rank's part of saves in memory and `local_folder`.",
+    )
+
+
+class CheckpointConfig(LocalTierConfig):
     """Interval and retention of checkpoints. A checkpoint is kept if any of the `keep_` rules selects it."""
 
     every: PositiveInt = Field(default=100, description="Steps between checkpoints; the last step is always saved.")
@@ -146,21 +166,6 @@ class CheckpointConfig(Section):
         default=False,
         description="Save only trainable parameters. A resumed job must start from the same initial "
         "weights, or without initial weights from the same seed; others are refused.",
-    )
-    memory_every: PositiveInt | None = Field(
-        default=None,
-        description="Steps between saves in the memory of the hosts, which survive the job's processes; null: none.",
-    )
-    local_every: PositiveInt | None = Field(
-        default=None, description="Steps between saves in `local_folder`; null: none."
-    )
-    local_folder: Path | None = Field(
-        default=None, description="Folder on a local disk of each host, for the saves of `local_every`."
-    )
-    replicas: int = Field(
-        default=1,
-        ge=0,
-        description="Number of other hosts that keep a copy of each rank's part of saves in memory and `local_folder`.",
     )
     keep_last: PositiveInt | None = Field(
         default=2, description="Number of newest checkpoints to keep; null keeps all."

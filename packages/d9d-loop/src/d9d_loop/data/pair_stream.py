@@ -61,7 +61,7 @@ class PairStream(ConversationStream):
         """Return tokens and masks of both conversations; None if the pair is dropped."""
         chats = [self._tokenizer(each) for each in read_pair(sample)]
         extra = int(self._with_last_token)
-        # Each may use what the other leaves of the pair's length, and at least half of it.
+        # A conversation may use the positions that the other one leaves, and at least half of the pair's length.
         shorter = min(len(chat.tokens) - 1 + extra for chat in chats)
         length = max(self._max_length - shorter, self._max_length // 2) - extra
         chosen, rejected = (self._fit(chat, length) for chat in chats)

@@ -65,12 +65,24 @@ class EngineCheckpoints:
         self._caller.value = state
         self._state.save(Record(step), background=background)
 
+    def save_local(self, step: int, state: JsonValue) -> None:
+        """Save a step in the local tiers that are due, in the background. Collective."""
+        self._lock()
+        self._caller.value = state
+        self._state.save_local(Record(step))
+
+    def delete_local(self) -> None:
+        """Delete the local tiers on all hosts. Collective."""
+        self._store.wait()
+        self._store.clear_tiers(self._ctx)
+
     def load(self) -> tuple[int, JsonValue] | None:
-        """Load the newest valid checkpoint; return its step and state, `None` without checkpoints. Collective."""
+        """Load the newest valid step; return it and its state, `None` without any. Collective."""
         self._lock()
         self._store.wait()
+        num_loads = self._caller.num_loads
         record = self._state.restore()
-        return (record.step, self._caller.value) if self._store.complete() else None
+        return (record.step, self._caller.value) if self._caller.num_loads > num_loads else None
 
     def close(self) -> None:
         """Finish a pending save, and unlock the folder. Collective."""
@@ -91,9 +103,11 @@ class _CallerState:
 
     def __init__(self) -> None:
         self.value: JsonValue = None
+        self.num_loads = 0
 
     def state_dict(self) -> JsonValue:
         return self.value
 
     def load_state_dict(self, state: JsonValue) -> None:
         self.value = state
+        self.num_loads += 1

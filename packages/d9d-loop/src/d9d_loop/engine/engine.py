@@ -353,12 +353,35 @@ class Engine:
             BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
-        self._require_training("save()")
+        checkpoints = self._settle_for("save()")
+        checkpoints.save(self.num_steps, state, background=background)
+
+    def save_local(self, state: JsonValue = None) -> None:
+        """Save as `save` does, but in the local tiers of `EngineConfig.tiers` that are due at this step. Collective.
+
+        Call it after every step. The files are written in the background, and `load` reads them if they are newer than
+        the checkpoints. Errors are those of `save`.
+
+        Raises:
+            UserError: If the job has too few hosts for the replicas of a tier.
+        """
+        checkpoints = self._settle_for("save_local()")
+        checkpoints.save_local(self.num_steps, state)
+
+    def delete_local(self) -> None:
+        """Delete the saves of `save_local` on all hosts, when the run is complete. Collective."""
+        self._require_checkpoints().delete_local()
+
+    def _settle_for(self, call: str) -> EngineCheckpoints:
+        """Return the checkpoints for a save, after the decision on the last step. Collective."""
+        self._require_training(call)
         checkpoints = self._require_checkpoints()
         if self._step.is_pending:
-            raise UserError("got save() with accumulated gradients, which checkpoints omit; expected step() before it.")
+            raise UserError(
+                f"got {call} with accumulated gradients, which checkpoints omit; expected step() before it."
+            )
         self._apply_decisions(settle=True)
-        checkpoints.save(self.num_steps, state, background=background)
+        return checkpoints
 
     def load(self) -> JsonValue:
         """Load the newest valid checkpoint, and return the state that was passed to `save`. Collective.

@@ -13,6 +13,7 @@ from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.event_bus import Events
 from d9d_loop.job.job_check import check_writable
+from d9d_loop.job.local_tiers import check_local_tiers, local_tiers
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
@@ -42,6 +43,7 @@ def opened_engine(
     """
     provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
     _check_bad_steps(config)
+    check_local_tiers(config.tiers, section="tiers")
     check_writable(config.run.dir)
     plan = _plan(config, provider, task, pipeline_schedule or config.pipeline_schedule.build())
     if optimizer is None:
@@ -63,7 +65,11 @@ def opened_engine(
         pipeline.shared.copy_values()
         guard, events = StepGuard(built, config=config.bad_steps, ctx=ctx), Events(seed=config.seed)
         checkpoints = EngineCheckpoints(
-            CheckpointStore(config.run.dir / "checkpoints", retention=Retention(last=config.keep_last)),
+            CheckpointStore(
+                config.run.dir / "checkpoints",
+                retention=Retention(last=config.keep_last),
+                tiers=local_tiers(config.tiers, config.run.dir),
+            ),
             model=pipeline.model,
             optimizer=built,
             guard=guard,

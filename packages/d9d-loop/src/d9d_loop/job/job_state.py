@@ -207,8 +207,7 @@ class JobState:
         """
         self._check_frozen()
         self.finish()
-        write = self.store.save_async if background else self.store.save
-        write(record.step, **self._content(record), metric=metric)
+        self.store.save(record.step, **self._content(record), metric=metric, background=background)
         self._being_written = record.step if background else None
         if not background:
             self._events.emit(CheckpointSaved(record.step))

@@ -1,46 +1,49 @@
-"""Local tiers of a job's checkpoints: memory and local disks of the hosts."""
+"""Local tiers of a job's or an engine's checkpoints: memory and local disks of the hosts."""
 
 import hashlib
 import os
 from pathlib import Path
 
 from d9d_dist import UserError
-from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.config.trainer_config import LocalTierConfig
 from d9d_state import LocalTier
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - Linux' file system for shared memory
 
 
-def local_tiers(config: TrainerConfig) -> list[LocalTier]:
-    """Return the configured tiers, memory first. Each run has folders of its own in them."""
-    checkpoint, run = config.checkpoint, os.fsencode(config.run.dir.absolute())
-    name = f"d9d-{os.getuid()}-{hashlib.sha256(run).hexdigest()[:16]}"
+def local_tiers(config: LocalTierConfig, run: Path) -> list[LocalTier]:
+    """Return the configured tiers of a run folder, memory first. Each run has folders of its own in them."""
+    name = f"d9d-{os.getuid()}-{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]}"
     tiers: list[LocalTier] = []
-    if checkpoint.memory_every is not None:
-        tiers.append(LocalTier(MEMORY / name, every=checkpoint.memory_every, replicas=checkpoint.replicas))
-    if checkpoint.local_every is not None and checkpoint.local_folder is not None:
-        folder = checkpoint.local_folder / name
-        tiers.append(LocalTier(folder, every=checkpoint.local_every, replicas=checkpoint.replicas))
+    if config.memory_every is not None:
+        tiers.append(LocalTier(MEMORY / name, every=config.memory_every, replicas=config.replicas))
+    if config.local_every is not None and config.local_folder is not None:
+        tiers.append(LocalTier(config.local_folder / name, every=config.local_every, replicas=config.replicas))
     return tiers
 
 
-def check_local_tiers(config: TrainerConfig) -> None:
-    """Raise `UserError` if a setting of the local tiers has no effect."""
-    checkpoint = config.checkpoint
-    if (checkpoint.local_every is None) != (checkpoint.local_folder is None):
-        given, missing = ("local_folder", "local_every")[:: 1 if checkpoint.local_every is None else -1]
+def check_local_tiers(config: LocalTierConfig, *, section: str, every: int | None = None) -> None:
+    """Raise `UserError` if a setting of the local tiers has no effect.
+
+    Args:
+        config: Settings of the tiers.
+        section: Name of their section for messages.
+        every: Steps between checkpoints, if they are regular.
+    """
+    if (config.local_every is None) != (config.local_folder is None):
+        given, missing = ("local_folder", "local_every")[:: 1 if config.local_every is None else -1]
         raise UserError(
-            f"got checkpoint.{given} without checkpoint.{missing}; expected both or neither. Set {missing}, or remove "
+            f"got {section}.{given} without {section}.{missing}; expected both or neither. Set {missing}, or remove "
             f"{given}."
         )
-    for key, every in (("memory_every", checkpoint.memory_every), ("local_every", checkpoint.local_every)):
-        if every is not None and every >= checkpoint.every:
+    for key, steps in (("memory_every", config.memory_every), ("local_every", config.local_every)):
+        if steps is not None and every is not None and steps >= every:
             raise UserError(
-                f"checkpoint.{key} = {every} is not less than checkpoint.every = {checkpoint.every}, so the local "
+                f"{section}.{key} = {steps} is not less than {section}.every = {every}, so the local "
                 "saves are never newer; expected fewer steps. Change one of the two."
             )
-    if checkpoint.memory_every is None and checkpoint.local_every is None and checkpoint.replicas != 1:
+    if config.memory_every is None and config.local_every is None and config.replicas != 1:
         raise UserError(
-            f"checkpoint.replicas = {checkpoint.replicas} has no effect; expected memory_every or local_every beside "
+            f"{section}.replicas = {config.replicas} has no effect; expected memory_every or local_every beside "
             "it. Set one of them, or remove replicas."
         )

@@ -165,5 +165,5 @@ def _plan_data(
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     check_retention(config, task, evaluates=evaluation_data is not None)
-    check_local_tiers(config)
+    check_local_tiers(config.checkpoint, section="checkpoint", every=config.checkpoint.every)
     return stream, steps, evaluation_data

@@ -50,7 +50,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
         events.emit(ConfigReady(0, plan.resolved, ctx))
-        tiers = local_tiers(config)
+        tiers = local_tiers(config.checkpoint, config.run.dir)
         store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention, tiers=tiers)
         # On any exit, the store finishes a pending save before the folder is unlocked.
         with store.locked(ctx), _locked_for_export(config, ctx), store:

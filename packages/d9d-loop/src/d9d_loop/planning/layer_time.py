@@ -22,6 +22,7 @@ from d9d_loop.planning.plan_layout import PlanLayout
 FORWARD_OPERATORS = 26
 BACKWARD_OPERATORS = 50
 SPARSE_OPERATORS = 30
+COLLECTIVE_OPERATORS = 3  # of a tensor-parallel collective: checks, events and waits of its process group
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +82,14 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     )
     attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware, heads, d)
     split = t if layout.sequence_parallel else 1
-    # Elements of 2 bytes: two norms (read, write), two residual additions with dropout (read 2, write 1), rotary or
-    # bias of queries, keys and values (read, write).
+    # Elements of 2 bytes: two norms (read, write), two residual additions (read 2, write 1, and a mask of dropout),
+    # rotary or bias of queries, keys and values (read, write).
     thin = tokens * h / split * 2
     wide = tokens * (heads + 2 * kv_heads) * d * 2
     rows = tokens * shape.top_k / (t if layout.ep > 1 else 1) if sparse else 0.0
     experts_wide = rows * 2 * (2 * h + 3 * shape.expert_size)
     fusion = 0.6 if layout.fused_pointwise else 1.0
-    norms_and_residuals = thin * (2 * 2 + 2 * (4 if layout.dropout else 3))
+    norms_and_residuals = thin * (2 * 2 + 2 * (3.5 if layout.dropout else 3))
     activation = tokens * inner * 2 * (3 if shape.is_gated else 2)
     moved = fusion * (norms_and_residuals + 2 * wide + activation + experts_wide) + core_bytes
     # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
@@ -99,14 +100,17 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     pointwise_backward = pointwise_seconds(hardware, moved_backward, num_kernels=2 * num_kernels)
     tensor = _tensor_collectives(layout, hardware, tokens * h * 2)
     # Sequence parallelism gathers the inputs of weight gradients once more.
-    backward_tensor = tensor * (1.5 if layout.sequence_parallel and t > 1 else 1.0)
+    gathers = layout.sequence_parallel and t > 1
+    backward_tensor = tensor * (1.5 if gathers else 1.0)
     if layout.overlaps_weight_gradients:
-        # Column-parallel products, whose inputs have the hidden size, wait for a collective in the backward pass.
+        # Column-parallel products, whose inputs have the hidden size, hide their collectives in the backward pass. The
+        # gather of a row-parallel product's gradient hides behind nothing.
         hidden = sum(_product(hardware, layout, k, n, m, batch=b) for m, n, k, b in products if k == h)
-        backward_tensor = max(0.0, backward_tensor - hidden)
+        bare = tensor / 2 if gathers else 0.0
+        backward_tensor = bare + max(0.0, backward_tensor - bare - hidden)
     expert = _expert_collectives(shape, layout, hardware, tokens * h * 2 / split) if sparse else 0.0
     context = _context_collectives(layout, hardware, tokens * kv_heads * d * 2 * 2)
-    extra = SPARSE_OPERATORS if sparse else 0
+    extra = (SPARSE_OPERATORS if sparse else 0) + (2 * COLLECTIVE_OPERATORS if t > 1 else 0)
     forward = PassTime(forward_matmul, attention_forward, pointwise, tensor, expert, context, FORWARD_OPERATORS + extra)
     backward = PassTime(
         backward_matmul,
@@ -115,7 +119,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         backward_tensor,
         expert,
         2 * context,
-        BACKWARD_OPERATORS + 2 * extra,
+        BACKWARD_OPERATORS + extra + (SPARSE_OPERATORS if sparse else 0),
     )
     again = _recomputation(layout, hardware, forward, core_bytes, activation)
     return LayerTime(forward, backward, again.times(1 / layout.recompute_every))

@@ -165,4 +165,7 @@ def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) ->
     if layout.recompute == "full":
         whole = replace(layout, recompute="none")
         total += tokens * activation_bytes_per_token(shape, whole, sparse=num_sparse > 0)
+        if layout.sequence_parallel and layout.tp > 1:
+            # The gathered inputs of attention and feed-forward layer, and the gradient of one.
+            total += 3 * tokens * 2 * shape.hidden_size
     return total

@@ -1,14 +1,21 @@
 """Communication that is hidden behind computation.
 
-    exposed = first + max(0, communication - first - computation)
+    exposed = first + max(c min(computation, rest), rest - computation),  rest = communication - first
 
 Of a sequence of layers that prefetch (FSDP), the first transfer is exposed and each later one runs beside the
-computation of the layer before. Transfers slow computation down by taking multiprocessors: 0 in this model, because
-NCCL uses a few of them. Times are in s.
-Source: PyTorch FSDP, Zhao et al. 2023, https://arxiv.org/abs/2304.11277, section 3.3.
+computation of the layer before. Transfers between devices of a node slow that computation down by a share c = 0.3 of
+their time, since they take multiprocessors and memory bandwidth; those between nodes do not (c = 0). Times are in s.
+Source of the overlap: PyTorch FSDP, Zhao et al. 2023, https://arxiv.org/abs/2304.11277, section 3.3. c was chosen once
+for the rows of llm-foundry on three kinds of devices.
 """
 
+CONTENTION = 0.3
 
-def exposed_seconds(computation: float, communication: float, *, first: float) -> float:
-    """Return the exposed part of a communication that overlaps a computation, except its first transfer."""
-    return first + max(0.0, communication - first - computation)
+
+def exposed_seconds(computation: float, communication: float, *, first: float, contends: bool) -> float:
+    """Return the exposed part of a communication that overlaps a computation: its first transfer, and the slowdown.
+
+    `contends` is True if transfers use the links of a node.
+    """
+    rest = communication - first
+    return first + max(CONTENTION * min(computation, rest) if contends else 0.0, rest - computation)

@@ -14,6 +14,9 @@ from d9d_loop.planning.overlap import exposed_seconds
 from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_loop.planning.plan_layout import PlanLayout
 
+MICROBATCH_OPERATORS = 24
+"""Operators that the host launches for each microbatch beside the model: data, masks, loss scaling and logging."""
+
 PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
 """Names of the parts of a step."""
 
@@ -74,10 +77,9 @@ def step_time(
     """Return the time of a step of a decoder in a layout on a cluster; `layers` is `layer_times`, if it is known."""
     layers = layers or layer_times(shape, layout, hardware)
     ranks = _ranks(shape, layout, hardware, layers)
-    host = hardware.fitted.host_seconds
-    seconds = [launch_bound_seconds(each.device, each.operators, host) for each, _ in ranks]
+    seconds = [each for _, _, each in ranks]
     slowest = max(range(layout.pp), key=lambda index: seconds[index])
-    parts, again = ranks[slowest]
+    parts, again, _ = ranks[slowest]
     m = layout.num_microbatches
     data, hidden = _data_parallel(shape, layout, hardware, slowest, seconds[slowest])
     transfer = _transfer(shape, layout, hardware)
@@ -90,7 +92,7 @@ def step_time(
     )
     held = rank_parameters(shape, layout, slowest)
     shared = layout.sharding_ranks if layout.sharding != "replicated" else 1
-    optimizer = optimizer_seconds(hardware, held / shared)
+    optimizer = optimizer_seconds(hardware, layout, held / shared)
     collectives = parts.tensor + parts.expert + parts.context
     return StepTime(
         compute=m * (parts.device - collectives - again.matmul - again.attention - again.pointwise),
@@ -150,9 +152,9 @@ def expert_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: in
 
 def _ranks(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime]
-) -> list[tuple[PassTime, PassTime]]:
+) -> list[tuple[PassTime, PassTime, float]]:
     """Return the times of a microbatch on each pipeline rank. Ranks with the same layers have the same times."""
-    kinds: dict[tuple[object, ...], tuple[PassTime, PassTime]] = {}
+    kinds: dict[tuple[object, ...], tuple[PassTime, PassTime, float]] = {}
     found = []
     for index in range(layout.pp):
         kind = (layers_of(shape, layout, index), index == 0, index == layout.pp - 1)
@@ -164,22 +166,29 @@ def _ranks(
 
 def _rank(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime], index: int
-) -> tuple[PassTime, PassTime]:
-    """Return the times of a microbatch on a pipeline rank: all of it, and what is computed again."""
-    num_dense, num_sparse = layers_of(shape, layout, index)
-    total, again = PassTime(), PassTime()
-    for layer, count in zip(layers, (num_dense, num_sparse), strict=True):
+) -> tuple[PassTime, PassTime, float]:
+    """Return the times of a microbatch on a pipeline rank: its parts, the recomputed ones, and seconds with the host's.
+
+    The host limits layers and the rest apart: it cannot launch far ahead, because the loss and the sends of a
+    microbatch synchronize.
+    """
+    host = hardware.fitted.host_seconds
+    total, again, seconds = PassTime(), PassTime(), 0.0
+    for layer, count in zip(layers, layers_of(shape, layout, index), strict=True):
+        one = layer.forward + layer.backward + layer.recompute
         again += layer.recompute.times(count)
-        total += (layer.forward + layer.backward + layer.recompute).times(count)
+        total += one.times(count)
+        seconds += count * launch_bound_seconds(one.device, one.operators, host)
+    rest = PassTime(operators=MICROBATCH_OPERATORS)
     accumulated = rank_parameters(shape, layout, index) * layout.accumulation_bytes
     if accumulated:
-        total += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
+        rest += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
     if index == 0:
-        total += embedding_time(shape, layout, hardware)
+        rest += embedding_time(shape, layout, hardware)
     if index == layout.pp - 1:
         forward, backward = head_time(shape, layout, hardware)
-        total += forward + backward
-    return total, again
+        rest += forward + backward
+    return total + rest, again, seconds + launch_bound_seconds(rest.device, rest.operators, host)
 
 
 def _transfer(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
@@ -204,6 +213,7 @@ def _data_parallel(
         return 0.0, 0.0
     held = rank_parameters(shape, layout, index)
     span = Span.of(ranks, layout.tp, hardware.devices_per_node)
+    contends = span.per_node > 1
     gradients, weights = held * layout.gradient_bytes, held * layout.weight_bytes
     m = layout.num_microbatches
     per_layer = shape.num_layers / layout.pp + 1
@@ -217,7 +227,7 @@ def _data_parallel(
         if replicas > 1:
             across = Span.of(replicas, layout.tp * layout.sharding_ranks, hardware.devices_per_node)
             total += collective_seconds(hardware, "all_reduce", gradients / layout.sharding_ranks, across)
-        exposed = exposed_seconds(computation * m, total, first=(gather + scatter) / per_layer)
+        exposed = exposed_seconds(computation * m, total, first=(gather + scatter) / per_layer, contends=contends)
         return exposed, total - exposed
     if layout.sharding == "replicated":
         total = collective_seconds(hardware, "all_reduce", gradients, span)
@@ -226,5 +236,5 @@ def _data_parallel(
         total += collective_seconds(hardware, "all_gather", weights, span)
     if not layout.overlaps_gradients:
         return total, 0.0
-    exposed = exposed_seconds(computation * 2 / 3, total, first=total / per_layer)
+    exposed = exposed_seconds(computation * 2 / 3, total, first=total / per_layer, contends=contends)
     return exposed, total - exposed

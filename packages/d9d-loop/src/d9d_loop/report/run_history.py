@@ -58,12 +58,14 @@ class RunHistory:
         effective_ratio: Share of the total time in which steps were computed that were kept, from 0 to 1.
         interruptions: Interruptions, in order.
         stragglers: Ranks with slow parts, by the step at which each was reported.
+        lives: Progress of each life: time since the first start in seconds, and completed steps.
     """
 
     total_seconds: float
     effective_ratio: float
     interruptions: Sequence[Interruption]
     stragglers: Sequence[tuple[int, str]] = ()
+    lives: Sequence[Sequence[tuple[float, int]]] = ()
 
     def describe(self) -> str:
         """Return the effective training time ratio, and a line for each interruption."""
@@ -101,7 +103,9 @@ def read_history(folder: Path) -> RunHistory | None:
     useful = sum(_useful_seconds(life, until) for life, until in zip(lives, [*resumed, None], strict=True))
     interruptions = [_interruption(life, after) for life, after in pairwise(lives)]
     slow = [(record["step"], text) for record in records if record["event"] == "slow" for text in record["parts"]]
-    return RunHistory(total, useful / total if total > 0 else 1.0, interruptions, slow)
+    begin = lives[0][0]["time"]
+    points = [[(record["time"] - begin, record["step"]) for record in _course(life)] for life in lives]
+    return RunHistory(total, useful / total if total > 0 else 1.0, interruptions, slow, points)
 
 
 def _records(text: str) -> list[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from d9d_loop.report.run_folder import RunFolder, read_run
 from d9d_loop.report.run_history import RunHistory
 from d9d_loop.report.svg_chart import line_chart
+from d9d_loop.report.svg_timeline import timeline
 
 _FIRST = ("loss", "learning_rate", "grad_norm")
 _STYLE = Path(__file__).with_name("report.css")
@@ -127,7 +128,8 @@ def _interruptions(history: RunHistory | None) -> str:
     table = (
         f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>" if history.interruptions else ""
     )
-    return f"<p>{ratio}</p>{table}" + (f"<ul>{slow}</ul>" if slow else "")
+    picture = f"<figure>{timeline(history)}</figure>" if history.interruptions else ""
+    return f"<p>{ratio}</p>{picture}{table}" + (f"<ul>{slow}</ul>" if slow else "")
 
 
 def _shown(value: float | str | None) -> str:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-_WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 12, 32
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 28, 12, 32
 _MOST_POINTS = 600
 
 Curve = Sequence[tuple[int, float]]
@@ -32,22 +32,20 @@ def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
     last = max(*steps, first + 1)
 
     def x(step: int) -> float:
-        return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+        return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
 
     def y(value: float) -> float:
         at = math.log10(value) if is_log else value
-        return _TOP + (high - at) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return TOP + (high - at) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for tick in _ticks(low, high):
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+    for tick in ticks(low, high):
         value = 10**tick if is_log else tick
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        )
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     parts += [
-        f'<text x="{x(int(tick)):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{int(tick)}</text>'
-        for tick in _ticks(first, last)
+        f'<text x="{x(int(tick)):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{int(tick)}</text>'
+        for tick in ticks(first, last)
         if tick == int(tick)
     ]
     for number, (label, curve) in enumerate(drawn.items()):
@@ -59,7 +57,7 @@ def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers between two limits."""
     rough = (high - low) / 5
     size = 10 ** math.floor(math.log10(rough))

@@ -122,6 +122,10 @@ class DecoderModel(nn.Module):
                 expert_indices=experts[int(name)],
                 attention_mask=attention_mask,
             )
+        return self._output(x)
+
+    def _output(self, x: Hidden) -> Received:
+        """Apply the final norm, and convert records to losses, on the last stage."""
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         x_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         if losses is None:

@@ -81,7 +81,8 @@ class LocalTier:
     ) -> None:
         """Save a step in the background, after waiting for the previous save of this tier. Collective.
 
-        Arguments and guarantees are those of `CheckpointStore.save_async`. `run_id` is that of the main process.
+        Arguments and guarantees are those of a background save of `CheckpointStore`. `run_id` is that of the main
+        process.
 
         Raises:
             UserError: If the job has too few hosts for `replicas`.

@@ -162,7 +162,7 @@ class CheckpointStore:
         agree(problem, error=StateError, alone=ctx is None)
 
     def prepare(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
-        """Plan a save of `tensors` and allocate the host buffer of `save_async`. Collective.
+        """Plan a save of `tensors` and allocate the host buffer of background saves. Collective.
 
         The first save is then as fast as later ones. A thread allocates the buffer, which is as large as the tensor
         data that this rank writes.
@@ -185,11 +185,13 @@ class CheckpointStore:
         state: JsonValue = None,
         rank_state: JsonValue = None,
         metric: float | None = None,
+        background: bool = False,
         ctx: DistributedContext | None = None,
     ) -> None:
         """Save a checkpoint, complete on disk when this returns; then delete old checkpoints. Collective.
 
-        A kill at any moment during the write leaves all earlier checkpoints intact.
+        A kill at any moment during the write leaves all earlier checkpoints intact. Only one save runs at a time: this
+        waits for the previous one.
 
         Args:
             step: Number of completed optimizer steps.
@@ -198,6 +200,10 @@ class CheckpointStore:
             state: State that is equal on every rank; only the main process's value is written.
             rank_state: State of this rank, such as its random state.
             metric: Quality of the model, for `Retention(best=...)`. A non-finite metric is not saved.
+            background: True to copy this rank's tensor parts to host memory and write them in a thread. After this
+                returns, the tensors may change, on an accelerator by work on the current stream: the host does not wait
+                for the copies. An error in the thread is raised once, by the next call of `raise_if_failed`, `wait`,
+                `close` or a save.
             ctx: Distributed context; `None` for a single process.
 
         Raises:
@@ -206,28 +212,15 @@ class CheckpointStore:
             StateError: On every rank, if writing failed on any rank, or a previous background save failed.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
-        write_checkpoint(job, local_parts(tensors, job.plan, job.rank))
-        self._delete_old(job)
+        if background:
+            self._write_in_background(job, tensors)
+        else:
+            write_checkpoint(job, local_parts(tensors, job.plan, job.rank))
+            self._delete_old(job)
 
-    def save_async(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        *,
-        state: JsonValue = None,
-        rank_state: JsonValue = None,
-        metric: float | None = None,
-        ctx: DistributedContext | None = None,
-    ) -> None:
-        """Save a checkpoint in a background thread after copying this rank's tensor parts to host memory. Collective.
-
-        Arguments and errors are those of `save`. After this returns, the tensors may change, on an accelerator by work
-        on the current stream: the host does not wait for the copies. Only one save runs at a time: this waits for the
-        previous one. An error in the thread is raised once, by the next call of
-        `raise_if_failed`, `wait`, `close` or a save.
-        """
-        job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
-        group = self._background.group(ctx)
+    def _write_in_background(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's tensor parts to host memory, and start the thread that writes them. Collective."""
+        group = self._background.group(job.ctx)
         copies: dict[str, Tensor] = {}
         wait_copied: Callable[[], None] = lambda: None  # noqa: E731 - replaced unless the copy fails
         problem = None
@@ -236,7 +229,7 @@ class CheckpointStore:
             copies, wait_copied = self._staging.copy(parts, job.plan, job.rank)
         except Exception as error:  # any error: the other ranks wait in agree()
             problem = f"{job.folder} could not be copied to host memory: {error}"
-        agree(problem, error=StateError, alone=ctx is None)
+        agree(problem, error=StateError, alone=job.ctx is None)
 
         def work() -> None:
             wait_copied()
@@ -256,7 +249,7 @@ class CheckpointStore:
     ) -> None:
         """Save to the local tiers that are due at this step, in the background. Collective.
 
-        Arguments and errors are those of `save_async`. A tier keeps one step: it is replaced when the new one is
+        Arguments and errors are those of a background `save`. A tier keeps one step: it is replaced when the new one is
         complete on all hosts. Each tier waits only for its own previous save.
 
         Raises:

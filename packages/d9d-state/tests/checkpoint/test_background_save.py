@@ -64,14 +64,14 @@ def _loaded(store: CheckpointStore, step: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _save_async(store: CheckpointStore, step: int, tensors: dict[str, Tensor]) -> None:
-    store.save_async(step, tensors, state={"step": step}, rank_state=[step])
+def _save(store: CheckpointStore, step: int, tensors: dict[str, Tensor]) -> None:
+    store.save(step, tensors, state={"step": step}, rank_state=[step], background=True)
 
 
 def test_async_save_contains_values_at_call_time(tmp_path: Path, gate: _Gate) -> None:
     store = CheckpointStore(tmp_path)
     tensors = _tensors(1.0)
-    _save_async(store, 1, tensors)
+    _save(store, 1, tensors)
     for tensor in tensors.values():
         tensor.fill_(2.0)
     assert store.complete() == []
@@ -84,9 +84,9 @@ def test_async_save_contains_values_at_call_time(tmp_path: Path, gate: _Gate) ->
 
 def test_only_one_save_runs_at_a_time(tmp_path: Path, gate: _Gate) -> None:
     with CheckpointStore(tmp_path, keep_last=1) as store:
-        _save_async(store, 1, _tensors(1.0))
+        _save(store, 1, _tensors(1.0))
         threading.Timer(0.2, gate.open).start()
-        _save_async(store, 2, _tensors(2.0))  # must wait for the first save, which uses the same buffer
+        _save(store, 2, _tensors(2.0))  # must wait for the first save, which uses the same buffer
         assert (tmp_path / "step-00000001").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
     for name, tensor in _loaded(store, 2).items():
@@ -99,7 +99,7 @@ def test_host_buffer_is_allocated_once(tmp_path: Path) -> None:
     store._staging._wait()
     buffer = store._staging._buffer.data_ptr()
     for step in (1, 2):
-        _save_async(store, step, _tensors(1.0))
+        _save(store, step, _tensors(1.0))
         store.wait()
     assert store._staging._buffer.data_ptr() == buffer
     assert store._planner.num_plans == 1
@@ -107,11 +107,11 @@ def test_host_buffer_is_allocated_once(tmp_path: Path) -> None:
 
 def test_argument_errors_are_raised_immediately(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    _save_async(store, 1, _tensors(1.0))
+    _save(store, 1, _tensors(1.0))
     with pytest.raises(UserError, match="step-00000001 exists and is complete"):
-        _save_async(store, 1, _tensors(1.0))
+        _save(store, 1, _tensors(1.0))
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128"):
-        store.save_async(2, {"a": torch.ones(1, dtype=torch.complex128)})
+        store.save(2, {"a": torch.ones(1, dtype=torch.complex128)}, background=True)
 
 
 def _fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ _ASK: dict[str, Callable[[CheckpointStore], object]] = {
     "wait": CheckpointStore.wait,
     "close": CheckpointStore.close,
     "save": lambda store: store.save(2, {}),
-    "save_async": lambda store: store.save_async(2, {}),
+    "background save": lambda store: store.save(2, {}, background=True),
     "newest": CheckpointStore.newest,
     "exit": lambda store: store.__exit__(None),
 }
@@ -139,7 +139,7 @@ def test_background_error_is_raised_once(
     store = CheckpointStore(tmp_path)
     with monkeypatch.context() as patch:
         _fill_disk(patch)
-        _save_async(store, 1, _tensors(1.0))
+        _save(store, 1, _tensors(1.0))
         thread = store._background._thread
         assert thread is not None
         thread.join()
@@ -148,7 +148,7 @@ def test_background_error_is_raised_once(
         _ASK[ask](store)
     store.raise_if_failed()
     assert list(tmp_path.iterdir()) == []  # the partial folder is deleted
-    _save_async(store, 1, _tensors(1.0))
+    _save(store, 1, _tensors(1.0))
     store.wait()
     assert torch.equal(_loaded(store, 1)["scalar"], _tensors(1.0)["scalar"])
 
@@ -159,7 +159,7 @@ def test_background_error_does_not_mask_another_exception(tmp_path: Path, monkey
 
     def interrupt() -> None:
         with store:
-            _save_async(store, 1, _tensors(1.0))
+            _save(store, 1, _tensors(1.0))
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -169,7 +169,7 @@ def test_background_error_does_not_mask_another_exception(tmp_path: Path, monkey
 
 def _forget(folder: Path) -> None:
     torch.set_num_threads(1)  # OpenMP would wait for the parent's threads, which do not exist in the child
-    CheckpointStore(folder).save_async(1, {"a": torch.ones(3_000_000)})
+    CheckpointStore(folder).save(1, {"a": torch.ones(3_000_000)}, background=True)
 
 
 def test_exiting_process_completes_its_save(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_killed_process_leaves_no_checkpoint(tmp_path: Path, gate: _Gate) -> N
     child = os.fork()
     if child == 0:
         try:
-            _save_async(CheckpointStore(tmp_path), 1, _tensors(1.0))
+            _save(CheckpointStore(tmp_path), 1, _tensors(1.0))
             os.write(writer, b"x")
             time.sleep(60)
         finally:
@@ -216,7 +216,7 @@ def _on_ranks(folder: str) -> dict[str, object]:
         }
         store.prepare(tensors, ctx)
         for step in (1, 2):
-            store.save_async(step, tensors, rank_state=ctx.rank, ctx=ctx)
+            store.save(step, tensors, rank_state=ctx.rank, background=True, ctx=ctx)
             for tensor in tensors.values():
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(100)
                 for _ in range(20):
@@ -231,7 +231,7 @@ def _fail_on_one(store: CheckpointStore, rank: int, tensors: dict[str, Tensor], 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             _fill_disk(patch)
-        store.save_async(3, tensors, ctx=ctx)
+        store.save(3, tensors, background=True, ctx=ctx)
         with pytest.raises(StateError) as caught:
             store.wait()
     store.save(3, tensors, ctx=ctx)
@@ -261,7 +261,7 @@ def _dies(folder: str, died: str) -> str:
         store = CheckpointStore(folder)
         if ctx.rank == 1:
             pytest.MonkeyPatch().setattr(os, "fsync", lambda _descriptor: os._exit(0))
-        store.save_async(1, {"a": torch.ones(3)}, ctx=ctx)
+        store.save(1, {"a": torch.ones(3)}, background=True, ctx=ctx)
         try:
             store.wait()
         except StateError as error:
@@ -280,7 +280,7 @@ def test_lock_is_released_after_the_save(tmp_path: Path, gate: _Gate) -> None:
     with CheckpointStore(tmp_path) as store:
         timer = threading.Timer(0.3, gate.open)
         with store.locked():
-            _save_async(store, 1, _tensors(1.0))
+            _save(store, 1, _tensors(1.0))
             timer.start()
         assert [info.step for info in store.complete()] == [1]
 
@@ -293,7 +293,7 @@ def test_interrupted_wait_keeps_the_lock(tmp_path: Path, gate: _Gate, monkeypatc
 
     def save_locked() -> None:
         with store.locked():
-            _save_async(store, 1, _tensors(1.0))
+            _save(store, 1, _tensors(1.0))
             monkeypatch.setattr(Background, "join", interrupted)
 
     join = Background.join
