@@ -224,6 +224,10 @@ def _without(key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda batch: {name: value for name, value in batch.items() if name != key}
 
 
+def _zero_reference(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"reference_log_probs": torch.zeros_like(batch["reference_log_probs"])}
+
+
 def _local_mesh(batch: dict[str, Any]) -> dict[str, Any]:
     return _without("cp")(batch)
 
@@ -302,9 +306,7 @@ MUTANTS = {
     "advantages_normalized_per_rank": PostTrainingMutant(
         _changed_batch(PolicyTask, _normalized_per_rank), "grpo", "dp_shard=2,microbatch=2"
     ),
-    "no_reference": PostTrainingMutant(
-        _changed_batch(PreferenceTask, _without("reference_log_probs")), "dpo", "dp_shard=2"
-    ),
+    "reference_of_zeros": PostTrainingMutant(_changed_batch(PreferenceTask, _zero_reference), "dpo", "dp_shard=2"),
     "reference_of_other_tokens": PostTrainingMutant(_unsplit_reference, "dpo", "cp_shard=2"),
     "no_importance": PostTrainingMutant(_changed_batch(PolicyTask, _without("importance")), "grpo", "dp_shard=2"),
     "context_parallel_ranks_are_forgotten": PostTrainingMutant(
