@@ -54,14 +54,12 @@ def check(curves: dict[str, dict[str, Any]]) -> None:
     """Raise an error if an example did not learn."""
     sft, dpo, grpo = (curves[name] for name in ("sft", "dpo", "grpo"))
     first, last = dpo["held_out"][0], dpo["held_out"][-1]
-    differences = [abs(x - y) for x, y in zip(grpo["curve"], grpo["curve_of_four_ranks"], strict=True)]
     accuracy = [sum(part) / len(part) for part in (grpo["curve"][:3], grpo["curve"][-10:])]
     expected = {
         "SFT answers a third of the held-out questions exactly": sft["exact_answers"] >= 1 / 3,
         "the margin of held-out pairs rises": last["margin"] > first["margin"] and last["accuracy"] > 0.7,
         "GRPO goes from below 20 % to above 80 %": accuracy[0] < 0.2 and accuracy[1] > 0.8,
-        "GRPO starts with the same curve on 2 pipeline x 2 data ranks": differences[:50] == [0.0] * 50,
-        "GRPO ends with about the same curve, after rounding has changed a sample": max(differences) < 0.05,
+        "GRPO has the same curve on 2 pipeline x 2 data ranks": grpo["curve"] == grpo["curve_of_four_ranks"],
         "GRPO takes less than 480 s": grpo["processor_seconds"] < 480,
     }
     failed = [text for text, is_so in expected.items() if not is_so]

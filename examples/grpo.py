@@ -97,16 +97,16 @@ class Arithmetic:
         return values.chunk(self.num_ranks)[self.rank]
 
     def imitate(self) -> None:
-        """Train on additions with few correct results."""
+        """Train on additions with few correct results. The learning rate falls linearly: a constant one is chaotic."""
         settings = self.config.imitation
-        for _ in range(settings.steps):
+        for number in range(settings.steps):
             questions, results = prompts(settings.batch_size, self.draws)
             draws = torch.rand(len(results), generator=self.draws, dtype=torch.float64)
             is_correct = draws < settings.correct
             others = torch.randint(0, 19, results.shape, generator=self.draws)
             tokens = torch.cat((questions, write(torch.where(is_correct, results, others))), 1)
             self.engine.forward_backward([batch_of(self.own(tokens))], imitation_loss)
-            self.engine.step(settings.learning_rate)
+            self.engine.step(settings.learning_rate * (1 - number / settings.steps))
 
     def sample(self, questions: Tensor) -> dict[str, Tensor]:
         """Sample an answer to each question; return this rank's rows, equal in any layout."""
