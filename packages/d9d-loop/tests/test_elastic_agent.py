@@ -30,7 +30,8 @@ def _agent(folder: Path, *scripts: str) -> QuickAgent:
         envs={rank: {} for rank in range(len(scripts))},
         logs_specs=DefaultLogsSpecs(),
     )
-    context.start()
+    with mock.patch.object(signal, "signal"):  # handlers for a launcher, which nobody would remove from this process
+        context.start()
     while len(list(folder.iterdir())) < len(scripts):
         os.sched_yield()
     for rank, script in enumerate(scripts):
