@@ -17,11 +17,8 @@ import torch
 from d9d_dist.consensus import agree, gather_json
 
 _TOKEN_BYTES = 32
-_SET_TRACER, _ANY_PROCESS, _NO_PROCESS = (
-    0x59616D61,
-    ctypes.c_ulong(-1),
-    ctypes.c_ulong(0),
-)  # options of `prctl` for Yama
+# An option of `prctl` for Yama, and its arguments.
+_SET_TRACER, _ANY_PROCESS, _NO_PROCESS = 0x59616D61, ctypes.c_ulong(-1), ctypes.c_ulong(0)
 
 
 class _Range(ctypes.Structure):
