@@ -60,7 +60,7 @@ def _save_original(folder: Path) -> list[int]:
     config = transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, initializer_range=0.5, bos_token_id=1, **sizes
     )
-    torch.manual_seed(0)  # most draws repeat a few tokens for ever, and then there is no token that stops early
+    torch.manual_seed(0)  # other draws repeat a few tokens for ever, so that no token stops early
     model: Any = transformers.Qwen3ForCausalLM(config)
     generation = transformers.GenerationConfig(do_sample=False, bos_token_id=1, pad_token_id=0)
     model.generation_config = generation
