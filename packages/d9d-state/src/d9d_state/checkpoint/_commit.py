@@ -144,11 +144,11 @@ def chunks_of_rank(plan: SavePlan, rank: int, written: SafetensorsRecord) -> tup
     file, position = tensors_name(rank), written.header.size
     places: dict[str, tuple[int, str]] = {}
     for key, record in written.tensors.items():
-        places[key] = position, record.sha256
+        places[key] = position, record.digest
         position += record.size
     chunks = [(name, Chunk(region, file, *places[part_key(name, region)])) for name, region in plan.parts[rank]]
     return chunks, position
 
 
 def _pair(record: PartRecord) -> JsonValue:
-    return [record.size, record.sha256]
+    return [record.size, record.digest]
