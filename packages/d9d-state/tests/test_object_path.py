@@ -108,7 +108,7 @@ def test_damage_is_found_and_the_step_before_is_used(prefix: ObjectPath) -> None
     assert newest.step == 2
 
 
-def test_interrupted_upload_is_no_checkpoint_and_is_deleted(
+def test_interrupted_upload_is_no_checkpoint_and_is_deleted_by_a_later_save(
     prefix: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(prefix.url)
@@ -127,7 +127,22 @@ def test_interrupted_upload_is_no_checkpoint_and_is_deleted(
     assert (prefix / "step-00000002").is_dir()
     assert [info.step for info in CheckpointStore(prefix.url).complete()] == [1]
     CheckpointStore(prefix.url).discard_partials()
+    assert (prefix / "step-00000002").exists()
+    CheckpointStore(prefix.url).save(3, {"a": torch.ones(2)})
     assert not (prefix / "step-00000002").exists()
+
+
+def test_interrupted_first_save_is_continued_with_fewer_ranks(prefix: ObjectPath) -> None:
+    for rank in (0, 1):
+        (prefix / "step-00000001" / f"tensors-{rank:05d}.safetensors").upload([b"cut"])
+    store = CheckpointStore(prefix.url)
+    store.discard_partials()
+    store.check_new()
+    store.save(1, {"a": torch.ones(2)})
+    assert not (prefix / "step-00000001" / "tensors-00001.safetensors").exists()
+    newest = store.newest()
+    assert newest is not None
+    assert newest.step == 1
 
 
 def test_failed_requests_are_repeated_with_growing_waits(

@@ -3,8 +3,10 @@
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from d9d_dist import MeshConfig, full_tensor
 from d9d_dist.testing import run_ranks
-from d9d_state import CheckpointStore, load_model_state
+from d9d_state import CheckpointStore, StateError, load_model_state
 from d9d_state.object_path import ObjectPath
 from d9d_state.safetensors_file import write_safetensors
 
@@ -24,21 +26,47 @@ _App = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class _Faulty:
-    """WSGI application that answers some requests with 503, and cuts the connection of others."""
+    """WSGI application that answers some requests with 503, and cuts the connection of others.
+
+    Attributes:
+        parts: Numbers of the parts of uploads that it has received, in order.
+        cut_after: Number of parts after which it refuses all requests.
+        on_cut: Called before the first request is refused.
+    """
 
     def __init__(self, app: _App) -> None:
-        self._app, self._draws = app, random.Random(0)  # noqa: S311
-        self.rate, self.faults, self.bytes_sent = 0.0, 0, 0
+        self._app, self._draws, self._lock = app, random.Random(0), Lock()  # noqa: S311
+        self.reset()
+
+    def reset(self) -> None:
+        self.rate, self.faults, self.bytes_sent, self.bytes_received = 0.0, 0, 0, 0
+        self.parts: list[int] = []
+        self.cut_after = -1
+        self.on_cut: Callable[[], object] = lambda: None
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        draw = self._draws.random()
-        if draw < self.rate:
+        number = re.search(r"partNumber=(\d+)", environ["QUERY_STRING"])
+        if number is None or environ["REQUEST_METHOD"] != "PUT":
+            return self._answer(environ, start_response)
+        with self._lock:
+            if len(self.parts) == self.cut_after:
+                self.on_cut()
+            answer = self._answer(environ, start_response)
+            if environ.get("d9d.answered"):
+                self.parts.append(int(number[1]))
+                self.bytes_received += int(environ["CONTENT_LENGTH"])
+            return answer
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        draw, is_cut = self._draws.random(), len(self.parts) == self.cut_after
+        if is_cut or draw < self.rate:
             self.faults += 1
-            if draw < self.rate / 2:
+            if not is_cut and draw < self.rate / 2:
                 environ["werkzeug.socket"].close()
             start_response("503 Slow Down", [("Content-Length", "0")])
             return []
         answer = list(self._app(environ, start_response))
+        environ["d9d.answered"] = True
         self.bytes_sent += sum(map(len, answer)) if environ["REQUEST_METHOD"] == "GET" else 0
         return answer
 
@@ -60,7 +88,7 @@ def server() -> Iterator[tuple[str, _Faulty]]:
 @pytest.fixture
 def bucket(server: tuple[str, _Faulty], monkeypatch: pytest.MonkeyPatch) -> tuple[str, _Faulty]:
     url, app = server
-    app.rate, app.faults, app.bytes_sent = 0.0, 0, 0
+    app.reset()
     for name, value in {**_KEYS, "AWS_ENDPOINT_URL": url}.items():
         monkeypatch.setenv(name, value)
     filesystem = ObjectPath.open(_BUCKET).filesystem
@@ -119,6 +147,147 @@ def test_large_upload_has_several_parts(bucket: tuple[str, _Faulty]) -> None:
     loaded = torch.empty_like(weight)
     store.load(info, {"weight": loaded})
     assert torch.equal(loaded, weight)
+
+
+_PART = 5 << 20  # bytes; the smallest that S3 allows
+_NUM_PARTS = 21
+_SAVE = f"""
+import sys, torch
+from d9d_state import CheckpointStore, object_path
+object_path._MULTIPART = {_PART}
+CheckpointStore(sys.argv[1]).save(1, {{"weight": torch.arange({20 * _PART // 4}, dtype=torch.int32)}})
+"""
+
+
+def _weight() -> Tensor:
+    return torch.arange(20 * _PART // 4, dtype=torch.int32)
+
+
+@pytest.fixture
+def cut(
+    bucket: tuple[str, _Faulty], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> CheckpointStore:
+    """Store with a save of step 1 that lost the connection after 14 of the 21 parts of its tensor file."""
+    _, app = bucket
+    store = CheckpointStore(f"{_BUCKET}/{request.node.name}")
+    monkeypatch.setattr("d9d_state.object_path._MULTIPART", _PART)
+    with monkeypatch.context() as patch:
+        patch.setattr("d9d_state.object_path._ATTEMPTS", 1)
+        patch.setattr(type(store.root.filesystem), "retries", 1)
+        app.cut_after = 14
+        with pytest.raises(StateError, match="could not be reached in 1 attempts"):
+            store.save(1, {"weight": _weight()})
+    assert len(app.parts) == 14
+    app.reset()
+    return store
+
+
+def _is_saved(store: CheckpointStore, weight: Tensor) -> bool:
+    info, loaded = store.newest(), torch.zeros_like(weight)
+    assert info is not None
+    store.load(info, {"weight": loaded})
+    return torch.equal(loaded, weight)
+
+
+def _unfinished(store: CheckpointStore) -> list[Any]:
+    assert isinstance(store.root, ObjectPath)
+    assert store.root._in_s3 is not None
+    return store.root._in_s3.unfinished()
+
+
+@pytest.mark.full
+def test_upload_of_a_killed_process_continues(bucket: tuple[str, _Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, app = bucket
+    url = f"{_BUCKET}/killed"
+    with subprocess.Popen([sys.executable, "-c", _SAVE, url]) as process:
+        app.cut_after, app.on_cut = 14, process.kill
+        assert process.wait() < 0
+    stored = set(app.parts)
+    assert len(stored) == 14
+    app.reset()
+    monkeypatch.setattr("d9d_state.object_path._MULTIPART", _PART)
+    store = CheckpointStore(url)
+    assert store.newest() is None
+    store.discard_partials()
+    store.check_new()
+    store.save(1, {"weight": _weight()})
+    assert sorted(app.parts) == sorted(set(range(1, _NUM_PARTS + 1)) - stored)
+    assert app.bytes_received < 0.34 * _weight().nbytes
+    assert _is_saved(store, _weight())
+
+
+@pytest.mark.full
+def test_upload_continues_when_the_connection_returns(
+    bucket: tuple[str, _Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, app = bucket
+    store = CheckpointStore(f"{_BUCKET}/lost")
+    monkeypatch.setattr("d9d_state.object_path._MULTIPART", _PART)
+    monkeypatch.setattr(type(store.root.filesystem), "retries", 1)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        app.cut_after = -1
+
+    monkeypatch.setattr("d9d_state.object_path.time.sleep", wait)
+    app.cut_after = 14
+    store.save(1, {"weight": _weight()})
+    assert sorted(app.parts) == list(range(1, _NUM_PARTS + 1)), "a part was sent twice"
+    assert waits
+    assert _is_saved(store, _weight())
+
+
+@pytest.mark.full
+def test_stored_part_with_other_bytes_is_sent_again(bucket: tuple[str, _Faulty], cut: CheckpointStore) -> None:
+    _, app = bucket
+    ((found, upload_id),) = _unfinished(cut)
+    found._call("upload_part", Key=found.key, UploadId=upload_id, PartNumber=2, Body=bytes(_PART))
+    app.reset()
+    cut.save(1, {"weight": _weight()})
+    assert 2 in app.parts
+    assert len(app.parts) == 8
+    assert _is_saved(cut, _weight())
+
+
+@pytest.mark.full
+def test_other_values_are_sent_whole(bucket: tuple[str, _Faulty], cut: CheckpointStore) -> None:
+    _, app = bucket
+    cut.save(1, {"weight": _weight() + 1})
+    assert len(app.parts) == _NUM_PARTS
+    assert _is_saved(cut, _weight() + 1)
+
+
+@pytest.mark.full
+def test_cut_upload_is_aborted_by_a_later_save(cut: CheckpointStore) -> None:
+    (cut.root / "step-00000001" / "rank-00007.json").upload([b"0"])
+    cut.discard_partials()
+    assert len(_unfinished(cut)) == 1
+    cut.save(2, {"weight": torch.zeros(3)})
+    assert _unfinished(cut) == []
+    assert [path.name for path in cut.root.iterdir() if "step" in path.name] == ["step-00000002"]
+
+
+@pytest.mark.full
+def test_stored_file_is_not_sent_again(
+    bucket: tuple[str, _Faulty], cut: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, app = bucket
+    upload = ObjectPath.upload
+
+    def killed(path: ObjectPath, parts: Any) -> Any:
+        if path.name == "manifest.json":
+            raise KeyboardInterrupt
+        return upload(path, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectPath, "upload", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cut.save(1, {"weight": _weight()})
+    app.reset()
+    cut.save(1, {"weight": _weight()})
+    assert app.parts == []
+    assert _is_saved(cut, _weight())
 
 
 @pytest.mark.full

@@ -1,10 +1,10 @@
-import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from d9d_state._digests import PartRecord
 from d9d_state.safetensors_file import write_safetensors
 from d9d_state.safetensors_header import read_header
 
@@ -60,7 +60,7 @@ def test_safetensors_reads_written_files(tmp_path: Path) -> None:
         assert torch.equal(_bits(loaded[name]), _bits(tensor)), name
     data = path.read_bytes()
     for part in (record.header, *record.tensors.values()):
-        assert hashlib.sha256(data[: part.size]).hexdigest() == part.sha256
+        assert PartRecord.of(data[: part.size]) == part
         data = data[part.size :]
     assert data == b""
     assert record.tensors.keys() == tensors.keys()

@@ -13,42 +13,41 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
-from d9d_state._digests import Digests, PartRecord
+from d9d_state._digests import BLOCK, PartRecord
 from d9d_state._member import AnyPath
 from d9d_state.object_path import ObjectPath
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_BLOCK = 1 << 22  # bytes hashed and written at a time
 
 
 def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
     """Create a new file and fsync it; return the size and digest of each part.
 
-    Background threads compute the digests, and the disk writes each block while the next one is hashed and copied. The
-    caller must not change a part's memory before this returns.
+    The disk writes each block while the next one is hashed and copied.
     """
     if isinstance(path, ObjectPath):
         return path.upload(parts)
-    with Digests() as digests:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        position = 0
-        try:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                digests.start_part()
-                for start in range(0, len(view), _BLOCK):
-                    block = view[start : start + _BLOCK]
-                    digests.add(block)
-                    _write_all(descriptor, block)
-                    # The advice for dirty pages is to write them back now; without it, fsync() would start at the end.
-                    os.posix_fadvise(descriptor, position, len(block), os.POSIX_FADV_DONTNEED)
-                    position += len(block)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    return digests.records()
+    records: list[PartRecord] = []
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    position = 0
+    try:
+        for part in parts:
+            view, digest = memoryview(part).cast("B"), xxh3_128()
+            for start in range(0, len(view), BLOCK):
+                block = view[start : start + BLOCK]
+                digest.update(block)
+                _write_all(descriptor, block)
+                # The advice for dirty pages is to write them back now; without it, fsync() would start at the end.
+                os.posix_fadvise(descriptor, position, len(block), os.POSIX_FADV_DONTNEED)
+                position += len(block)
+            records.append(PartRecord(len(view), digest.hexdigest()))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return tuple(records)
 
 
 def replace_file(path: AnyPath, data: bytes) -> PartRecord:

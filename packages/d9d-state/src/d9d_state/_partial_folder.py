@@ -26,9 +26,11 @@ def make_partial(
 ) -> None:
     """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective.
 
-    In an object store, files that a killed save left under the final name are deleted.
+    An object store needs none, and keeps the files of a killed save, which this one continues.
     """
     partial, problem = partial_path(target), None
+    if isinstance(partial, ObjectPath):
+        return
     try:
         if is_main(ctx):
             discard_partial(partial)
@@ -36,8 +38,6 @@ def make_partial(
     except (OSError, StateError) as error:
         problem = f"{target} could not be written: {describe(error)}"
     agree(problem, group, error=StateError, alone=ctx is None)
-    if isinstance(partial, ObjectPath):  # every rank reaches the same store
-        return
     try:
         unshared = sharing_problem(partial, ctx, needed=writes, group=group)
         if unshared is not None:
@@ -58,10 +58,8 @@ def partial_path(target: AnyPath) -> AnyPath:
 
 
 def discard_partial(partial: AnyPath) -> None:
-    """Delete a partial folder, if it exists."""
-    if isinstance(partial, ObjectPath):
-        partial.remove_all()
-    elif partial.is_dir():
+    """Delete a partial folder, if it exists. Files in an object store stay, for the next save of the step."""
+    if isinstance(partial, Path) and partial.is_dir():
         _files.remove_folder(partial)
 
 

@@ -8,13 +8,14 @@ checkpoint.
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, TypeVar, final
 
 from d9d_dist import UserError
 from d9d_state._digests import PartRecord, digest_parts
+from d9d_state._s3_upload import S3Object
 from d9d_state.errors import UnreachableError
 
 _MULTIPART = 1 << 26  # bytes of one part of an upload
@@ -144,13 +145,12 @@ class ObjectPath:
     def upload(self, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
         """Upload an object, in several requests if it is large; return size and digest of each part.
 
-        The parts are hashed during the upload. After a failed request, the upload is repeated from its start.
+        In S3, a large upload continues where an earlier one was cut, in this process or another. In other stores, an
+        upload is repeated from its start after a failed request.
         """
         views = [memoryview(part).cast("B") for part in parts]
-        with ThreadPoolExecutor(1, thread_name_prefix="d9d-digests") as pool:
-            records = pool.submit(digest_parts, views)
-            self._retry(partial(self._upload_once, views))
-            return records.result()
+        self._retry(partial(self._upload_once, views))
+        return digest_parts(views)
 
     def remove(self) -> None:
         """Delete the object, if it exists."""
@@ -165,9 +165,28 @@ class ObjectPath:
         for child in children:
             child.remove()
 
+    def abort_uploads(self, is_chosen: Callable[[str], bool]) -> None:
+        """Delete uploads to S3 that were not completed, below the children whose names are chosen."""
+        if (prefix := (self / "")._in_s3) is None:
+            return
+        for found, upload_id in self._retry(prefix.unfinished):
+            if is_chosen(found.key.removeprefix(prefix.key).partition("/")[0]):
+                with suppress(FileNotFoundError):
+                    self._retry(partial(found.abort, upload_id))
+
+    @property
+    def _in_s3(self) -> S3Object | None:
+        if "s3" not in self.filesystem.protocol:
+            return None
+        bucket, key, _ = self.filesystem.split_path(self.url)
+        return S3Object(self.filesystem, bucket, key)
+
     def _upload_once(self, views: Sequence[memoryview]) -> None:
         if sum(map(len, views)) <= _MULTIPART:
             self.filesystem.pipe_file(self.url, b"".join(views))
+            return
+        if (in_s3 := self._in_s3) is not None:
+            in_s3.upload(views, _MULTIPART)
             return
         with self.filesystem.open(self.url, "wb", block_size=_MULTIPART) as file:
             for view in views:

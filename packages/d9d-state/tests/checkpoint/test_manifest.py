@@ -15,7 +15,7 @@ from d9d_state.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRec
 
 def _manifest() -> Manifest:
     """Build a manifest of two ranks whose file sizes match their chunks."""
-    json_file = FileRecord(7, PartRecord(7, "a" * 64))
+    json_file = FileRecord(7, PartRecord(7, "a" * 32))
     return Manifest(
         run_id="run",
         step=3,
@@ -26,18 +26,18 @@ def _manifest() -> Manifest:
             "model.a": TensorRecord(
                 TensorInfo((3, 2), torch.bfloat16),
                 (
-                    Chunk(Region((0, 0), (2, 2)), "tensors-00000.safetensors", 50, "b" * 64),
-                    Chunk(Region((2, 0), (1, 2)), "tensors-00001.safetensors", 20, "c" * 64),
+                    Chunk(Region((0, 0), (2, 2)), "tensors-00000.safetensors", 50, "b" * 32),
+                    Chunk(Region((2, 0), (1, 2)), "tensors-00001.safetensors", 20, "c" * 32),
                 ),
             ),
             "scalar": TensorRecord(
-                TensorInfo((), torch.float32), (Chunk(Region((), ()), "tensors-00000.safetensors", 58, "d" * 64),)
+                TensorInfo((), torch.float32), (Chunk(Region((), ()), "tensors-00000.safetensors", 58, "d" * 32),)
             ),
             "empty": TensorRecord(TensorInfo((0, 2), torch.float32), ()),
         },
         files={
-            "tensors-00000.safetensors": FileRecord(62, PartRecord(50, "e" * 64)),
-            "tensors-00001.safetensors": FileRecord(24, PartRecord(20, "f" * 64)),
+            "tensors-00000.safetensors": FileRecord(62, PartRecord(50, "e" * 32)),
+            "tensors-00001.safetensors": FileRecord(24, PartRecord(20, "f" * 32)),
             "rank-00000.json": json_file,
             "rank-00001.json": json_file,
             "state.json": json_file,
@@ -72,8 +72,8 @@ def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
             lambda body: body["tensors"]["scalar"]["chunks"][0].update(file="../x"),
             "scalar is stored in ../x, which is not a tensor file",
         ),
-        (lambda body: body["tensors"]["scalar"]["chunks"][0].update(sha256="x"), "got 'x'; expected a SHA-256"),
-        (lambda body: body["tensors"]["scalar"]["chunks"][0].update(more=1), "got the keys file, more, offset"),
+        (lambda body: body["tensors"]["scalar"]["chunks"][0].update(digest="x"), "got 'x'; expected a digest of 32"),
+        (lambda body: body["tensors"]["scalar"]["chunks"][0].update(more=1), "got the keys digest, file, more, offset"),
         (lambda body: body["files"].pop("state.json"), "it lists 4 files for 2 ranks"),
         (lambda body: body.update(num_ranks=3), "it lists 5 files for 3 ranks"),
         (
@@ -84,10 +84,14 @@ def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
             lambda body: body["files"]["state.json"].update(size=8),
             "state.json has 8 bytes, but its header and tensors have 7",
         ),
+        (
+            lambda body: body.update(digests="BLAKE4"),
+            "its digests are BLAKE4; expected XXH3-128. Install a newer one.",
+        ),
         (lambda body: body.update(step=-1), "got -1; expected an integer of 0 or more"),
         (lambda body: body.update(step=True), "got True; expected an integer of 0 or more"),
         (lambda body: body.update(metric="good"), "got the metric 'good'; expected a number or null"),
-        (lambda body: body.pop("run_id"), "got the keys files, format"),
+        (lambda body: body.pop("run_id"), "got the keys digests, files, format"),
     ],
 )
 def test_inconsistent_manifest_is_refused(tmp_path: Path, change: Callable[[Any], object], problem: str) -> None:
@@ -126,9 +130,9 @@ def test_manifest_symlink_is_refused(tmp_path: Path) -> None:
 
 def test_error_names_unsupported_manifest_version(tmp_path: Path) -> None:
     body = json.loads(_manifest().dump())
-    for version, advice in ((3, "Install a newer one"), (1, "Load it with the d9d-state version that saved it")):
+    for version, advice in ((4, "Install a newer one"), (2, "Load it with the d9d-state version that saved it")):
         (tmp_path / "manifest.json").write_text(json.dumps({**body, "version": version}))
-        message = f"it has format version {version}; this d9d-state reads version 2. {advice}"
+        message = f"it has format version {version}; this d9d-state reads version 3. {advice}"
         with pytest.raises(StateError, match=message):
             Manifest.read(tmp_path)
 

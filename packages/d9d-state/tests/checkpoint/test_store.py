@@ -237,7 +237,9 @@ def test_every_changed_byte_is_detected_and_file_named(tmp_path: Path, name: str
         with path.open("r+b") as file:
             file.seek(index)
             file.write(bytes([byte ^ 1 << index % 8]))
-        what = r"(the header|the content|[a-z.]+ \[.*\] \w+) does not have the recorded SHA-256 at step 1\. Move"
+        what = (
+            r"(the header|the content|[a-z.]+ \[.*\] \w+) does not have the recorded XXH3-128 digest at step 1\. Move"
+        )
         with pytest.raises(StateError, match=rf"{name}: {what}"):
             info.verify()
         with path.open("r+b") as file:
@@ -256,7 +258,7 @@ def test_damage_is_detected_before_a_tensor_changes(tmp_path: Path) -> None:
     tensors = {name: torch.full_like(tensor, 5) for name, tensor in _tensors(1).items()}
     with pytest.raises(
         StateError,
-        match=r"model\.b \[5\] bfloat16 does not have the recorded SHA-256 at step 1\. Move",
+        match=r"model\.b \[5\] bfloat16 does not have the recorded XXH3-128 digest at step 1\. Move",
     ):
         store.load(info, tensors)
     assert all(bool((tensor == 5).all()) for tensor in tensors.values())
@@ -269,9 +271,9 @@ def test_damaged_state_raises(tmp_path: Path) -> None:
     assert info is not None
     (info.folder / "state.json").write_bytes(b'{"step":2}')
     (info.folder / "rank-00000.json").write_bytes(b"[1,0.2]")
-    with pytest.raises(StateError, match=r"state\.json: the content does not have the recorded SHA-256"):
+    with pytest.raises(StateError, match=r"state\.json: the content does not have the recorded XXH3-128 digest"):
         _ = info.state
-    with pytest.raises(StateError, match=r"rank-00000\.json: the content does not have the recorded SHA-256"):
+    with pytest.raises(StateError, match=r"rank-00000\.json: the content does not have the recorded XXH3-128 digest"):
         _ = info.rank_states
 
 
@@ -283,14 +285,14 @@ def test_file_of_another_checkpoint_is_detected(tmp_path: Path, caplog: pytest.L
     info = store.newest(verify=False)
     assert info is not None
     assert (info.step, info.is_verified) == (2, False)
-    what = r"strided \[4, 3\] int64 does not have the recorded SHA-256; .*model\.a \[3, 4\] float32"
+    what = r"strided \[4, 3\] int64 does not have the recorded XXH3-128 digest; .*model\.a \[3, 4\] float32"
     with pytest.raises(StateError, match=what):
         store.load(info, {"model.a": torch.zeros(3, 4)})
     info = store.newest()
     assert info is not None
     assert (info.step, info.is_verified) == (1, True)
     assert "skipping" in caplog.text
-    assert "optimizer.a.step [] float32 does not have the recorded SHA-256; " in caplog.text
+    assert "optimizer.a.step [] float32 does not have the recorded XXH3-128 digest; " in caplog.text
 
 
 def test_load_does_not_repeat_verification_of_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +316,7 @@ def test_newest_is_none_if_all_are_damaged(tmp_path: Path, caplog: pytest.LogCap
     _save(store, 1)
     _flip_last(tmp_path / "step-00000001" / "tensors-00000.safetensors")
     assert store.newest() is None
-    assert "model.b [5] bfloat16 does not have the recorded SHA-256 at step 1" in caplog.text
+    assert "model.b [5] bfloat16 does not have the recorded XXH3-128 digest at step 1" in caplog.text
     _save(store, 1)
     assert store.newest() is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000001.damaged-1"]

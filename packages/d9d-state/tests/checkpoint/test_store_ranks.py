@@ -232,7 +232,7 @@ def test_damage_found_by_one_rank_raises_on_all_before_loading(tmp_path: Path) -
     assert results[0] == results[1]
     assert results[0][0].startswith("rank 1: ")
     assert (
-        "tensors-00001.safetensors: model.1 [2] float32 does not have the recorded SHA-256 at step 1. Move"
+        "tensors-00001.safetensors: model.1 [2] float32 does not have the recorded XXH3-128 digest at step 1. Move"
         in results[0][0]
     )
     assert results[0][1] == 0

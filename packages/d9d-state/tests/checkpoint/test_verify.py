@@ -46,7 +46,7 @@ def test_damage_is_detected_with_one_or_several_threads(tmp_path: Path) -> None:
     expected = [
         f"{info.folder}/state.json cannot be read: No such file or directory. "
         "The folder is incomplete; download or copy it again.",
-        f"{path}: b [3000000] float32 does not have the recorded SHA-256",
+        f"{path}: b [3000000] float32 does not have the recorded XXH3-128 digest",
     ]
     for threads in (1, 3):
         assert damage(info.folder, parts_of(info.manifest), threads=threads) == expected

@@ -28,6 +28,7 @@ from d9d_state.checkpoint.manifest import (
 from d9d_state.checkpoint.save_plan import SavePlan, part_key
 from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue
+from d9d_state.object_path import ObjectPath
 from d9d_state.safetensors_file import SafetensorsRecord, write_safetensors
 
 
@@ -132,6 +133,9 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
             "Save fewer, larger tensors, or shard them over fewer ranks."
         )
     check_sizes(job.partial, {name: record.size for name, record in files.items()})
+    if isinstance(job.partial, ObjectPath):
+        for name in job.partial.sizes().keys() - files.keys():  # a killed save had more ranks
+            (job.partial / name).remove()
     _files.write_file(job.partial / MANIFEST_NAME, [text])
     _files.fsync_folder(job.partial)
     if isinstance(job.partial, Path) and isinstance(job.folder, Path):
@@ -144,11 +148,11 @@ def chunks_of_rank(plan: SavePlan, rank: int, written: SafetensorsRecord) -> tup
     file, position = tensors_name(rank), written.header.size
     places: dict[str, tuple[int, str]] = {}
     for key, record in written.tensors.items():
-        places[key] = position, record.sha256
+        places[key] = position, record.digest
         position += record.size
     chunks = [(name, Chunk(region, file, *places[part_key(name, region)])) for name, region in plan.parts[rank]]
     return chunks, position
 
 
 def _pair(record: PartRecord) -> JsonValue:
-    return [record.size, record.sha256]
+    return [record.size, record.digest]

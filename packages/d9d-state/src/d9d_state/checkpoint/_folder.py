@@ -70,7 +70,7 @@ def _delete(folder: AnyPath) -> None:
 def discard_partials(folder: AnyPath) -> str | None:
     """Delete partial folders; return the error text, or `None` on success."""
     if isinstance(folder, ObjectPath):
-        return _discard_incomplete(folder)
+        return discard_incomplete(folder)
     try:
         left = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -86,21 +86,33 @@ def discard_partials(folder: AnyPath) -> str | None:
     return None
 
 
-def _discard_incomplete(folder: ObjectPath) -> str | None:
-    """Delete checkpoints without a manifest from an object store; return the error text, or `None` on success."""
+def discard_incomplete(folder: ObjectPath) -> str | None:
+    """Delete incomplete checkpoints that are older than a complete one from an object store, and their cut uploads.
+
+    A save of the same step continues the uploads of a newer one. Returns the error text, or `None` on success.
+    """
     try:
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if step_of(path.name) >= 0 and not (path / MANIFEST_NAME).is_file():
-                _LOGGER.info("deleting the incomplete checkpoint %s", path)
-                path.remove_all()
+        steps = {step_of(path.name): path for path in folder.iterdir() if step_of(path.name) >= 0}
+        complete = {step for step, path in steps.items() if (path / MANIFEST_NAME).is_file()}
+        newest = max(complete, default=-1)
+        for step in steps.keys() - complete:
+            if step < newest:
+                _LOGGER.info("deleting the incomplete checkpoint %s", steps[step])
+                steps[step].remove_all()
+        folder.abort_uploads(lambda name: 0 <= step_of(name) <= newest)
     except (OSError, StateError) as error:
         return f"incomplete checkpoints in {folder} could not be deleted: {describe(error)}"
     return None
 
 
 def move_aside(folder: AnyPath, reason: StateError) -> str | None:
-    """Rename a damaged checkpoint, or delete it from an object store; return the error text, or `None` on success."""
+    """Rename a damaged checkpoint, or delete it from an object store; return the error text, or `None` on success.
+
+    Files of an incomplete one stay in an object store: the save continues it.
+    """
     if isinstance(folder, ObjectPath):
+        if not (folder / MANIFEST_NAME).exists():
+            return None
         _LOGGER.warning("deleting %s: %s", folder, reason)
         try:
             _delete(folder)

@@ -1,6 +1,5 @@
 """Verification of a checkpoint's digests, part by part, so that ranks and threads can share the work."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from xxhash import xxh3_128
+
 from d9d_dist import DistributedContext, UserError
-from d9d_state._digests import PartRecord
+from d9d_state._digests import ALGORITHM, BLOCK, PartRecord
 from d9d_state._member import AnyPath, MemberReader, open_reader
 from d9d_state.checkpoint.manifest import Manifest
 
-_BLOCK = 1 << 18  # bytes that are read and hashed at once; they stay in the cache of a processor core
 _MAX_THREADS = 8
 
 
@@ -42,7 +42,7 @@ def parts_of(manifest: Manifest) -> list[FilePart]:
                 what += f", chunk {list(chunk.region.sizes)} at {list(chunk.region.offsets)},"
             size = chunk.region.num_elements * record.info.dtype.itemsize
             file_size = manifest.files[chunk.file].size
-            parts.append(FilePart(chunk.file, file_size, chunk.start, PartRecord(size, chunk.sha256), what))
+            parts.append(FilePart(chunk.file, file_size, chunk.start, PartRecord(size, chunk.digest), what))
     return sorted(parts, key=lambda part: (part.file, part.start))
 
 
@@ -79,19 +79,19 @@ def _problem(folder: AnyPath, part: FilePart) -> str | None:
         reader = open_reader(folder, part.file)
         try:
             size = reader.size
-            is_sound = size == part.size and _digest(reader, part) == part.record.sha256
+            is_sound = size == part.size and _digest(reader, part) == part.record.digest
         finally:
             reader.close()
     except (UserError, OSError) as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
     if size != part.size:
         return f"{path} has {size} bytes; expected {part.size}"
-    return None if is_sound else f"{path}: {part.what} does not have the recorded SHA-256"
+    return None if is_sound else f"{path}: {part.what} does not have the recorded {ALGORITHM} digest"
 
 
 def _digest(reader: MemberReader, part: FilePart) -> str:
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(min(_BLOCK, part.record.size)))
+    digest = xxh3_128()
+    block = memoryview(bytearray(min(BLOCK, part.record.size)))
     position, left = part.start, part.record.size
     while left:
         count = reader.read_into(block[: min(left, len(block))], position)

@@ -1,6 +1,5 @@
 """Handle of a complete checkpoint on disk: its metadata, JSON state and verification."""
 
-import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import closing
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 from d9d_dist import UserError
-from d9d_state._digests import PartRecord
+from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, as_local, open_member_file, open_reader
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
@@ -90,8 +89,9 @@ class CheckpointInfo:
                 data = file.read()
         except (UserError, OSError) as error:
             raise StateError(self._describe([str(error)])) from error
-        if PartRecord(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[name].head:
-            raise StateError(self._describe([f"{self.root / name}: the content does not have the recorded SHA-256"]))
+        if PartRecord.of(data) != self.manifest.files[name].head:
+            problem = f"{self.root / name}: the content does not have the recorded {ALGORITHM} digest"
+            raise StateError(self._describe([problem]))
         return parse_json(data)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self, final
 
 from d9d_dist import Region, UserError
-from d9d_state._digests import PartRecord
+from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, open_reader
 from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
@@ -20,9 +20,9 @@ from d9d_state.tensor_info import TensorInfo
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 _FORMAT = "d9d-checkpoint"
-_VERSION = 2
+_VERSION = 3
 MAX_MANIFEST_BYTES = 1 << 29  # enough for about three million chunks
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 @final
@@ -34,13 +34,13 @@ class Chunk:
         region: Region of the tensor.
         file: Name of the safetensors file.
         start: Byte offset of the chunk in that file.
-        sha256: Hexadecimal digest of the chunk's bytes.
+        digest: Hexadecimal digest of the chunk's bytes.
     """
 
     region: Region
     file: str
     start: int
-    sha256: str
+    digest: str
 
 
 @final
@@ -96,6 +96,7 @@ class Manifest:
         return {
             "format": _FORMAT,
             "version": _VERSION,
+            "digests": ALGORITHM,
             "run_id": self.run_id,
             "step": self.step,
             "metric": self.metric,
@@ -103,7 +104,7 @@ class Manifest:
             "num_ranks": self.num_ranks,
             "tensors": {name: _dump_tensor(record) for name, record in self.tensors.items()},
             "files": {
-                name: {"size": file.size, "head": file.head.size, "sha256": file.head.sha256}
+                name: {"size": file.size, "head": file.head.size, "digest": file.head.digest}
                 for name, file in self.files.items()
             },
         }
@@ -142,7 +143,9 @@ class Manifest:
     @classmethod
     def of_body(cls, body: dict[str, JsonValue]) -> Self:
         """Parse `body`, without `check`; raise `ValueError`, `TypeError` or `KeyError` if it is malformed."""
-        _keys(body, "format", "version", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
+        _keys(body, "format", "version", "digests", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
+        if body["digests"] != ALGORITHM:
+            raise ValueError(f"its digests are {str(body['digests'])[:20]}; expected {ALGORITHM}. Install a newer one.")
         return cls(
             run_id=_text(body["run_id"]),
             step=_count(body["step"]),
@@ -224,7 +227,7 @@ def _dump_tensor(record: TensorRecord) -> JsonValue:
                 "shape": chunk.region.sizes,
                 "file": chunk.file,
                 "start": chunk.start,
-                "sha256": chunk.sha256,
+                "digest": chunk.digest,
             }
             for chunk in record.chunks
         ],
@@ -238,18 +241,18 @@ def _parse_tensor(value: JsonValue) -> TensorRecord:
 
 
 def _parse_chunk(value: JsonValue) -> Chunk:
-    chunk = _keys(as_object(value), "offset", "shape", "file", "start", "sha256")
+    chunk = _keys(as_object(value), "offset", "shape", "file", "start", "digest")
     return Chunk(
         Region(parse_shape(chunk["offset"]), parse_shape(chunk["shape"])),
         _text(chunk["file"]),
         _count(chunk["start"]),
-        _digest(chunk["sha256"]),
+        _digest(chunk["digest"]),
     )
 
 
 def _parse_file(value: JsonValue) -> FileRecord:
-    record = _keys(as_object(value), "size", "head", "sha256")
-    return FileRecord(_count(record["size"]), PartRecord(_count(record["head"]), _digest(record["sha256"])))
+    record = _keys(as_object(value), "size", "head", "digest")
+    return FileRecord(_count(record["size"]), PartRecord(_count(record["head"]), _digest(record["digest"])))
 
 
 def _keys(value: dict[str, JsonValue], *names: str) -> dict[str, JsonValue]:
@@ -265,8 +268,8 @@ def _text(value: JsonValue) -> str:
 
 
 def _digest(value: JsonValue) -> str:
-    if _SHA256.fullmatch(_text(value)) is None:
-        raise ValueError(f"got {value!r}; expected a SHA-256.")
+    if _DIGEST.fullmatch(_text(value)) is None:
+        raise ValueError(f"got {value!r}; expected a digest of 32 hexadecimal digits.")
     return _text(value)
 
 

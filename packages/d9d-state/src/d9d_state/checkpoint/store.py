@@ -14,7 +14,7 @@ from d9d_state._member import AnyPath, as_folder, as_local
 from d9d_state._ranks import is_main, mesh_shape, num_ranks
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
-from d9d_state.checkpoint._folder import delete_old, discard_partials, move_aside, newest_first
+from d9d_state.checkpoint._folder import delete_old, discard_incomplete, discard_partials, move_aside, newest_first
 from d9d_state.checkpoint._load import load_tensors, mismatches
 from d9d_state.checkpoint._run_id import RunId
 from d9d_state.checkpoint._staging import Staging
@@ -22,6 +22,7 @@ from d9d_state.checkpoint._tier_search import TierStep
 from d9d_state.checkpoint._verify import num_threads
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete, step_of
 from d9d_state.checkpoint.local_tier import LocalTier
+from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
@@ -152,6 +153,8 @@ class CheckpointStore:
         try:
             if is_main(ctx) and self.root.is_dir():
                 names = sorted(path.name for path in self.root.iterdir() if step_of(path.name) >= 0)
+            if isinstance(self.root, ObjectPath):  # a killed save has no manifest
+                names = [name for name in names if (self.root / name / MANIFEST_NAME).exists()]
         except (OSError, StateError) as error:
             problem = f"{self.root} cannot be read: {describe(error)}"
         if names:
@@ -348,6 +351,9 @@ class CheckpointStore:
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
         """Delete partial folders of killed saves and deletions, when a job starts. Collective.
 
+        An object store keeps an incomplete checkpoint that is newer than all complete ones: a save of its step
+        continues it. A later save deletes it.
+
         Raises:
             StateError: On every rank, if the main process cannot delete a partial folder.
         """
@@ -403,7 +409,11 @@ class CheckpointStore:
         agree(problem, error=StateError, alone=ctx is None)
 
     def _delete_old(self, job: SaveJob) -> None:
-        if is_main(job.ctx) and self._retention.last is not None:
+        if not is_main(job.ctx):
+            return
+        if isinstance(self.root, ObjectPath) and (problem := discard_incomplete(self.root)) is not None:
+            _LOGGER.warning("%s", problem)
+        if self._retention.last is not None:
             delete_old(self.root, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
 
     def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:

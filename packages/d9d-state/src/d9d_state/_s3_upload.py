@@ -1,0 +1,116 @@
+"""Uploads to S3 in parts, which continue where an earlier upload of the same object was cut.
+
+S3 keeps the parts of an upload that was not completed. A stored part is used if its size and its ETag, the MD5 of its
+content, are those of the bytes to be stored. With KMS encryption an ETag is no MD5, so all parts are sent again. fsspec
+has no such operations for other stores.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, final
+
+_LOGGER = logging.getLogger("d9d.state")
+_PARTS_IN_FLIGHT = 4  # each is copied to memory
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class S3Object:
+    """Object of S3, or prefix of objects.
+
+    Attributes:
+        filesystem: s3fs's file system.
+        bucket: Name of the bucket.
+        key: Key of the object, or prefix of keys.
+    """
+
+    filesystem: Any
+    bucket: str
+    key: str
+
+    def upload(self, views: Sequence[memoryview], part_size: int) -> None:
+        """Store the concatenation of `views`, and send only the parts that the store does not have.
+
+        Raises the errors of s3fs. Calling it again continues the upload.
+        """
+        size = sum(map(len, views))
+        starts = range(0, size, part_size)
+        with ThreadPoolExecutor(_PARTS_IN_FLIGHT, thread_name_prefix="d9d-upload") as pool:
+            found = self._head()
+            if found is not None and found["ContentLength"] == size:
+                digests = pool.map(lambda start: _md5(_range(views, start, part_size)).digest(), starts)
+                if found["ETag"] == f'"{_md5(b"".join(digests)).hexdigest()}-{len(starts)}"':
+                    return
+            upload_id, stored = self._continued()
+
+            def part(number: int, start: int) -> dict[str, Any]:
+                data = _range(views, start, part_size)
+                etag = stored.get(number)
+                if etag is None or etag != f'"{_md5(data).hexdigest()}"':
+                    etag = self._call("upload_part", Key=self.key, UploadId=upload_id, PartNumber=number, Body=data)[
+                        "ETag"
+                    ]
+                return {"PartNumber": number, "ETag": etag}
+
+            try:
+                parts = list(pool.map(part, range(1, len(starts) + 1), starts))
+                complete = {"Key": self.key, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+                self._call("complete_multipart_upload", **complete)
+            except FileNotFoundError as error:  # the upload was completed, and the answer was lost
+                raise ConnectionError(f"the upload of {self.key} does not exist any more: {error}") from error
+
+    def unfinished(self) -> list[tuple["S3Object", str]]:
+        """Return the uploads of objects with this prefix that were not completed: the object and the upload's id."""
+        uploads = self._listed("Uploads", "list_multipart_uploads", "KeyMarker", "UploadIdMarker", Prefix=self.key)
+        return [(S3Object(self.filesystem, self.bucket, each["Key"]), str(each["UploadId"])) for each in uploads]
+
+    def abort(self, upload_id: str) -> None:
+        """Delete an upload that was not completed, with its parts."""
+        self._call("abort_multipart_upload", Key=self.key, UploadId=upload_id)
+
+    def _head(self) -> Any:
+        try:
+            return self._call("head_object", Key=self.key)
+        except FileNotFoundError:
+            return None
+
+    def _continued(self) -> tuple[str, dict[int, str]]:
+        """Return the id of an upload, an earlier one of this object if there is one, and the ETags of its parts."""
+        try:
+            for each, upload_id in self.unfinished():
+                if each.key == self.key:
+                    parts = self._listed("Parts", "list_parts", "PartNumberMarker", Key=self.key, UploadId=upload_id)
+                    return upload_id, {each["PartNumber"]: each["ETag"] for each in parts}
+        except PermissionError as error:
+            _LOGGER.warning("%s: uploads cannot be listed, so a cut one is not continued: %s", self.key, error)
+        return str(self._call("create_multipart_upload", Key=self.key)["UploadId"]), {}
+
+    def _listed(self, result: str, method: str, *markers: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Return the entries of all pages of a listing."""
+        found: list[dict[str, Any]] = []
+        while True:
+            page = self._call(method, **arguments)
+            found += page.get(result, ())
+            if not page.get("IsTruncated"):
+                return found
+            arguments |= {marker: page[f"Next{marker}"] for marker in markers}
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return self.filesystem.call_s3(method, Bucket=self.bucket, **arguments)
+
+
+def _range(views: Sequence[memoryview], start: int, size: int) -> bytes:
+    """Return `size` bytes of the concatenation of `views`, or those up to its end."""
+    blocks: list[memoryview] = []
+    end = start + size
+    for view in views:
+        blocks.append(view[max(start, 0) : max(end, 0)])
+        start, end = start - len(view), end - len(view)
+    return b"".join(blocks)
+
+
+def _md5(data: bytes) -> Any:
+    return hashlib.md5(data, usedforsecurity=False)
