@@ -134,7 +134,7 @@ def test_its_identity_is_that_of_tokenizer_and_template() -> None:
     assert chat_tokenizer().identity() != chat_tokenizer(stop_tokens=["a"]).identity()
 
 
-def test_it_is_read_from_a_folder(tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_from_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         read_chat_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")

@@ -270,7 +270,7 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ),
     ],
 )
-def test_what_packing_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_packing_is_refused(changes: dict[str, Any], message: str) -> None:
     values = {"job": "sft", "steps": 1, "model": {"folder": "x"}, "dataset": {"files": ["x"]}, **changes}
     values |= {"batch": {"global_size": 1}, "run": {"name": "x"}}
     with pytest.raises(ValidationError, match=message):
@@ -452,9 +452,9 @@ def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: 
     ("name", "content", "message"),
     [
         ("null.jsonl", b'{"text": null}', r"sample 0 of dataset\.files has text = None; expected a text"),
-        ("latin.txt", b"caf\xe9", r"latin\.txt is no text in UTF-8"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt is not UTF-8 text"),
         ("data.parquet", b"csv, renamed", r"data\.parquet cannot be read: .* Expected a valid \.parquet file"),
-        ("data.xlsx", b"PK\x03\x04\x14\x00\xe9\x00", r"data\.xlsx is no text in UTF-8: .*expected \.jsonl, \.parquet"),
+        ("data.xlsx", b"PK\x03\x04\x14\x00\xe9\x00", r"data\.xlsx is not UTF-8 text: .*expected \.jsonl, \.parquet"),
     ],
 )
 def test_files_without_texts_are_refused(name: str, content: bytes, message: str, folder: Path, tmp_path: Path) -> None:

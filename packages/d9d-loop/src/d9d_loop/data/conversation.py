@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, final
 from d9d_dist import UserError
 
 TooLong: TypeAlias = Literal["refuse", "drop", "truncate"]
-"""What happens to a conversation of more than `max_length` positions."""
+"""Treatment of a conversation of more than `max_length` positions."""
 
 Message = dict[str, Any]
 """Message of a chat template: `role` and `content`, and possibly `tool_calls`, `reasoning_content` and others."""

@@ -14,7 +14,7 @@ def as_samples(data: Any, argument: str) -> Samples:
     """Return a map-style dataset; a `datasets.Dataset` without a format returns tensors (`with_format("torch")`).
 
     Args:
-        data: What the user passed.
+        data: Data that the user passed.
         argument: Name of the argument, for messages.
 
     Raises:

@@ -28,7 +28,7 @@ class PlainTexts:
             return {self._field: path.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path} is no text in UTF-8: {error}; expected .jsonl, .parquet, .csv or UTF-8. Convert the file."
+                f"{path} is not UTF-8 text: {error}; expected .jsonl, .parquet, .csv or UTF-8. Convert the file."
             ) from None
 
 
