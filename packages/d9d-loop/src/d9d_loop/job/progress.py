@@ -18,7 +18,7 @@ _GIB = 2**30
 class Progress:
     """Progress bar over the steps of a job, with the last reported values.
 
-    The bar shows the step, the steps per second, the remaining time, the values, and the peak memory of the main process.
+    The bar shows the step, the steps per second, the remaining time, the values, and the main process's peak memory.
 
     Args:
         num_steps: Number of steps of the whole job.
