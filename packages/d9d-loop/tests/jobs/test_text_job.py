@@ -18,7 +18,7 @@ from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows
-from d9d_loop.jobs.text_groups import TextGroups
+from d9d_loop.jobs.text_groups import text_groups
 from d9d_metrics import read_metrics
 
 SIZES: dict[str, Any] = {
@@ -439,13 +439,13 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
             {"model": {"family": "gpt2", "n_positions": 32}},
             r"dataset\.length = 48, but the model has 32 learned positions",
         ),
-        ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but there are \d+ training samples"),
+        ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but the training data have \d+ samples"),
         ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],
 )
 def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change}))
+        text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change})).train()
 
 
 @pytest.mark.parametrize(
@@ -540,8 +540,10 @@ def test_samples_without_the_texts_of_an_embedding_are_refused(
     embedding: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     config = _config(folder, tmp_path, "embed", embedding={"group": 2, **embedding})
+    groups = text_groups(config, config.embedding or EmbeddingConfig()).training(seed=0)
+    (first,) = groups.cursor().take(1)
     with pytest.raises(UserError, match=message):
-        next(iter(TextGroups(config, config.embedding or EmbeddingConfig()).evaluation() or []))
+        groups.read(first)
 
 
 def test_a_model_has_one_source() -> None:

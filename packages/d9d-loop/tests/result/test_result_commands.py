@@ -70,6 +70,14 @@ def test_streamed_tokens_are_those_of_transformers(byte_run: Path) -> None:
     assert tokens == expected[0, 5:].tolist()
 
 
+def test_a_model_of_a_pretraining_job_on_bytes_has_an_end_token(tmp_path: Path) -> None:
+    save_model(tmp_path, vocab_size=ByteTokenizer.vocab_size)
+    result = load_result(tmp_path, device=CPU)
+    assert isinstance(result.tokenizer, ByteTokenizer)
+    assert 256 in result.stop_tokens
+    assert result.tokenizer.decode(result.tokenizer("to be")) == "to be"
+
+
 def test_a_prompt_without_template_is_continued(byte_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat_command.main([str(byte_run), "--prompt", "to be", "--max-new-tokens", "9", "--temperature", "0"])
     result = load_result(byte_run, device=CPU)

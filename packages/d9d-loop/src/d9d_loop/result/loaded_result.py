@@ -10,9 +10,9 @@ from typing import Any, Protocol, final
 import torch
 
 from d9d_dist import UserError
+from d9d_loop.data.byte_tokenizer import NUM_BYTES, ByteTokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_NUM_BYTES = 256
 
 
 class TextTokenizer(Protocol):
@@ -25,19 +25,6 @@ class TextTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         ...
-
-
-@final
-class ByteTokenizer:
-    """Tokenizer of models whose tokens are the bytes of UTF-8 text."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes, without those that are not valid UTF-8, such as an incomplete character."""
-        return bytes(ids).decode(errors="ignore")
 
 
 @final
@@ -65,8 +52,8 @@ class LoadedResult:
 def load_result(path: str | Path, *, device: torch.device, dtype: torch.dtype | None = None) -> LoadedResult:
     """Load the model and tokenizer of a run folder, whose export is used, or of a folder in Hugging Face layout.
 
-    A folder without tokenizer is accepted if the vocabulary has 256 tokens: these are bytes. Nothing is downloaded.
-    `dtype` is that of the parameters; None for the dtype of the files.
+    A folder without tokenizer is accepted if the vocabulary has 256 tokens, which are bytes, or 257, with an end token.
+    Nothing is downloaded. `dtype` is that of the parameters; None for the dtype of the files.
 
     Raises:
         UserError: If the folder has no model, holds only adapters, or has no tokenizer although it needs one.
@@ -118,8 +105,10 @@ def find_export(path: Path) -> Path:
 def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Any | None, list[int]]:
     """Return the tokenizer, the same one if it has a chat template, and its end token."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        if vocab_size == _NUM_BYTES:
+        if vocab_size == NUM_BYTES:
             return ByteTokenizer(), None, []
+        if vocab_size == ByteTokenizer.vocab_size:
+            return ByteTokenizer(), None, [NUM_BYTES]
         raise UserError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}), and its vocabulary of {vocab_size} tokens is "
             "not that of bytes; expected the files of a tokenizer. Copy them from the base model into the folder."
