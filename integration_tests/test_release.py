@@ -147,7 +147,7 @@ def test_requirements_of_a_release_must_be_installable(released: Path) -> None:
         (["d9d-dist=current"], "d9d-dist 0.1.0 does not follow 0.1.0, which was released; name a bump"),
         (
             ["d9d-dst=patch"],
-            "'d9d-dst' is no package; expected one of d9d-dist, d9d-state, d9d-loop, d9d, or all alone",
+            "'d9d-dst' is not a package; expected one of d9d-dist, d9d-state, d9d-loop, d9d, or all alone",
         ),
         (["d9d-dist=big"], "d9d-dist=big: expected d9d-dist= and one of current, patch, minor, major"),
         (["d9d-dist"], "d9d-dist=: expected d9d-dist= and one of"),

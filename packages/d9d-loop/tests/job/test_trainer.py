@@ -567,7 +567,7 @@ def test_an_export_without_trained_parameters_is_refused(tmp_path: Path) -> None
             return parallel(identity(*names[1:]), keep(names[0]))
 
     trainer = Trainer(_config(tmp_path), model=WithAdapter(), data=_data(), task=_Regression())
-    with pytest.raises(UserError, match=r"^export = true, but the weights on disk have no place for 1 trained par.*Or"):
+    with pytest.raises(UserError, match=r"^export = true, but the weights on disk omit 1 trained par.*Or"):
         trainer.train()
 
 

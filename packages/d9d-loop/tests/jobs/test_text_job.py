@@ -420,15 +420,15 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
         ({"model": {"folder": "absent"}}, r"model\.folder = absent does not exist; .* hf download"),
         (
             {"model": {"family": "qwen3", "hidden_sise": 32}},
-            r"model\.hidden_sise is no entry .* did you mean hidden_size",
+            r"model\.hidden_sise is not an entry .* did you mean hidden_size",
         ),
         (
             {"model": {"family": "qwen3", "hidden_size": "big"}},
-            r"\[model\] is no configuration of qwen3: .*hidden_size",
+            r"\[model\] is not a valid configuration of qwen3: .*hidden_size",
         ),
         (
             {"model": {"family": "llama", "hidden_size": 16, "num_attention_heads": 3}},
-            r"\[model\] is no configuration of llama: .*hidden size \(16\) is not a multiple",
+            r"\[model\] is not a valid configuration of llama: .*hidden size \(16\) is not a multiple",
         ),
         (
             {"model": {"family": "qwen3", **SIZES, "num_attention_heads": 4, "num_key_value_heads": 3}},

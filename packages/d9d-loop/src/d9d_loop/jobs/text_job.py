@@ -167,13 +167,13 @@ def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
     for name in (name for name in config.model.entries if not hasattr(defaults, name)):
         near = get_close_matches(name, known, n=1)
         raise UserError(
-            f"model.{name} is no entry of {family}'s config.json" + (f"; did you mean {near[0]}?" if near else ".")
+            f"model.{name} is not an entry of {family}'s config.json" + (f"; did you mean {near[0]}?" if near else ".")
         )
     try:
         found = AutoConfig.for_model(family, **{**_vocabulary(config), **entries})
     except Exception as error:  # its validation has errors of its own
         cause = str(error.__cause__ or error).strip()
-        raise UserError(f"[model] is no configuration of {family}: {cause}. Correct the entry.") from None
+        raise UserError(f"[model] is not a valid configuration of {family}: {cause}. Correct the entry.") from None
     heads, groups = (getattr(found, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise UserError(
