@@ -21,9 +21,11 @@ from d9d_loop.jobs.text_data import TextTokenizer, dataset_of, samples_of, text_
 def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetProvider:
     """Return groups of queries with their documents. A group of K pairs has K queries, K positives, then negatives."""
     tokenizer = text_tokenizer(config)
-    training, evaluation = samples_of(config)
-    held_out = None if evaluation is None else _Groups(evaluation, tokenizer, config, embedding)
-    return dataset_of(_Groups(training, tokenizer, config, embedding), held_out, config, collate=_pad)
+    training, evaluation = (
+        None if samples is None else _Groups(samples, tokenizer, config, embedding) for samples in samples_of(config)
+    )
+    assert training is not None
+    return dataset_of(training, evaluation, config, collate=_pad)
 
 
 def _pad(samples: list[list[Tensor]]) -> dict[str, Tensor]:
