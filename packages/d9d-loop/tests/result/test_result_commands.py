@@ -177,7 +177,7 @@ def test_mistakes_in_a_chat_get_one_message(
         (["bytes", "--data", "none.txt"], r"none\.txt does not exist"),
         (["bytes", "--data", "empty.txt"], r"empty\.txt holds no text"),
         (["bytes", "--data", "a.txt"], "the texts have less than two tokens each"),
-        (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 2 has no text in 'text'; expected JSON with this field"),
+        (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 3: expected a JSON object with text in the field 'text'"),
         (["bytes", "--data", "a.txt", "--length", "0"], "--length 0, --limit None; expected at least 1"),
         (["bytes", "--tasks", "hellaswag"], "--tasks needs lm-eval, which is not installed"),
     ],
@@ -190,6 +190,6 @@ def test_mistakes_in_an_evaluation_get_one_message(
     save_model(Path("bytes"), vocab_size=256)
     Path("empty.txt").write_text("")
     Path("a.txt").write_text("a")
-    Path("b.jsonl").write_text('{"text": "to be"}\n{"txt": "or"}\n')
+    Path("b.jsonl").write_text('{"text": "to be"}\n\n{"txt": "or"}\n')
     with pytest.raises(UserError, match=message):
         eval_command.main(arguments)

@@ -1,6 +1,5 @@
 """Language model of a run's export or of a Hugging Face folder, with its tokenizer, loaded by `transformers`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -135,29 +134,3 @@ class _PlainText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def read_texts(path: Path, *, field: str) -> list[str]:
-    """Return the documents of a `.jsonl` file, by the field of each line, or the whole text of another file.
-
-    Raises:
-        UserError: If the file does not exist, holds no text, or a line has no such field.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; expected a text file or a .jsonl file.")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".jsonl":
-        texts = [text]
-    else:
-        texts = []
-        for number, line in enumerate(filter(str.strip, text.splitlines()), start=1):
-            try:
-                document = json.loads(line)[field]
-            except (ValueError, TypeError, KeyError):
-                document = None
-            if not isinstance(document, str):
-                raise UserError(f"{path}, line {number} has no text in {field!r}; expected JSON with this field.")
-            texts.append(document)
-    if not any(texts):
-        raise UserError(f"{path} holds no text; expected at least one document.")
-    return texts
