@@ -131,7 +131,7 @@ def parse_bumps(words: list[str], packages: Mapping[str, Package], root: Path) -
     bumps = dict(word.partition("=")[::2] for word in words)
     for name, how in bumps.items():
         if name not in packages:
-            raise ReleaseError(f"{name!r} is no package; expected one of {', '.join(packages)}, or all alone.")
+            raise ReleaseError(f"{name!r} is not a package; expected one of {', '.join(packages)}, or all alone.")
         if how not in BUMPS:
             raise ReleaseError(f"{name}={how}: expected {name}= and one of {', '.join(BUMPS)}.")
     return {name: bumps[name] for name in packages if name in bumps}

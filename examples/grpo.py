@@ -97,7 +97,10 @@ class Arithmetic:
         return values.chunk(self.num_ranks)[self.rank]
 
     def imitate(self) -> None:
-        """Train on additions with few correct results. The learning rate falls linearly: a constant one is chaotic."""
+        """Train on additions with few correct results.
+
+        The learning rate falls linearly, because a constant one amplifies rounding.
+        """
         settings = self.config.imitation
         for number in range(settings.steps):
             questions, results = prompts(settings.batch_size, self.draws)

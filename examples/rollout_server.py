@@ -61,7 +61,9 @@ class Rollouts:
         """Sample at temperature 1, always all tokens: the caller cuts answers at their end."""
         missing = [name for name in self._parameters() if self.versions.get(name) != asked["version"]]
         if missing:
-            raise RequestError(f"version {asked['version']} of the weights misses {missing[0]}; expected all of them.")
+            raise RequestError(
+                f"version {asked['version']} of the weights has no {missing[0]}; expected all parameters."
+            )
         torch.manual_seed(asked["seed"])
         prompts = torch.tensor(asked["prompts"])
         found = self.model.generate(

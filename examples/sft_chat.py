@@ -93,7 +93,7 @@ def answers(done: Finished, questions: Sequence[str]) -> list[str]:
     """Return the model's greedy answers. Collective."""
     model, multiple = for_generation(done.ctx, done.model, done.forward)
     prompts = [torch.tensor(list(f"Q: {question}\nA: ".encode())) for question in questions]
-    ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # 0 is no byte of a prompt
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # 0 is not a byte of a prompt
     written = generate(
         model,
         ids.to(done.ctx.device),

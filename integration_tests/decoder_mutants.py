@@ -131,8 +131,9 @@ def a_projection_drops_its_bias() -> AbstractContextManager[object]:
 def a_window_ends_at_the_chunk_of_a_rank() -> AbstractContextManager[object]:
     real = d9d_modules.attention_backends.sdpa.visible
 
-    def of_chunk(length: int, key_length: int, **options: Any) -> Tensor:
-        seen = real(length, key_length, **options)
+    def of_chunk(queries: Tensor, keys: Tensor, options: AttentionOptions, **features: Any) -> Tensor:
+        seen = real(queries, keys, options, **features)
+        length, key_length = queries.shape[1], keys.shape[1]
         return seen & (torch.arange(key_length, device=seen.device) >= key_length - length)
 
     return mock.patch.object(d9d_modules.attention_backends.sdpa, "visible", of_chunk)

@@ -193,12 +193,12 @@ def _check_loss(log: DeviceLog, case: Case) -> None:
     [_DEFAULT, *(pytest.param((n,), marks=pytest.mark.full) for n in LAYOUTS if n not in _DEFAULT)],
     ids=", ".join,
 )
-def test_host_waits_only_where_it_must_and_communication_overlaps(names: tuple[str, ...]) -> None:
+def test_the_host_waits_only_where_expected_and_communication_overlaps(names: tuple[str, ...]) -> None:
     for name, log in rehearsed({name: LAYOUTS[name] for name in names}).items():
         _check_layout(name, log)
 
 
-def test_planted_faults_are_seen() -> None:
+def test_planted_faults_are_detected() -> None:
     mutants = {"item": _plant_item, "copy": _plant_copy, "prefetch": _prevent_prefetch}
     logs = rehearsed({name: replace(FSDP, mutant=mutant) for name, mutant in mutants.items()})
     assert _waits(logs["item"])["test_device_rehearsal.py read"] == 1

@@ -1,5 +1,6 @@
 """Every Python snippet of the documentation and the READMEs runs; `snippets.py` says how."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def test_every_guide_has_snippets_and_all_of_them_run(page: Path) -> None:
     assert shown
     if page.name not in _WITH_OTHER_LIBRARIES:
         assert all(block.runs for block in shown)
+
+
+@pytest.mark.parametrize("page", ["find_your_way.md", "decisions.md"])
+def test_named_files_exist_and_define_the_names(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    sources = [*ROOT.glob("packages/*/src/**/*"), *ROOT.glob("integration_tests/**/*.py")]
+    files = set(re.findall(r"`([\w/*]+\.(?:py|cpp))`", text))
+    assert len(files) > 10
+    assert not [file for file in files if not any(path.match(file) for path in sources)]
+    for name, file in re.findall(r"`([A-Za-z_][\w.]*)` in\s+`(d9d_\w+/[\w/]+\.py)`", text):
+        (path,) = ROOT.glob(f"packages/*/src/{file}")
+        defined = re.findall(r"^ *(?:class |def )?(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert name.rpartition(".")[2] in defined, f"{file} does not define {name}"
 
 
 def test_there_are_pages() -> None:

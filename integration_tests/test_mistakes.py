@@ -285,7 +285,7 @@ def test_the_list_is_long_enough() -> None:
 
 
 @pytest.mark.parametrize("model", [Mlp(), Mlp, lambda: Mlp(4), lambda stage: Mlp()])
-def test_what_a_user_may_pass_as_a_model(model: Any, tmp_path: Path) -> None:
+def test_accepted_forms_of_a_model(model: Any, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()} if isinstance(model, Mlp) else {}
     assert _train(tmp_path, {"model": model}, []).steps == 3
     for name, value in before.items():
@@ -317,7 +317,7 @@ class _Caching(Mlp):
         return super().forward(x + _CACHE.setdefault(len(x), torch.zeros(len(x), 1)))
 
 
-def test_the_rehearsal_leaves_no_trace_and_passes_what_it_cannot_run(tmp_path: Path) -> None:
+def test_the_rehearsal_leaves_no_fake_tensor_in_a_cache_of_the_model(tmp_path: Path) -> None:
     _CACHE.clear()
     assert _train(tmp_path, {"task": _Values(), "model": _Caching()}, []).steps == 3
     assert type(_CACHE[8]) is torch.Tensor
@@ -378,7 +378,7 @@ def test_an_error_in_a_step_shows_the_users_lines_first(tmp_path: Path, capsys: 
     assert re.search(r'test_mistakes\.py, line \d+, in forward: raise RuntimeError\("numpy', second)
 
 
-def test_a_resumed_run_says_what_changed_and_refuses_another_optimizer(
+def test_a_resumed_run_lists_changed_settings_and_refuses_another_optimizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _train(tmp_path, {}, [])

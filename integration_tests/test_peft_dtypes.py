@@ -69,7 +69,7 @@ def trainer(folder: Path, mesh: dict[str, int]) -> Trainer:
         "batch": {"global_size": 8, "microbatch_size": 2},
         "mesh": mesh,
         "run": {"folder": folder},
-        "export": False,  # the weights on disk have no place for adapters: they are merged first
+        "export": False,  # the weights on disk omit adapters: they are merged first
         "checkpoint": {"every": 2},
         "logging": {"every": 1, "progress": False},
         "resilience": {"health": {"enabled": False}},

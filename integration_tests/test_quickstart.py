@@ -12,7 +12,7 @@ from d9d_dist.testing import run_ranks
 SCRIPT = EXAMPLES / "quickstart.py"
 
 
-def test_it_is_short() -> None:
+def test_the_script_is_short() -> None:
     text = SCRIPT.read_text(encoding="utf-8")
     imported = [
         name.name
@@ -31,7 +31,7 @@ def _run(arguments: list[str]) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_it_learns_and_sharding_changes_no_result(tmp_path: Path) -> None:
+def test_the_loss_falls_and_sharding_changes_no_result(tmp_path: Path) -> None:
     common = ["--run.folder", str(tmp_path), "--steps", "60"]
     run_ranks(_run, [*common, "--run.name", "one"], world_size=1)
     run_ranks(_run, [*common, "--run.name", "two", "--mesh.data_parallel_shard", "2"], world_size=2)

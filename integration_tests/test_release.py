@@ -87,7 +87,7 @@ def test_a_patch_release_needs_no_other_package(released: Path) -> None:
     )
 
 
-def test_a_release_outside_of_the_ranges_names_what_must_be_released_with_it(released: Path) -> None:
+def test_a_release_outside_of_the_ranges_names_packages_to_release_with_it(released: Path) -> None:
     _change(released, "d9d-state", "New.")
     with pytest.raises(ReleaseError) as refused:
         plan_release(released, ["d9d-state=minor"], TODAY)
@@ -127,7 +127,7 @@ def test_ranges_of_test_groups_move_without_a_release(released: Path) -> None:
     assert 'test = ["d9d-loop>=0.2,<0.3"]' in plan.texts[path]
 
 
-def test_what_a_release_requires_must_be_installable(released: Path) -> None:
+def test_requirements_of_a_release_must_be_installable(released: Path) -> None:
     path = released / "packages" / "d9d-loop" / "pyproject.toml"
     path.write_text(path.read_text().replace("d9d-state>=0.1,<0.2", "d9d-state>=0.1.1,<0.2"))
     _change(released, "d9d-loop", "Uses a new function of d9d-state.")
@@ -147,7 +147,7 @@ def test_what_a_release_requires_must_be_installable(released: Path) -> None:
         (["d9d-dist=current"], "d9d-dist 0.1.0 does not follow 0.1.0, which was released; name a bump"),
         (
             ["d9d-dst=patch"],
-            "'d9d-dst' is no package; expected one of d9d-dist, d9d-state, d9d-loop, d9d, or all alone",
+            "'d9d-dst' is not a package; expected one of d9d-dist, d9d-state, d9d-loop, d9d, or all alone",
         ),
         (["d9d-dist=big"], "d9d-dist=big: expected d9d-dist= and one of current, patch, minor, major"),
         (["d9d-dist"], "d9d-dist=: expected d9d-dist= and one of"),

@@ -335,7 +335,7 @@ ROWS = {
     "annealed, packed and shuffled",
     "Hugging Face, a worker",
 )
-def test_resumed_after_any_step_it_ends_with_the_same_bits(tmp_path: Path, row: _Row) -> None:
+def test_a_job_resumed_after_any_step_ends_with_the_same_bits(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
     assert len(set(whole.losses.values())) == STEPS
     for step in range(1, STEPS):

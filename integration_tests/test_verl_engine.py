@@ -165,7 +165,7 @@ def test_every_layout_gives_the_numbers_of_one_process(tmp_path: Path, layout: s
             assert torch.equal(tensor, rank["loaded"][name])
 
 
-def test_what_the_adapter_cannot_do_is_refused() -> None:
+def test_calls_that_the_adapter_does_not_support_are_refused() -> None:
     config = GrpoConfig.from_cli(EXAMPLES / "grpo.toml", [])
     engine = VerlEngine(config, Decoder(config.model))
     data = _batch(0, 1)

@@ -1,4 +1,4 @@
-"""Jobs of ranks on several hosts that are not those of one machine."""
+"""Functions that ranks run in the tests of several hosts."""
 
 import os
 import time

@@ -42,7 +42,7 @@ def test_each_host_has_its_own_name_disk_and_memory_files() -> None:
             hosts.run(0, "dd", "if=/dev/zero", f"of={hosts.local}/full", "bs=1M", "count=2")
 
 
-def test_an_error_ends_what_runs_on_the_hosts() -> None:
+def test_an_error_ends_the_processes_on_the_hosts() -> None:
     started: list[subprocess.Popen[str]] = []
 
     def fail() -> None:

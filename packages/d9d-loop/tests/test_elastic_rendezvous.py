@@ -92,7 +92,7 @@ def test_a_node_that_leaves_a_round_waits_for_the_next_one_from_the_same_moment_
         node.shutdown()
 
 
-def test_a_node_that_comes_too_late_does_not_interrupt_the_others() -> None:
+def test_a_node_that_joins_too_late_does_not_interrupt_the_others() -> None:
     store = dist.HashStore()
     first, second, late = (_node(store, name) for name in ("host0", "host1", "host2"))
     with _threads() as join:

@@ -55,7 +55,7 @@ def test_a_job_that_succeeds_exits_with_0() -> None:
         ["--warm"],
     )
     assert (options.start_method, options.run_path) == ("spawn", False)
-    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # nodes that replace others need it
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # needed by replacement nodes
     assert os.environ[QUIET_TORCHRUN] == "1"  # for the messages of the ranks
 
 

@@ -6,7 +6,7 @@ from d9d_dist import UserError
 from d9d_modules.decay_gate import DecayGate, LogSigmoidDecayGate
 
 
-def test_it_is_the_equation_in_float64() -> None:
+def test_the_gate_equals_its_equation_in_float64() -> None:
     gate = DecayGate(3).double()
     x = 5 * torch.randn(2, 4, 3, dtype=torch.float64)
     expected = -gate.log_rate.exp() * torch.log1p((x + gate.bias).exp())

@@ -85,9 +85,7 @@ def test_outputs_states_and_gradients_are_those_of_the_paper(backend: Any, lengt
 @pytest.mark.parametrize("chunk_size", [1, 4, 5, 64])
 @pytest.mark.parametrize("length", [0, 1, 12, 26])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_chunks_give_what_single_positions_give(
-    dtype: torch.dtype, length: int, chunk_size: int, is_packed: bool
-) -> None:
+def test_chunks_equal_single_positions(dtype: torch.dtype, length: int, chunk_size: int, is_packed: bool) -> None:
     inputs, documents = _inputs(length, dtype=dtype), _documents(length) if is_packed else None
     expected = _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, backend="sequential")
     exact = _with_gradients(gated_delta_rule, _wide(inputs), document_ids_BL=documents, backend="sequential")

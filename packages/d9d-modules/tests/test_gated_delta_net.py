@@ -128,7 +128,7 @@ def test_empty_rows_and_shapes_without_values() -> None:
     assert _layer().to("meta")(torch.zeros(2, 7, 12, device="meta")).shape == (2, 7, 12)
 
 
-def test_it_replaces_attention_in_a_decoder_layer() -> None:
+def test_a_gated_delta_net_replaces_attention_in_a_decoder_layer() -> None:
     layer = DecoderLayer(12, attention=_layer().bfloat16(), feed_forward=SwiGLU(12, 8)).bfloat16()
     x = torch.randn(1, 5, 12).bfloat16()
     rotary = rotary_tables(torch.arange(5).unsqueeze(0), head_dim=2, theta=9.0)

@@ -34,7 +34,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def test_without_labels_it_gives_logits() -> None:
+def test_a_head_without_labels_returns_logits() -> None:
     head = LanguageModelHead(6, 11)
     hidden = torch.randn(2, 3, 6)
     torch.testing.assert_close(head(hidden), hidden @ head.weight.T)

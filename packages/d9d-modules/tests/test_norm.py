@@ -76,7 +76,7 @@ def test_a_small_zero_centered_weight_is_not_rounded_away() -> None:
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_with_a_residual_it_gives_the_norm_of_the_sum_and_the_sum(zero_centered: bool) -> None:
+def test_a_norm_with_a_residual_returns_the_norm_of_the_sum_and_the_sum(zero_centered: bool) -> None:
     norm = RMSNorm(8, zero_centered=zero_centered).bfloat16()
     torch.nn.init.normal_(norm.weight)
     x, residual = torch.randn(2, 3, 8).bfloat16(), torch.randn(2, 3, 8).bfloat16()

@@ -253,7 +253,7 @@ def test_tensor_parallelism_must_split_whole_blocks() -> None:
         quantized.prepare_tensor(Shard(1), three_ranks)
 
 
-def test_what_cannot_be_quantised_is_refused() -> None:
+def test_layers_that_cannot_be_quantised_are_refused() -> None:
     def refused(message: str, model: nn.Module, target: Any = nn.Module, **options: Any) -> None:
         options = {"block_size": 8, **options}
         before = {name: id(p) for name, p in model.named_parameters()}

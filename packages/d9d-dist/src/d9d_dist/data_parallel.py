@@ -220,7 +220,7 @@ def _unsupported_by_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) 
 
 @final
 class _WithoutBase(torch.autograd.Function):
-    """Identity whose output shares the input's memory but is no view for autograd."""
+    """Identity whose output shares the input's memory but is not a view for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ def _copy_returned_parameters(module: nn.Module, args: Any, outputs: Any) -> Any
 
 
 def _pass_through_identity(module: nn.Module, args: Any, outputs: Any) -> Any:
-    """Return outputs that are no views and have no hooks (forward hook). Copies no memory.
+    """Return outputs that are not views and have no hooks (forward hook). Copies no memory.
 
     FSDP2 registers its pre-backward hook on the outputs. An in-place operation on a view replaces the view's node in
     the autograd graph, and the hook would be lost; on other tensors the hook stays. Hooks of the module itself, which

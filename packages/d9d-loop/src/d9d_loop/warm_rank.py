@@ -20,7 +20,7 @@ from pathlib import Path
 COMMAND = "D9D_WARM_COMMAND"
 """Environment variable with the command of the ranks for the fork server, without arguments, as a JSON list."""
 
-# What a job imports after its start, beside what scripts import.
+# Modules that a job imports after its start, besides those that scripts import.
 _LATE_IMPORTS = (
     "torch._dynamo",
     "torch.distributed.run",

@@ -39,7 +39,7 @@ def _placed() -> dict[str, list[int]]:
         return {name: tensor[0].tolist() for name, tensor in placed.items()}
 
 
-def test_the_task_cuts_it_for_context_parallel_ranks() -> None:
+def test_the_task_splits_the_batch_for_context_parallel_ranks() -> None:
     first, second = run_ranks(_placed)
     assert first == {"ids": [100, 101, 106, 107], "position_ids": [0, 1, 6, 7]}
     assert second == {"ids": [102, 103, 104, 105], "position_ids": [2, 3, 4, 5]}

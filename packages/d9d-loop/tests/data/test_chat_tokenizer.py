@@ -79,7 +79,7 @@ SPLITS = "{% for message in messages %}{{ message.role }}:{{ message.content }}<
     [
         (COUNTS, chat("a", "b", "c", "d"), r"not prefix-preserving: message 1 changes the text of the messages before"),
         (CHANGES, chat("a", "b", "c", "d"), r"not prefix-preserving: the messages after message 1 change its text"),
-        (NO_STOP, chat("a", "b"), r"a turn ends with 'b\\n', which is no special token"),
+        (NO_STOP, chat("a", "b"), r"a turn ends with 'b\\n', which is not a special token"),
         (CHATML, chat("a"), r"no assistant message is trained"),
         (
             "{{ messages[-1].content }}<|im_end|>{% if add_generation_prompt %}",
@@ -120,7 +120,7 @@ def test_a_token_of_prompt_and_answer_is_refused() -> None:
 
 def test_a_stop_token_may_be_named() -> None:
     no_special = ChatTemplate(CHATML.replace("<|im_end|>", "!"))
-    with pytest.raises(UserError, match="which is no special token"):
+    with pytest.raises(UserError, match="which is not a special token"):
         ChatTokenizer(byte_tokenizer(), no_special)(read_conversation(chat("a", "b")))
     tokens = ChatTokenizer(byte_tokenizer(), no_special, stop_tokens=["!"])(read_conversation(chat("a", "b")))
     assert "⟦b!⟧" in _marked(tokens)
@@ -134,7 +134,7 @@ def test_its_identity_is_that_of_tokenizer_and_template() -> None:
     assert chat_tokenizer().identity() != chat_tokenizer(stop_tokens=["a"]).identity()
 
 
-def test_it_is_read_from_a_folder(tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_from_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         read_chat_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")

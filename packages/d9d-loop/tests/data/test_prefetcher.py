@@ -41,7 +41,7 @@ def test_prefetches_at_most_its_depth() -> None:
     assert not _threads()
 
 
-def test_an_error_comes_after_the_items_before_it() -> None:
+def test_an_error_is_raised_after_the_items_before_it() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise KeyError("here")

@@ -35,7 +35,7 @@ def test_a_position_has_a_sample_of_the_data(length: int, seed: int, position: i
 
 
 @given(length=st.integers(1, 100), seed=SEEDS, position=st.integers(0, 10**9))
-def test_without_shuffling_it_goes_through_the_data_in_order(length: int, seed: int, position: int) -> None:
+def test_unshuffled_samples_are_in_the_order_of_the_data(length: int, seed: int, position: int) -> None:
     assert SampleOrder(length, seed=seed, shuffle=False)[position] == position % length
 
 

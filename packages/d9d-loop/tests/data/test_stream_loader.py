@@ -122,7 +122,7 @@ def test_a_share_is_a_run_of_each_microbatch_of_a_step(rank: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_was_read_ahead_is_not_lost(num_workers: int) -> None:
+def test_prefetched_samples_are_not_lost(num_workers: int) -> None:
     stream = PACKED(lists_stream(17), 1)
     expected = _steps([_loader(stream, (3, 2, 2), rank) for rank in range(2)], 8)
     seen: list[Any] = []
@@ -188,7 +188,7 @@ class _BrokenAt7:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_comes_at_its_step_and_leaves_nothing_running(num_workers: int) -> None:
+def test_an_error_is_raised_at_its_step_and_ends_the_workers(num_workers: int) -> None:
     stream = IndexedStream(_BrokenAt7(), seed=0, shuffle=False)
     loader = _loader(stream, (2, 2, 1), 0, num_workers=num_workers)
     assert next(loader) == [[0, 1], [2, 3]]

@@ -18,7 +18,7 @@ def test_bytes_are_tokens_and_empty_documents_are_dropped(tmp_path: Path) -> Non
     file.verify()
 
 
-def test_what_a_tokenizer_gives_may_be_a_tensor(tmp_path: Path) -> None:
+def test_a_tokenizer_may_return_a_tensor(tmp_path: Path) -> None:
     file = cached_token_file([b"\0", b"ab"], tmp_path, tokenize=lambda text: torch.tensor(list(text)), name="org/bytes")
     assert [sample["tokens"].tolist() for sample in map(file.__getitem__, range(len(file)))] == [[0], [97, 98]]
     assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]

@@ -20,7 +20,7 @@ DOCUMENTS = [[5, 6, 7], [8], [9, 10]]
     documents=st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9), min_size=1, max_size=9),
     as_tensor=st.booleans(),
 )
-def test_reads_what_was_written(
+def test_written_tokens_are_read_back(
     documents: list[list[int]], *, as_tensor: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     vocab_size = 1 + max(token for tokens in documents for token in tokens)

@@ -141,7 +141,9 @@ def _assert_same(found: Trace, expected: Trace) -> None:
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 16])
 @pytest.mark.parametrize("max_norm", [0.05, float("inf")])
-def test_one_process_does_what_one_would_write(ctx: DistributedContext, num_microbatches: int, max_norm: float) -> None:
+def test_one_process_equals_a_hand_written_loop(
+    ctx: DistributedContext, num_microbatches: int, max_norm: float
+) -> None:
     expected = _by_hand(max_norm)
     assert any(norm > 0.05 for _, _, norm in expected[0]), "the smaller limit must clip"
     _assert_same(_by_engine(ctx, num_microbatches, max_norm), expected)
@@ -155,7 +157,7 @@ def test_one_process_does_what_one_would_write(ctx: DistributedContext, num_micr
         ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, 2),
     ],
 )
-def test_ranks_do_what_one_process_does(degrees: dict[str, int], num_microbatches: int) -> None:
+def test_ranks_equal_one_process(degrees: dict[str, int], num_microbatches: int) -> None:
     expected = _by_hand(0.05)
     world_size = degrees["data_parallel_shard"] * degrees.get("data_parallel_replicate", 1)
     for found in run_ranks(_on_ranks, degrees, num_microbatches, 0.05, world_size=world_size):
@@ -311,7 +313,7 @@ def test_doing_a_step_again_leaves_nothing_behind(ctx: DistributedContext) -> No
 
 
 def _uneven(ctx: DistributedContext, counts: list[list[int]]) -> Trace:
-    """Train with numbers of microbatches per rank that differ, in several calls of each step."""
+    """Train with another number of microbatches on each rank, in several calls a step."""
     model = _model()
     dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
     parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")

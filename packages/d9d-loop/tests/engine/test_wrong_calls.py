@@ -1,4 +1,4 @@
-"""Calls of an engine that would be silently wrong are refused, or right."""
+"""Unusual calls of an engine are refused, or give correct results."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -120,7 +120,7 @@ def test_leaves_no_trace(ctx: DistributedContext) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_leaves_no_trace_when_it_fails(ctx: DistributedContext) -> None:
+def test_a_failed_evaluation_restores_the_state(ctx: DistributedContext) -> None:
     class Broken(_Weighted):
         def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
             raise RuntimeError("no loss")

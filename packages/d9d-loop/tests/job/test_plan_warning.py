@@ -81,7 +81,9 @@ def _hardware(folder: Path, *, spare_bytes: float) -> str:
     return str(path)
 
 
-def test_a_job_that_does_not_fit_is_told_the_nearest_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_warning_of_a_job_that_does_not_fit_names_the_nearest_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = _trainer(tmp_path / "runs", _hardware(tmp_path, spare_bytes=2e7))
     plan = trainer.plan(world_size=1, hardware=str(tmp_path / "small.toml"))
     assert not plan.fits

@@ -148,7 +148,7 @@ def _assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, 
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_run_leaves_everything_it_should(tmp_path: Path) -> None:
+def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
     result, weights = _weights(_trainer(tmp_path, evaluate=True))
     run = tmp_path / "run"
     assert (result.steps, result.run_dir, result.export_dir) == (6, run, run / "export")
@@ -222,7 +222,7 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_events_come_in_order(tmp_path: Path, background: bool) -> None:
+def test_events_are_emitted_in_order(tmp_path: Path, background: bool) -> None:
     trainer, seen = _trainer(tmp_path, evaluate=True, steps=4, checkpoint={"every": 3, "background": background}), []
     for kind in (StepDone, EvaluationDone, CheckpointSaved):
         trainer.events.on(kind, lambda event, name=kind.__name__: seen.append((name, event.step)))
@@ -244,7 +244,7 @@ def test_events_come_in_order(tmp_path: Path, background: bool) -> None:
     ]
 
 
-def test_the_whole_life_of_a_job_is_told(tmp_path: Path) -> None:
+def test_a_job_emits_each_of_its_events(tmp_path: Path) -> None:
     checkpoint = {"every": 1, "background": False}
     trainer = _trainer(tmp_path, evaluate=True, steps=1, checkpoint=checkpoint)
     seen: list[tuple[str, int]] = []
@@ -259,7 +259,7 @@ def test_the_whole_life_of_a_job_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_failure_is_told(tmp_path: Path) -> None:
+def test_a_failure_emits_an_event(tmp_path: Path) -> None:
     trainer, seen = _trainer(tmp_path, steps=3), []
 
     def stop(event: StepDone) -> None:
@@ -302,7 +302,7 @@ def test_sleep_at_every_step_leaves_the_curve_bit_equal(tmp_path: Path) -> None:
     assert curves[0] == curves[1]
 
 
-def test_events_tell_what_happened(tmp_path: Path) -> None:
+def test_events_have_the_values_of_the_job(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, evaluate=True)
     steps: list[StepDone] = []
     finished: list[Finished] = []
@@ -567,7 +567,7 @@ def test_an_export_without_trained_parameters_is_refused(tmp_path: Path) -> None
             return parallel(identity(*names[1:]), keep(names[0]))
 
     trainer = Trainer(_config(tmp_path), model=WithAdapter(), data=_data(), task=_Regression())
-    with pytest.raises(UserError, match=r"^export = true, but the weights on disk have no place for 1 trained par.*Or"):
+    with pytest.raises(UserError, match=r"^export = true, but the weights on disk omit 1 trained par.*Or"):
         trainer.train()
 
 
@@ -629,7 +629,7 @@ def test_a_non_finite_step_is_skipped(tmp_path: Path, ranks: int) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def test_a_job_stops_or_goes_back_as_it_is_told(tmp_path: Path) -> None:
+def test_a_bad_step_stops_or_rolls_back_the_job_as_configured(tmp_path: Path) -> None:
     stop = _explode(str(tmp_path / "stop"), 1, "stop")
     assert [(step, decision) for step, decision, _ in stop] == [(2, "stop"), (0, "raised")]
     assert "the policy is stop." in stop[1][2]
@@ -652,7 +652,7 @@ class _ExplodesFirst(_Regression):
         return Loss(loss.total * float("nan"), loss.weight)
 
 
-def test_what_comes_after_going_back_is_what_would_have_come(tmp_path: Path) -> None:
+def test_a_rollback_does_not_change_the_following_steps(tmp_path: Path) -> None:
     weights = []
     for name, times in (("calm", 0), ("rewound", 2)):
         config = _config(

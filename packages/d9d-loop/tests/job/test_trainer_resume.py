@@ -325,7 +325,7 @@ def test_one_rank_goes_on_after_two(tmp_path: Path) -> None:
     _assert_close(tmp_path / "mixed", {**losses, **more.losses}, one)
 
 
-def test_what_is_written_in_the_background_is_finished_however_the_job_ends(tmp_path: Path) -> None:
+def test_background_writes_are_finished_however_the_job_ends(tmp_path: Path) -> None:
     _train_until(_trainer(tmp_path), StepDone, 5)
     assert [info.step for info in CheckpointStore(tmp_path / "run" / "checkpoints").complete()] == [4, 2]
 

@@ -18,7 +18,7 @@ from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows
-from d9d_loop.jobs.text_groups import TextGroups
+from d9d_loop.jobs.text_groups import text_groups
 from d9d_metrics import read_metrics
 
 SIZES: dict[str, Any] = {
@@ -270,7 +270,7 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ),
     ],
 )
-def test_what_packing_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_packing_is_refused(changes: dict[str, Any], message: str) -> None:
     values = {"job": "sft", "steps": 1, "model": {"folder": "x"}, "dataset": {"files": ["x"]}, **changes}
     values |= {"batch": {"global_size": 1}, "run": {"name": "x"}}
     with pytest.raises(ValidationError, match=message):
@@ -420,15 +420,15 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
         ({"model": {"folder": "absent"}}, r"model\.folder = absent does not exist; .* hf download"),
         (
             {"model": {"family": "qwen3", "hidden_sise": 32}},
-            r"model\.hidden_sise is no entry .* did you mean hidden_size",
+            r"model\.hidden_sise is not an entry .* did you mean hidden_size",
         ),
         (
             {"model": {"family": "qwen3", "hidden_size": "big"}},
-            r"\[model\] is no configuration of qwen3: .*hidden_size",
+            r"\[model\] is not a valid configuration of qwen3: .*hidden_size",
         ),
         (
             {"model": {"family": "llama", "hidden_size": 16, "num_attention_heads": 3}},
-            r"\[model\] is no configuration of llama: .*hidden size \(16\) is not a multiple",
+            r"\[model\] is not a valid configuration of llama: .*hidden size \(16\) is not a multiple",
         ),
         (
             {"model": {"family": "qwen3", **SIZES, "num_attention_heads": 4, "num_key_value_heads": 3}},
@@ -439,22 +439,22 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
             {"model": {"family": "gpt2", "n_positions": 32}},
             r"dataset\.length = 48, but the model has 32 learned positions",
         ),
-        ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but there are \d+ training samples"),
+        ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but the training data have \d+ samples"),
         ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],
 )
 def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change}))
+        text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change})).train()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("null.jsonl", b'{"text": null}', r"sample 0 of dataset\.files has text = None; expected a text"),
-        ("latin.txt", b"caf\xe9", r"latin\.txt is no text in UTF-8"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt is not UTF-8 text"),
         ("data.parquet", b"csv, renamed", r"data\.parquet cannot be read: .* Expected a valid \.parquet file"),
-        ("data.xlsx", b"PK\x03\x04\x14\x00\xe9\x00", r"data\.xlsx is no text in UTF-8: .*expected \.jsonl, \.parquet"),
+        ("data.xlsx", b"PK\x03\x04\x14\x00\xe9\x00", r"data\.xlsx is not UTF-8 text: .*expected \.jsonl, \.parquet"),
     ],
 )
 def test_files_without_texts_are_refused(name: str, content: bytes, message: str, folder: Path, tmp_path: Path) -> None:
@@ -540,8 +540,10 @@ def test_samples_without_the_texts_of_an_embedding_are_refused(
     embedding: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     config = _config(folder, tmp_path, "embed", embedding={"group": 2, **embedding})
+    groups = text_groups(config, config.embedding or EmbeddingConfig()).training(seed=0)
+    (first,) = groups.cursor().take(1)
     with pytest.raises(UserError, match=message):
-        next(iter(TextGroups(config, config.embedding or EmbeddingConfig()).evaluation() or []))
+        groups.read(first)
 
 
 def test_a_model_has_one_source() -> None:

@@ -5,7 +5,7 @@ from torch.testing import assert_close
 from d9d_loop.losses import next_token_loss
 
 
-def test_it_is_the_cross_entropy_of_the_labels() -> None:
+def test_the_loss_is_the_cross_entropy_of_the_labels() -> None:
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, 2:] = -100
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")

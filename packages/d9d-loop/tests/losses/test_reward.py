@@ -11,7 +11,7 @@ from d9d_dist import UserError
 from d9d_loop.losses import RewardLoss
 
 
-def test_it_equals_its_formula() -> None:
+def test_the_loss_equals_its_formula() -> None:
     rows = packed_rows()
     scores = rows.values().requires_grad_()
     last = torch.stack([each[-1] for each in rows.take(scores, trained=False)])

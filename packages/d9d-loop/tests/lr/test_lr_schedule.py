@@ -21,7 +21,7 @@ def test_warms_up_and_decays() -> None:
     assert _factors(8, 3, 0.1) == pytest.approx(expected, rel=1e-12)
 
 
-def test_without_warmup_it_starts_at_the_peak() -> None:
+def test_a_schedule_without_warmup_starts_at_the_peak() -> None:
     assert _factors(3, 0, 0.5) == pytest.approx([1.0, 0.75, 0.5])
     assert _factors(1, 0, 0.5) == [1.0]
 
@@ -55,7 +55,7 @@ def test_warm_up_stable_decay() -> None:
         WsdConfig(warmup_steps=9).build(10)
 
 
-def test_phases_come_from_a_configuration() -> None:
+def test_phases_are_read_from_a_configuration() -> None:
     phases = [{"kind": "linear", "steps": 2, "to": 1}, {"kind": "cosine", "to": 0.1}]
     section = {"kind": "piecewise", "phases": phases}
     config = validate_config(TrainerConfig, {"steps": 9, "batch": {"global_size": 1}, "lr_schedule": section})

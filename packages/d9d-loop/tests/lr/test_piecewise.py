@@ -29,7 +29,7 @@ def test_a_last_phase_of_one_step_keeps_its_start() -> None:
     assert _values([LinearPhase(to=0.0)], 1, 1.0) == [1.0]
 
 
-def test_it_is_constant_after_its_end() -> None:
+def test_a_schedule_is_constant_after_its_end() -> None:
     assert piecewise([CosinePhase(to=0.3)], num_steps=4, start=1.0)(1000) == pytest.approx(0.3)
 
 

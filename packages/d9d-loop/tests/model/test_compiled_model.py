@@ -106,6 +106,6 @@ def test_a_checkpointed_module_that_changes_itself_is_one_graph(tmp_path: Path) 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"compile = 'induktor' is no backend of torch\.compile; expected one of .*inductor"
+        UserError, match=r"compile = 'induktor' is not a backend of torch\.compile; expected one of .*inductor"
     ):
         _train(tmp_path, "induktor", 1)

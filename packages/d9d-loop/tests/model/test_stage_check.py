@@ -67,7 +67,7 @@ def test_good_stages_pass_and_share_nothing() -> None:
     check_chain(model, stages, _inputs(), (0, 1))
 
 
-def test_what_the_model_ties_may_be_on_several_stages() -> None:
+def test_tied_parameters_may_be_on_several_stages() -> None:
     assert check_parts(*_stages("tied")) == {"layers.0.weight": (0, 1)}
 
 
@@ -87,7 +87,7 @@ def test_stages_that_do_not_make_up_the_model_are_refused(fault: str, message: s
         check_parts(*_stages(fault))
 
 
-def test_a_stage_that_does_not_take_what_comes_is_refused() -> None:
+def test_a_stage_that_does_not_accept_its_input_is_refused() -> None:
     model, stages = _stages("returns a pair")
     message = (
         r"stage 1 of 2 does not accept what stage 0 returns, \(float32\[3, 4\], float32\[3, 4\]\): TypeError: (.|\n)*"
@@ -97,7 +97,7 @@ def test_a_stage_that_does_not_take_what_comes_is_refused() -> None:
         check_chain(model, stages, _inputs(), (0, 1))
 
 
-def test_what_cannot_be_sent_is_refused_between_ranks_only() -> None:
+def test_outputs_that_cannot_be_sent_are_refused_between_ranks_only() -> None:
     model, stages = _stages("returns a named tuple")
     check_chain(model, stages, _inputs(), (0, 0))
     with pytest.raises(UserError, match=r"got a container in a stage's output that cannot be (.|\n)* Return tuples,"):
@@ -108,6 +108,6 @@ def test_a_model_that_cannot_run_on_meta_is_not_judged() -> None:
     check_chain(*_stages("reads values"), _inputs(), (0, 1))
 
 
-def test_inputs_that_the_whole_model_refuses_are_not_judged() -> None:
+def test_inputs_that_the_whole_model_refuses_raise_no_stage_error() -> None:
     model, stages = _stages("")
     check_chain(model, stages, Inputs(torch.ones(3, 7), shift=torch.ones(4)), (0, 1))

@@ -17,7 +17,7 @@ def _copied(values: Tensor, *, step: int = 0, name: str = "w", seed: int = 0) ->
 
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3.0e-20, 1 / 3, -65504.3, 1e-41])
-def test_it_is_unbiased_within_4_sigma(value: float) -> None:
+def test_rounding_is_unbiased_within_4_sigma(value: float) -> None:
     source = torch.full((NUM,), value)
     copied = _copied(source).double()
     exact = source[0].double().item()

@@ -66,7 +66,7 @@ def test_a_rank_that_holds_the_gil_is_named_and_exits() -> None:
 
 
 @pytest.mark.parametrize("fault", ["is killed", "crashes", "leaves"])
-def test_victims_of_a_rank_that_died_name_it(fault: str) -> None:
+def test_ranks_that_wait_for_a_dead_rank_name_it(fault: str) -> None:
     ended = run_forked(unwatched, fault, 1, world_size=3)
     for victim in (ended[0], ended[2]):
         assert victim.code == 1

@@ -70,6 +70,14 @@ def test_streamed_tokens_are_those_of_transformers(byte_run: Path) -> None:
     assert tokens == expected[0, 5:].tolist()
 
 
+def test_a_model_of_a_pretraining_job_on_bytes_has_an_end_token(tmp_path: Path) -> None:
+    save_model(tmp_path, vocab_size=ByteTokenizer.vocab_size)
+    result = load_result(tmp_path, device=CPU)
+    assert isinstance(result.tokenizer, ByteTokenizer)
+    assert 256 in result.stop_tokens
+    assert result.tokenizer.decode(result.tokenizer("to be")) == "to be"
+
+
 def test_a_prompt_without_template_is_continued(byte_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat_command.main([str(byte_run), "--prompt", "to be", "--max-new-tokens", "9", "--temperature", "0"])
     result = load_result(byte_run, device=CPU)
@@ -169,7 +177,7 @@ def test_mistakes_in_a_chat_get_one_message(
         (["bytes", "--data", "none.txt"], r"none\.txt does not exist"),
         (["bytes", "--data", "empty.txt"], r"empty\.txt holds no text"),
         (["bytes", "--data", "a.txt"], "the texts have less than two tokens each"),
-        (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 2 has no text in 'text'; expected JSON with this field"),
+        (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 3: expected a JSON object with text in the field 'text'"),
         (["bytes", "--data", "a.txt", "--length", "0"], "--length 0, --limit None; expected at least 1"),
         (["bytes", "--tasks", "hellaswag"], "--tasks needs lm-eval, which is not installed"),
     ],
@@ -182,6 +190,6 @@ def test_mistakes_in_an_evaluation_get_one_message(
     save_model(Path("bytes"), vocab_size=256)
     Path("empty.txt").write_text("")
     Path("a.txt").write_text("a")
-    Path("b.jsonl").write_text('{"text": "to be"}\n{"txt": "or"}\n')
+    Path("b.jsonl").write_text('{"text": "to be"}\n\n{"txt": "or"}\n')
     with pytest.raises(UserError, match=message):
         eval_command.main(arguments)

@@ -90,7 +90,7 @@ class LanguageModelHead(VocabularySplits):
         candidates [B, L, K] as labels.
 
         Raises:
-            UserError: If `scores` is set without labels, or is True with candidates, or `token_loss` is no cross
+            UserError: If `scores` is set without labels, or is True with candidates, or `token_loss` is not a cross
                 entropy.
         """
         if scores:

@@ -4,6 +4,7 @@ Shape legend: R rotated pairs, half the number of rotated features.
 """
 
 import math
+from abc import ABC
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, final
 
@@ -35,22 +36,26 @@ def plain_frequencies(theta: float | Tensor, *, rotary_dim: int, device: torch.d
     return 1.0 / theta**exponents_R
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FactorScaling(ABC):
+    attention_factor: ClassVar[float] = 1.0
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling:
+class LinearScaling(_FactorScaling):
     """Linear scaling, which divides all frequencies by a factor: "Position Interpolation" (arXiv:2306.15595), eq. 4.
 
     Attributes:
         factor: Ratio of the new to the pretraining sequence length; above 0.
     """
 
-    attention_factor: ClassVar[float] = 1.0
-
     kind: Literal["linear"] = "linear"
-    factor: float
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`."""
@@ -59,7 +64,7 @@ class LinearScaling:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicNtkScaling:
+class DynamicNtkScaling(_FactorScaling):
     """Dynamic NTK scaling, whose base grows with the sequence length: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
 
     The base is `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`.
@@ -69,14 +74,8 @@ class DynamicNtkScaling:
         original_max_positions: Longest sequence of the pretraining, which is not scaled; above 0.
     """
 
-    attention_factor: ClassVar[float] = 1.0
-
     kind: Literal["dynamic"] = "dynamic"
-    factor: float
     original_max_positions: int
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`.
@@ -92,7 +91,7 @@ class DynamicNtkScaling:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NtkScaling:
+class NtkScaling(_FactorScaling):
     """Static NTK scaling, which raises the base once: "NTK-aware", YaRN (arXiv:2309.00071), section 3.1, equation 16.
 
     The base is `theta * factor ** (rotary_dim / (rotary_dim - 2))`, so the lowest frequency is divided by `factor`.
@@ -101,13 +100,7 @@ class NtkScaling:
         factor: Ratio of the new to the pretraining sequence length; above 0.
     """
 
-    attention_factor: ClassVar[float] = 1.0
-
     kind: Literal["ntk"] = "ntk"
-    factor: float
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
 
     def base(self, theta: float, *, rotary_dim: int) -> float:
         """Return the scaled base, as exported to a Hugging Face `config.json`.
@@ -194,7 +187,7 @@ class YarnScaling:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
+class Llama3Scaling(_FactorScaling):
     """Llama 3.1 scaling: keeps short wavelengths, interpolates long ones, blends between (arXiv:2407.21783, 3.4.2).
 
     The formula comes from the released model code; the paper mentions only the larger base.
@@ -209,10 +202,7 @@ class Llama3Scaling:
         UserError: If a value is not above 0, or `high_freq_factor` is not above `low_freq_factor`.
     """
 
-    attention_factor: ClassVar[float] = 1.0
-
     kind: Literal["llama3"] = "llama3"
-    factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int

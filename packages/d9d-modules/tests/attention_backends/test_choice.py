@@ -95,7 +95,7 @@ def test_a_window_longer_than_the_row_needs_no_mask() -> None:
         ({"sinks": lambda: torch.zeros(2)}, False),
     ],
 )
-def test_plain_is_what_sdpa_attention_computes(settings: dict[str, Any], is_standard_sdpa: bool) -> None:
+def test_only_plain_attention_is_standard_sdpa(settings: dict[str, Any], is_standard_sdpa: bool) -> None:
     settings = {"options": AttentionOptions(), "environment": NO_ENVIRONMENT, **settings}
     assert chosen_attention(settings.pop("options"), **settings).is_standard_sdpa is is_standard_sdpa
 

@@ -160,7 +160,7 @@ def test_a_missing_package_is_named_with_its_command() -> None:
 
 
 @pytest.mark.parametrize("make", BOTH)
-def test_what_both_reject(make: Callable[[], AttentionBackend]) -> None:
+def test_rejections_of_both_versions(make: Callable[[], AttentionBackend]) -> None:
     everything: dict[str, Any] = {
         "options": AttentionOptions(window=4, softcap=2.0),
         "has_documents": True,
@@ -180,7 +180,7 @@ def test_what_both_reject(make: Callable[[], AttentionBackend]) -> None:
     assert not make().is_fast(_request(has_documents=True))
 
 
-def test_what_the_backend_of_torch_rejects() -> None:
+def test_rejections_of_the_backend_of_torch() -> None:
     assert _rejection(VarlenBackend, _request(options=AttentionOptions(window=4), has_documents=True)) is None
     assert _rejection(VarlenBackend, _request(options=AttentionOptions(softcap=2.0))) == "has no softcap"
     assert "log-sum-exp" in str(_rejection(VarlenBackend, _request(has_sinks=True)))

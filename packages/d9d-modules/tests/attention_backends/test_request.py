@@ -23,7 +23,7 @@ def test_options_out_of_range_raise(options: dict[str, float], message: str) -> 
         AttentionOptions(**options)  # ty: ignore[invalid-argument-type]
 
 
-def test_plain_is_without_any_option() -> None:
+def test_standard_sdpa_has_no_options() -> None:
     assert AttentionOptions().is_standard_sdpa
     one_each: list[dict[str, Any]] = [{"window": 1}, {"scale": 1.0}, {"softcap": 1.0}, {"is_causal": False}]
     for options in (AttentionOptions(**each) for each in one_each):

@@ -41,7 +41,7 @@ def test_rejections() -> None:
         (_request("cuda", head_dim=20, has_sinks=True), False),
     ],
 )
-def test_it_is_slow_where_it_needs_a_mask_or_all_scores(request_: AttentionRequest, is_fast: bool) -> None:
+def test_sdpa_is_slow_with_a_mask_or_all_scores(request_: AttentionRequest, is_fast: bool) -> None:
     assert SdpaBackend().is_fast(request_) is is_fast
 
 

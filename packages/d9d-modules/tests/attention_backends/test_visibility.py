@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from d9d_modules.attention_backends import documents_of_lengths
+from d9d_modules.attention_backends import AttentionOptions, documents_of_lengths
 from d9d_modules.attention_backends.visibility import document_runs, visible
 
 
@@ -14,15 +14,9 @@ def test_each_pair_by_itself(
 ) -> None:
     documents = torch.randint(0, 3, (2, key_length)) if has_documents else None
     mask = torch.rand(2, length, key_length) < 0.5 if has_mask else None
-    seen = visible(
-        length,
-        key_length,
-        is_causal=is_causal,
-        window=window,
-        documents_BS=documents,
-        mask_BLS=mask,
-        device=torch.device("cpu"),
-    )
+    queries, keys = torch.empty(2, length, 1, 1), torch.empty(2, key_length, 1, 1)
+    options = AttentionOptions(is_causal=is_causal, window=window)
+    seen = visible(queries, keys, options, documents_BS=documents, mask_BLS=mask)
     assert seen.shape == ((2, 1, length, key_length) if has_documents or has_mask else (length, key_length))
     for row in range(2):
         for query in range(length):

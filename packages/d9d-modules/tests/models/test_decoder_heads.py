@@ -75,7 +75,7 @@ BUILDERS: dict[str, Callable[[StageInfo], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(BUILDERS))
-def test_chained_stages_are_the_whole_model(name: str) -> None:
+def test_chained_stages_equal_the_whole_model(name: str) -> None:
     build = BUILDERS[name]
     with torch.device("meta"):
         whole = build(StageInfo())

@@ -247,7 +247,7 @@ def _assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_what_was_imported_is_exported_bit_for_bit(tmp_path: Path, name: str, tied: bool, dtype: torch.dtype) -> None:
+def test_imported_weights_are_exported_bit_for_bit(tmp_path: Path, name: str, tied: bool, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
     family = FAMILIES[name]

@@ -31,7 +31,7 @@ PARAMS = Qwen3Params(
 
 
 @pytest.mark.parametrize(("num_stages", "head_layers"), [(2, 0), (3, 0), (5, 0), (2, 2), (3, 2)])
-def test_chained_stages_are_the_whole_model(num_stages: int, head_layers: int) -> None:
+def test_chained_stages_equal_the_whole_model(num_stages: int, head_layers: int) -> None:
     params = replace(PARAMS, head_layers=head_layers)
     whole = Qwen3ForCausalLM(params).double()
     input_ids = torch.randint(0, 19, (2, 7))

@@ -25,7 +25,7 @@ PARAMS = Llama3Params(
 )
 
 
-def test_chained_stages_are_the_whole_tied_model() -> None:
+def test_chained_stages_equal_the_whole_tied_model() -> None:
     whole = Llama3ForCausalLM(PARAMS).double()
     state = whole.state_dict()
     input_ids, labels = torch.randint(0, 19, (2, 2, 7))
@@ -48,7 +48,7 @@ def test_there_is_no_qk_norm_and_no_window() -> None:
     assert PARAMS.window(0) is None
 
 
-def test_the_scaling_changes_what_is_computed() -> None:
+def test_the_scaling_changes_the_result() -> None:
     scaled, plain = Llama3ForCausalLM(PARAMS), Llama3ForCausalLM(replace(PARAMS, rope_scaling=None))
     plain.load_state_dict(scaled.state_dict())
     input_ids = torch.randint(0, 19, (1, 9))

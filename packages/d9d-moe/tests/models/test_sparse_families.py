@@ -528,7 +528,7 @@ def test_families_are_registered_by_model_type() -> None:
     assert registered["qwen3_5_moe"] is registered["qwen3_5_moe_text"]
 
 
-def test_a_released_folder_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_released_folder_is_read_unchanged(tmp_path: Path) -> None:
     """Float8 weights and the tensors of layers for multi-token prediction, recognized without further arguments."""
     params = _kimi()
     model = DecoderWithMtp(params, num_mtp_layers=2)

@@ -213,7 +213,7 @@ class Disk:
         folder = self._root
         for parent in parents:
             below = folder.now[parent]
-            assert isinstance(below, _Folder), f"{path}: {parent} is no folder"
+            assert isinstance(below, _Folder), f"{path}: {parent} is not a folder"
             folder = below
         return folder, name
 

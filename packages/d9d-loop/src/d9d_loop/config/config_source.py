@@ -1,4 +1,4 @@
-"""Reading of a configuration from a file and the command line, with errors that list every invalid key."""
+"""Configuration from a file and the command line, with errors that list every invalid key."""
 
 import json
 import sys

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--too-long",
         choices=get_args(TooLong),
         default="refuse",
-        help="what happens to longer conversations; default: %(default)s",
+        help="treatment of longer conversations; default: %(default)s",
     )
     chat.add_argument("--show", type=int, default=0, metavar="N", help="print N conversations with their loss masks")
     options = parser.parse_args(arguments)

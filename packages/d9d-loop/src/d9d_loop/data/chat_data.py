@@ -31,7 +31,7 @@ class ChatData(DataProvider):
         row_length: Length of the packed rows, and so of the longest conversation, in positions.
         held_out: Files of the evaluation data, or a map-style dataset; None for no evaluation.
         kind: `chats`, `pairs`, or `scored_pairs` for reward models; see `ChatStream` and `PairStream`.
-        too_long: What happens to longer conversations; see `ChatStream`.
+        too_long: Treatment of longer conversations; see `ChatStream`.
         window: Number of conversations packed together. More leave less padding, and take longer at the start.
         shuffle: If False, read each epoch in order; the rows of a window are shuffled nevertheless.
 

@@ -32,7 +32,7 @@ def tokenize_chats(
         folder: Folder to write; must not exist.
         tokenizer: Renders and tokenizes conversations, and verifies their masks.
         max_length: Largest number of positions of a conversation; None for any.
-        too_long: What happens to longer conversations; see `ChatStream`.
+        too_long: Treatment of longer conversations; see `ChatStream`.
 
     Raises:
         UserError: If a conversation is invalid or too long; the message has its index. If the folder exists, or no

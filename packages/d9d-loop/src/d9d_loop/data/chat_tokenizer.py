@@ -195,7 +195,7 @@ class ChatTokenizer:
                 last_stop = index if encoding.ids[index] in self._stops else last_stop
         if first is None or last_stop is None or text[encoding.offsets[last_stop][1] : stop].strip():
             _refuse(
-                f"a turn ends with {_tail(text[start:stop])!r}, which is no special token, so the model would not "
+                f"a turn ends with {_tail(text[start:stop])!r}, which is not a special token, so the model would not "
                 "learn to stop; expected a template that ends turns with a special token. Correct the template, or "
                 "name the token in stop_tokens",
                 text,

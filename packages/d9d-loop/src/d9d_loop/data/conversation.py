@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, final
 from d9d_dist import UserError
 
 TooLong: TypeAlias = Literal["refuse", "drop", "truncate"]
-"""What happens to a conversation of more than `max_length` positions."""
+"""Treatment of a conversation of more than `max_length` positions."""
 
 Message = dict[str, Any]
 """Message of a chat template: `role` and `content`, and possibly `tool_calls`, `reasoning_content` and others."""
@@ -160,7 +160,7 @@ def _json(number: int, text: Any) -> Any:
     try:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise UserError(f"message {number} calls a tool with {text!r}, which is no JSON: {error}.") from None
+        raise UserError(f"message {number} calls a tool with {text!r}, which is not JSON: {error}.") from None
 
 
 def _tools(value: Any) -> list[Any] | None:
@@ -168,7 +168,7 @@ def _tools(value: Any) -> list[Any] | None:
         try:
             value = json.loads(value) if value.strip() else None
         except ValueError as error:
-            raise UserError(f"tools is no JSON: {error}; expected a list of JSON schemas.") from None
+            raise UserError(f"tools is not JSON: {error}; expected a list of JSON schemas.") from None
     if value is not None and not isinstance(value, list):
         raise UserError(f"tools is a {type(value).__name__}; expected a list of JSON schemas.")
     return value or None

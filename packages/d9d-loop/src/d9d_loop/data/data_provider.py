@@ -43,12 +43,11 @@ class DataProvider(ABC):
 class DatasetProvider(DataProvider):
     """Provider of a map-style dataset, read in an order that is a function of the seed and the position.
 
-    `draws` is False if the dataset is a list, tuple or tensor and `collate` is the default one, else True.
-
     Args:
         samples: A dataset with a length. A Hugging Face dataset without a format returns tensors.
         shuffle: If True, shuffle each epoch, in a different order each time.
         epochs: Number of epochs; `None` repeats them without end.
+        draws: See `DataProvider`. `None`: False for a list, tuple or tensor with the default `collate`, else True.
 
     Raises:
         UserError: If `samples` or `evaluation` has no length or no samples by index.
@@ -62,12 +61,14 @@ class DatasetProvider(DataProvider):
         evaluation: Samples | SampleStream | None = None,
         collate: Collate = default_collate,
         epochs: int | None = None,
+        draws: bool | None = None,
     ) -> None:
         self._samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
         self._epochs = epochs
         is_plain = evaluation is not None and not isinstance(evaluation, SampleStream)
         self._evaluation = as_samples(evaluation, "evaluation_data") if is_plain else evaluation
-        self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
+        may_draw = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
+        self.draws = may_draw if draws is None else draws
 
     @property
     def num_samples(self) -> int:

@@ -14,11 +14,11 @@ def as_samples(data: Any, argument: str) -> Samples:
     """Return a map-style dataset; a `datasets.Dataset` without a format returns tensors (`with_format("torch")`).
 
     Args:
-        data: What the user passed.
+        data: Data that the user passed.
         argument: Name of the argument, for messages.
 
     Raises:
-        UserError: If `data` is no map-style dataset.
+        UserError: If `data` is not a map-style dataset.
     """
     if _is_hugging_face(data, "Dataset"):
         return data if data.format["type"] else data.with_format("torch")
@@ -29,7 +29,7 @@ def as_samples(data: Any, argument: str) -> Samples:
 
 
 def _problem(data: Any) -> str:  # noqa: PLR0911 - one return for each kind
-    """Return the remedy for an object that is no map-style dataset; empty if it is one."""
+    """Return the remedy for an object that is not a map-style dataset; empty if it is one."""
     if data is None:
         return "Is a return missing in the function that loads it?"
     if isinstance(data, DataLoader):

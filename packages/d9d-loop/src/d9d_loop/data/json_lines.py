@@ -17,7 +17,7 @@ class JsonLines:
     The constructor finds the lines, and keeps eight bytes for each. Instances can be pickled.
 
     Raises:
-        UserError: If a file does not exist, or there are no lines; in `__getitem__`, if a line is no JSON object.
+        UserError: If a file does not exist, or there are no lines; in `__getitem__`, if a line is not a JSON object.
     """
 
     def __init__(self, paths: Path | str | Sequence[Path | str]) -> None:

@@ -70,7 +70,7 @@ class StreamLoader:
     microbatch's first sample. They do not depend on `num_workers`.
 
     Attributes:
-        num_own: Number of microbatches of the last returned step that are no stand-ins.
+        num_own: Number of microbatches of the last returned step that are not stand-ins.
 
     Args:
         stream: Stream of samples; equal on every rank.
@@ -103,7 +103,7 @@ class StreamLoader:
             if value < least:
                 raise UserError(f"{name} = {value}; expected at least {least}.")
         self._stream, self._share, self._used = stream, share, _Place()
-        # Ends of the planned steps that were not yet returned, and the numbers of microbatches that are no stand-ins.
+        # Ends of the planned steps that were not yet returned, and the numbers of microbatches that are not stand-ins.
         self._places: deque[tuple[_Place, int]] = deque()
         self.num_own = 0
         self._batches: BatchReader | None = None

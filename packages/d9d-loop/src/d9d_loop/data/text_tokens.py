@@ -55,7 +55,7 @@ class TextFiles:
         return files
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the text of all documents, skipping empty ones.
+        """Iterate over the text of all documents, skipping empty ones and empty lines.
 
         Raises:
             UserError: If a file is not UTF-8, or a line of a `.jsonl` file has no text in `field`.
@@ -68,12 +68,14 @@ class TextFiles:
                     yield text
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{file} is not UTF-8 text (byte {error.start}); convert it, or exclude it with --pattern."
+                    f"{file} is not UTF-8 text (byte {error.start}); expected text. Convert it, or choose other files."
                 ) from None
 
     def _lines(self, file: Path) -> Iterator[str]:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
                 try:
                     text = json.loads(line)[self.field]
                 except (ValueError, KeyError, TypeError):

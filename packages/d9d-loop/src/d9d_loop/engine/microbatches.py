@@ -16,7 +16,7 @@ class Microbatches:
 
     Attributes:
         batches: Placed batches, equally many on all ranks.
-        num_own: Number of batches that are no stand-ins.
+        num_own: Number of batches that are not stand-ins.
     """
 
     batches: Sequence[Any]
@@ -48,7 +48,7 @@ class MicrobatchAgreement:
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different
-                numbers of batches. On this rank, if `batches` is no sequence.
+                numbers of batches. On this rank, if `batches` is not a sequence.
         """
         if not isinstance(batches, Sequence):
             raise UserError(

@@ -221,7 +221,7 @@ class TrainStep:
 
 
 def _checked(loss: object) -> Loss:
-    """Return the result of a loss function; raise `UserError` if it is no sum with its weight."""
+    """Return the result of a loss function; raise `UserError` if it is not a sum with its weight."""
     if not isinstance(loss, Loss):
         raise UserError(f"the loss function returned a {type(loss).__name__}; expected Loss(total, weight=...).")
     for name, value in (("total", loss.total), ("weight", loss.weight)):

@@ -18,14 +18,14 @@ _GIB = 2**30
 class Progress:
     """Progress bar over the steps of a job, with the last reported values.
 
-    The bar has the step, the steps per second, the remaining time, the values, and the peak memory of the main process.
+    The bar shows the step, the steps per second, the remaining time, the values, and the main process's peak memory.
 
     Args:
         num_steps: Number of steps of the whole job.
         done: Number of steps completed before this run.
         visible: If True, show progress; True only on the main process.
         bar: If True and standard error is a terminal, draw a bar; otherwise print the values as lines.
-        line_seconds: Least time between two lines without a bar, except those of the first and the last step.
+        line_seconds: Minimum time between two lines without a bar, except those of the first and the last step.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ Pooling: TypeAlias = Literal["mean", "last", "first"]
 class Embed(Task):
     """Each query must find its own document among those of its group: summed cross entropy, and accuracy.
 
-    The similarity is the cosine divided by the temperature. A copy of the query's own document is no negative. The
+    The similarity is the cosine divided by the temperature. A copy of the query's own document is not a negative. The
     batch has `input_ids` and `attention_mask` [G, R, L], padded on the right.
 
     Args:

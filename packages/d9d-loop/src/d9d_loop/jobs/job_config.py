@@ -71,7 +71,7 @@ class TextDataConfig(Section):
         default=0.0, ge=0, lt=1, description="Fraction of the samples held out for evaluation, if there are no files."
     )
     length: PositiveInt = Field(default=1024, description="Maximum length of a sample, in tokens.")
-    too_long: TooLong = Field(default="truncate", description="What happens to longer samples.")
+    too_long: TooLong = Field(default="truncate", description="Treatment of longer samples.")
     packing: bool = Field(
         default=False,
         description="Pack several samples into rows of `length` tokens, for d9d's own model of the family. Each token "
@@ -120,7 +120,7 @@ class TextJobConfig(TrainerConfig):
     """Configuration of a training job on text."""
 
     job: JobKind = Field(
-        description="What is trained: sft (chats), pretrain (text), classify (labelled texts) or embed (pairs)."
+        description="Kind of training: sft (chats), pretrain (text), classify (labelled texts) or embed (pairs)."
     )
     model: LanguageModelConfig
     dataset: TextDataConfig

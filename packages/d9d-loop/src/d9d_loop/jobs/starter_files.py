@@ -5,7 +5,12 @@ from pathlib import Path
 
 from d9d_dist import UserError
 
-_COMMON = """
+_TEMPLATE = """# {title}: d9d-train {job}.toml
+# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop {job}.toml
+job = "{job}"
+steps = {steps}
+
+{sections}
 [run]
 name = "{job}"                     # written to runs/{job}
 
@@ -20,13 +25,8 @@ learning_rate = {rate}
 warmup_steps = 10
 """
 
-STARTERS: Mapping[str, str] = {
-    "sft": r"""# Fine-tune a chat model with LoRA: d9d-train sft.toml
-# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop sft.toml
-job = "sft"
-steps = 200
-
-[model]
+_SECTIONS = {
+    "sft": """[model]
 folder = "Qwen3-0.6B"           # hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B
 
 [dataset]
@@ -37,14 +37,8 @@ length = 1024                   # tokens
 [adapter]                       # without this section, all parameters are trained
 kind = "lora"
 rank = 16
-"""
-    + _COMMON.format(job="sft", rate="2e-4"),
-    "pretrain": """# Pretrain a new language model: d9d-train pretrain.toml
-# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop pretrain.toml
-job = "pretrain"
-steps = 1000
-
-[model]
+""",
+    "pretrain": """[model]
 family = "qwen3"                # a model_type of transformers; the other keys are those of its config.json
 hidden_size = 256
 intermediate_size = 768
@@ -58,28 +52,16 @@ head_dim = 64
 files = ["corpus.jsonl"]        # or .parquet, .csv, .txt, or a token file of d9d-tokenize
 held_out = 0.05
 length = 512
-"""
-    + _COMMON.format(job="pretrain", rate="1e-3"),
-    "classify": """# Train a classifier of texts: d9d-train classify.toml
-# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop classify.toml
-job = "classify"
-steps = 300
-
-[model]
+""",
+    "classify": """[model]
 folder = "bert-base-uncased"    # encoder or decoder; the classification head is new
 
 [dataset]
 files = ["reviews.jsonl"]       # lines with text and label
 held_out = 0.1
 length = 256
-"""
-    + _COMMON.format(job="classify", rate="5e-5"),
-    "embed": """# Train text embeddings on pairs: d9d-train embed.toml
-# On 4 ranks: torchrun --nproc-per-node 4 -m d9d_loop embed.toml
-job = "embed"
-steps = 300
-
-[model]
+""",
+    "embed": """[model]
 folder = "Qwen3-0.6B"           # encoder or decoder
 
 [embedding]
@@ -91,8 +73,18 @@ group = 8                       # pairs of a group, which is one sample: the oth
 files = ["pairs.jsonl"]         # lines with query and positive
 held_out = 0.1
 length = 256
-"""
-    + _COMMON.format(job="embed", rate="2e-5"),
+""",
+}
+
+_HEADS = {
+    "sft": {"title": "Fine-tune a chat model with LoRA", "steps": 200, "rate": "2e-4"},
+    "pretrain": {"title": "Pretrain a new language model", "steps": 1000, "rate": "1e-3"},
+    "classify": {"title": "Train a classifier of texts", "steps": 300, "rate": "5e-5"},
+    "embed": {"title": "Train text embeddings on pairs", "steps": 300, "rate": "2e-5"},
+}
+
+STARTERS: Mapping[str, str] = {
+    job: _TEMPLATE.format(job=job, sections=_SECTIONS[job], **head) for job, head in _HEADS.items()
 }
 """Content of the starter file of each job."""
 

@@ -3,20 +3,21 @@
 B: samples, L: padded length.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from d9d_dist import UserError
 from d9d_loop.data import (
     ChatData,
     ChatTokenizer,
     DataProvider,
+    DatasetProvider,
     DocumentStream,
-    IndexedStream,
     PackedSamples,
     PackedStream,
     SampleStream,
@@ -27,14 +28,13 @@ from d9d_loop.data import (
     read_chat_tokenizer,
     read_conversation,
 )
+from d9d_loop.data.byte_tokenizer import ByteTokenizer
 from d9d_loop.data.conversation_stream import fit_tokens
 from d9d_loop.data.packed_stream import IGNORED_LABEL
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.data.text_tokens import load_tokenizer
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_files import open_samples, split_samples
-
-_BYTES = 256
 
 
 class TextTokenizer(Protocol):
@@ -54,27 +54,6 @@ class TextTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         ...
-
-
-@final
-class ByteTokenizer:
-    """Tokenizer whose tokens are the bytes of UTF-8 text. Token 256 ends a text."""
-
-    vocab_size = _BYTES + 1
-    name = "bytes"
-
-    def __call__(self, text: str) -> list[int]:
-        """Return the bytes of a text and the end token."""
-        return [*text.encode(), _BYTES]
-
-    def prompt(self, text: str, *, special: bool) -> list[int]:
-        """Return the bytes of a text."""
-        del special
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes, without end tokens and without bytes that are not valid UTF-8."""
-        return bytes(each for each in ids if each < _BYTES).decode(errors="ignore")
 
 
 @final
@@ -108,51 +87,34 @@ def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
     return ByteTokenizer() if folder is None else FileTokenizer(folder)
 
 
-@final
-class TextRows(DataProvider):
-    """Samples that are converted to rows of tokens while they are read.
+def dataset_of(
+    training: Samples, evaluation: Samples | None, config: TextJobConfig, *, collate: Collate = default_collate
+) -> DatasetProvider:
+    """Return a job's samples as its data. Only their order is random."""
+    shuffle = config.data.shuffle
+    return DatasetProvider(training, evaluation=evaluation, shuffle=shuffle, collate=collate, draws=False)
 
-    Args:
-        training: Training samples.
-        evaluation: Held-out samples.
-        convert: Converts a sample to a row; its tensor `input_ids` has any length.
-        shuffle: If False, read each epoch in order.
-    """
 
-    draws = False  # only the order is random
+def _rows(
+    training: Samples, evaluation: Samples | None, config: TextJobConfig, convert: Callable[[Any], dict[str, Tensor]]
+) -> DatasetProvider:
+    """Return the data of samples that are converted to rows of tokens of any length while they are read."""
+    held_out = None if evaluation is None else _Converted(evaluation, convert)
+    return dataset_of(_Converted(training, convert), held_out, config, collate=_pad)
 
-    def __init__(
-        self,
-        training: Samples,
-        evaluation: Samples | None,
-        *,
-        convert: Callable[[Any], dict[str, Tensor]],
-        shuffle: bool = True,
-    ) -> None:
-        self._training = _Converted(training, convert)
-        self._evaluation = None if evaluation is None else _Converted(evaluation, convert)
-        self._shuffle = shuffle
 
-    def training(self, *, seed: int) -> SampleStream:
-        """Return the training samples in their order."""
-        return IndexedStream(self._training, seed=seed, shuffle=self._shuffle)
-
-    def evaluation(self) -> Samples | None:
-        """Return the held-out samples."""
-        return self._evaluation
-
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding."""
-        ids = [sample["input_ids"] for sample in samples]
-        batch = {
-            "input_ids": pad_sequences(ids, value=0),
-            "attention_mask": pad_sequences([torch.ones_like(row) for row in ids], value=0),
-        }
-        if samples[0]["labels"].dim():
-            batch["labels"] = pad_sequences([sample["labels"] for sample in samples], value=IGNORED_LABEL)
-        else:
-            batch["labels"] = torch.stack([sample["labels"] for sample in samples])
-        return batch
+def _pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding."""
+    ids = [sample["input_ids"] for sample in samples]
+    batch = {
+        "input_ids": pad_sequences(ids, value=0),
+        "attention_mask": pad_sequences([torch.ones_like(row) for row in ids], value=0),
+    }
+    if samples[0]["labels"].dim():
+        batch["labels"] = pad_sequences([sample["labels"] for sample in samples], value=IGNORED_LABEL)
+    else:
+        batch["labels"] = torch.stack([sample["labels"] for sample in samples])
+    return batch
 
 
 @final
@@ -183,11 +145,10 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
             too_long=config.dataset.too_long,
             shuffle=config.data.shuffle,
         )
-    check_size(training, config)
-    return TextRows(training, evaluation, convert=_ChatRow(tokenizer, config), shuffle=config.data.shuffle)
+    return _rows(training, evaluation, config, _ChatRow(tokenizer, config))
 
 
-def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
+def labelled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
     """Return the labelled texts of a job, and the names of its classes in the order of their numbers.
 
     Numeric labels keep their order; others are sorted. All labels are read once.
@@ -200,35 +161,20 @@ def labelled_rows(config: TextJobConfig) -> tuple[TextRows, list[str]]:
         raise UserError(
             f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
         )
-    check_size(training, config)
     numbers = {name: number for number, name in enumerate(names)}
     rows = _LabelledRow(text_tokenizer(config), numbers, config)
     held_out: Samples = [] if evaluation is None else evaluation
     for index in range(len(held_out)):
         rows.number(_label(held_out[index], field, index))
-    return TextRows(training, evaluation, convert=rows, shuffle=config.data.shuffle), [str(name) for name in names]
+    return _rows(training, evaluation, config, rows), [str(name) for name in names]
 
 
-class TextWindows(DataProvider):
-    """Windows of equal length over all texts of a job, tokenized once into a cache in the run folder's parent."""
-
-    draws = False
-
-    def __init__(self, config: TextJobConfig) -> None:
-        training, evaluation = _token_files(config)
-        length = config.dataset.length
-        self._training = TokenWindows(training, length=length)
-        self._evaluation = None if evaluation is None else TokenWindows(evaluation, length=length)
-        self._shuffle = config.data.shuffle
-        check_size(self._training, config)
-
-    def training(self, *, seed: int) -> SampleStream:
-        """Return the training samples in their order."""
-        return IndexedStream(self._training, seed=seed, shuffle=self._shuffle)
-
-    def evaluation(self) -> Samples | None:
-        """Return the held-out samples."""
-        return self._evaluation
+def text_windows(config: TextJobConfig) -> DatasetProvider:
+    """Return windows of equal length over all texts of a job, tokenized once into a cache in `run.folder`."""
+    training, evaluation = _token_files(config)
+    length = config.dataset.length
+    held_out = None if evaluation is None else TokenWindows(evaluation, length=length)
+    return dataset_of(TokenWindows(training, length=length), held_out, config)
 
 
 @final
@@ -276,15 +222,6 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
     training, evaluation = files
     assert training is not None
     return training, evaluation
-
-
-def check_size(samples: Sized, config: TextJobConfig) -> None:
-    """Raise `UserError` if there are fewer samples than a batch has, so that a step would repeat samples."""
-    if len(samples) < config.batch.global_size:
-        raise UserError(
-            f"batch.global_size = {config.batch.global_size}, but there are {len(samples)} training samples; expected "
-            f"at most that many. Use --batch.global_size {len(samples)} or less, or more data."
-        )
 
 
 def samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:

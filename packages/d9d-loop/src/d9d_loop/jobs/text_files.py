@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
+from torch.utils.data import Subset
+
 from d9d_dist import UserError
 from d9d_loop.data import JsonLines
 from d9d_loop.data.samples import Samples
@@ -28,22 +30,8 @@ class PlainTexts:
             return {self._field: path.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path} is no text in UTF-8: {error}; expected .jsonl, .parquet, .csv or UTF-8. Convert the file."
+                f"{path} is not UTF-8 text: {error}; expected .jsonl, .parquet, .csv or UTF-8. Convert the file."
             ) from None
-
-
-@final
-class Subset:
-    """Samples at given indices of a dataset."""
-
-    def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
-        self._samples, self._indices = samples, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[self._indices[index]]
 
 
 def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples:
@@ -106,4 +94,5 @@ def split_samples(samples: Samples, held_out: float, *, key: str) -> tuple[Sampl
             "name dataset.evaluation_files."
         )
     rest = [index for index in range(size) if index not in chosen]
-    return Subset(samples, rest), Subset(samples, sorted(chosen))
+    data: Any = samples  # torch's annotation requires a Dataset, its code does not
+    return Subset(data, rest), Subset(data, sorted(chosen))

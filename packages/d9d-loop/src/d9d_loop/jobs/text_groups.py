@@ -12,46 +12,30 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data import DataProvider, IndexedStream, SampleStream, pad_sequences
+from d9d_loop.data import DatasetProvider, pad_sequences
 from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import TextTokenizer, check_size, samples_of, text_tokenizer
+from d9d_loop.jobs.text_data import TextTokenizer, dataset_of, samples_of, text_tokenizer
 
 
-@final
-class TextGroups(DataProvider):
-    """Groups of queries with their documents. A group of K pairs has K queries, K positives, then all negatives."""
+def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetProvider:
+    """Return groups of queries with their documents. A group of K pairs has K queries, K positives, then negatives."""
+    tokenizer = text_tokenizer(config)
+    training, evaluation = (
+        None if samples is None else _Groups(samples, tokenizer, config, embedding) for samples in samples_of(config)
+    )
+    assert training is not None
+    return dataset_of(training, evaluation, config, collate=_pad)
 
-    draws = False  # only the order is random
 
-    def __init__(self, config: TextJobConfig, embedding: EmbeddingConfig) -> None:
-        tokenizer = text_tokenizer(config)
-        groups = [
-            None if samples is None else _Groups(samples, tokenizer, config, embedding)
-            for samples in samples_of(config)
-        ]
-        self._training, self._evaluation = groups
-        if self._training is not None:
-            check_size(self._training, config)
-        self._shuffle = config.data.shuffle
-
-    def training(self, *, seed: int) -> SampleStream:
-        """Return the groups in their order."""
-        assert self._training is not None
-        return IndexedStream(self._training, seed=seed, shuffle=self._shuffle)
-
-    def evaluation(self) -> Samples | None:
-        """Return the held-out groups."""
-        return self._evaluation
-
-    def collate(self, samples: list[list[Tensor]]) -> dict[str, Tensor]:
-        """Pad all texts to the longest one: `input_ids` and `attention_mask` [G, R, L]."""
-        texts = [text for group in samples for text in group]
-        ids = pad_sequences(texts, value=0)
-        mask = pad_sequences([torch.ones_like(text) for text in texts], value=0)
-        return {
-            name: rows.unflatten(0, (len(samples), -1)) for name, rows in (("input_ids", ids), ("attention_mask", mask))
-        }
+def _pad(samples: list[list[Tensor]]) -> dict[str, Tensor]:
+    """Pad all texts to the longest one: `input_ids` and `attention_mask` [G, R, L]."""
+    texts = [text for group in samples for text in group]
+    ids = pad_sequences(texts, value=0)
+    mask = pad_sequences([torch.ones_like(text) for text in texts], value=0)
+    return {
+        name: rows.unflatten(0, (len(samples), -1)) for name, rows in (("input_ids", ids), ("attention_mask", mask))
+    }
 
 
 @final

@@ -16,8 +16,8 @@ from d9d_loop.job.trainer import Trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
 from d9d_loop.jobs.embed_task import Embed
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import PackedTexts, TextWindows, chat_rows, labelled_rows, text_tokenizer
-from d9d_loop.jobs.text_groups import TextGroups
+from d9d_loop.jobs.text_data import PackedTexts, chat_rows, labelled_rows, text_tokenizer, text_windows
+from d9d_loop.jobs.text_groups import text_groups
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, NextToken
 from d9d_loop.model.hugging_face_model import hugging_face_model, read_config
@@ -82,10 +82,10 @@ def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
     elif config.job == "sft":
         data, model = chat_rows(config), _model(config, "AutoModelForCausalLM")
     elif config.job == "pretrain":
-        data, model = TextWindows(config), _model(config, "AutoModelForCausalLM")
+        data, model = text_windows(config), _model(config, "AutoModelForCausalLM")
     elif config.job == "embed":
         embedding = config.embedding or EmbeddingConfig()
-        data, model = TextGroups(config, embedding), _model(config, "AutoModel", new=_POOLERS, unused=_ALL_HEADS)
+        data, model = text_groups(config, embedding), _model(config, "AutoModel", new=_POOLERS, unused=_ALL_HEADS)
         task = Embed(num_pairs=embedding.group, pooling=embedding.pooling, temperature=embedding.temperature)
     else:
         data, classes = labelled_rows(config)
@@ -167,13 +167,13 @@ def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
     for name in (name for name in config.model.entries if not hasattr(defaults, name)):
         near = get_close_matches(name, known, n=1)
         raise UserError(
-            f"model.{name} is no entry of {family}'s config.json" + (f"; did you mean {near[0]}?" if near else ".")
+            f"model.{name} is not an entry of {family}'s config.json" + (f"; did you mean {near[0]}?" if near else ".")
         )
     try:
         found = AutoConfig.for_model(family, **{**_vocabulary(config), **entries})
     except Exception as error:  # its validation has errors of its own
         cause = str(error.__cause__ or error).strip()
-        raise UserError(f"[model] is no configuration of {family}: {cause}. Correct the entry.") from None
+        raise UserError(f"[model] is not a valid configuration of {family}: {cause}. Correct the entry.") from None
     heads, groups = (getattr(found, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise UserError(

@@ -16,7 +16,7 @@ def check_backend(name: str) -> None:
     known = torch._dynamo.list_backends(exclude_tags=())
     if name not in known:
         raise UserError(
-            f"compile = {name!r} is no backend of torch.compile; expected one of {', '.join(sorted(known))}. Use "
+            f"compile = {name!r} is not a backend of torch.compile; expected one of {', '.join(sorted(known))}. Use "
             "inductor."
         )
 

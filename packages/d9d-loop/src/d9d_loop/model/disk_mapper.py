@@ -34,7 +34,7 @@ def _refuse_omissions(mapper: StateMapper, model: nn.Module) -> None:
     omitted = sorted(kept & trained)
     if omitted:
         raise UserError(
-            f"the weights on disk have no place for {len(omitted)} trained parameters, such as {omitted[0]}; expected "
-            "all of them, because the weights would be those before training. Save adapters with save_adapters, or "
-            "merge them first. With an engine, weights(base_only=True) yields the others."
+            f"the weights on disk omit {len(omitted)} trained parameters, such as {omitted[0]}, and would be those "
+            "before training; expected all trained parameters. Save adapters with save_adapters, or merge them first. "
+            "With an engine, weights(base_only=True) yields the others."
         )

@@ -167,7 +167,7 @@ def model_provider(model: "ModelProvider | nn.Module | BuildFunction") -> ModelP
 def _takes_stage(build: Callable[..., Any]) -> bool:
     """Return True if a build function requires an argument or has a parameter `stage`.
 
-    A module's class may have optional parameters, such as a width, which are no stage.
+    A module's class may have optional parameters, such as a width, which are not a stage.
     """
     try:
         parameters = inspect.signature(build).parameters.values()

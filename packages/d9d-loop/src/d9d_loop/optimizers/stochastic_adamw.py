@@ -86,15 +86,7 @@ class StochasticAdamW(GroupwiseOptimizer):
 
 
 def _step(
-    w: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    *,
-    numbers: AdamWNumbers,
-    key: int,
-    rule: IndexRule,
-    gate: Tensor | None,
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule, gate: Tensor | None
 ) -> None:
     """Update 1-dim tensors in place unless the gate is 1, with the Triton kernel if it is available."""
     if has_kernel(w.device) and w.dtype != torch.float64:

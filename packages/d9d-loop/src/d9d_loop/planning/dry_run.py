@@ -82,7 +82,7 @@ class DryRun:
     def collective_bytes(self, num_microbatches: int) -> dict[tuple[str, int], int]:
         """Return the bytes of a step's collectives by name and group size; linear in the number of microbatches.
 
-        Some collectives run for each microbatch, others once for each step: the two recorded steps tell which.
+        Some collectives run for each microbatch, others once for each step: the two recorded steps show which.
         """
         step, first, once = (each.collective_bytes() for each in (self.forward_backward, self.first, self.update))
         more = num_microbatches - self.num_microbatches

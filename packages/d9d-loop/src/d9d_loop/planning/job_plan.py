@@ -51,7 +51,7 @@ class RankMemory:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """What a job needs and how long it takes on a cluster.
+    """Memory, communication and step time of a job on a cluster.
 
     Attributes:
         hardware: The cluster.

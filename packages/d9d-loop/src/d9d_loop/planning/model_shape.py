@@ -24,7 +24,7 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     `torch.nn.functional.scaled_dot_product_attention`. The job must have several ranks, or a provider with `late_init`.
 
     Raises:
-        UserError: If the model is no such decoder. The message says which part was not found.
+        UserError: If the model is not such a decoder. The message says which part was not found.
     """
     model = plan.model.built.module
     samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(1)]

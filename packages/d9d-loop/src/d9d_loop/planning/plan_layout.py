@@ -26,7 +26,7 @@ class PlanLayout:
         recompute_every: Recomputation of every n-th layer only.
         saved_products: Share of the matrix products whose outputs selective recomputation saves; it computes the
             others again.
-        sharding: What is sharded over data-parallel ranks (ZeRO 0 to 3).
+        sharding: State that is sharded over data-parallel ranks (ZeRO 0 to 3).
         shard_ranks: Ranks that shard it; `None` for all data- and context-parallel ranks.
         sequence_parallel: True if pointwise operators are split over the tensor-parallel ranks.
         flash: True if a fused kernel computes attention; False if scores are stored.

@@ -165,7 +165,7 @@ class StepRecorder(TorchDispatchMode):
     """Dispatch mode that fills a `StepRecord`; use it inside of `FakeTensorMode` or without it.
 
     Attributes:
-        record: What was recorded.
+        record: The recorded step.
     """
 
     def __init__(self, marks: RepeatMarks) -> None:

@@ -18,7 +18,7 @@ _PICTURES = ("schedule.png", "schedule_measured.png", "lr_schedule.png")
 @final
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """What a run has written.
+    """Files that a run has written.
 
     Attributes:
         name: Name of the run folder.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import final
 
@@ -15,8 +16,9 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
+from d9d_loop.data.text_tokens import TextFiles
 from d9d_loop.result.chat import choose_device
-from d9d_loop.result.loaded_result import LoadedResult, find_export, load_result, read_texts
+from d9d_loop.result.loaded_result import LoadedResult, find_export, load_result
 
 
 @final
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Measure the result of a run: perplexity and accuracy on text, or tasks of lm-eval.",
     )
     parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
-    parser.add_argument("--data", type=Path, help="text file, or .jsonl file with one document per line")
+    parser.add_argument("--data", type=Path, help="text file, .jsonl file of documents, or folder of .txt files")
     parser.add_argument("--field", default="text", help="field of a .jsonl line that holds text; default: %(default)s")
     parser.add_argument("--length", type=int, default=1024, help="predicted tokens per window; default: %(default)s")
     parser.add_argument("--limit", type=int, help="number of documents, or of examples per task; default: all")
@@ -99,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.tasks is not None:
         print(json.dumps(_run_tasks(options, device), default=str))
         return
-    texts = read_texts(options.data, field=options.field)[: options.limit]
+    texts = list(islice(TextFiles([options.data], field=options.field), options.limit))
+    if not texts:
+        raise UserError(f"{options.data} holds no text; expected at least one document.")
     result = load_result(options.path, device=device)
     length = min(options.length, result.max_context or options.length)
     score = score_texts(result, texts, length=length)

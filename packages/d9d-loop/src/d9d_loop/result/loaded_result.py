@@ -1,6 +1,5 @@
 """Language model of a run's export or of a Hugging Face folder, with its tokenizer, loaded by `transformers`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,9 +9,9 @@ from typing import Any, Protocol, final
 import torch
 
 from d9d_dist import UserError
+from d9d_loop.data.byte_tokenizer import NUM_BYTES, ByteTokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_NUM_BYTES = 256
 
 
 class TextTokenizer(Protocol):
@@ -25,19 +24,6 @@ class TextTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         ...
-
-
-@final
-class ByteTokenizer:
-    """Tokenizer of models whose tokens are the bytes of UTF-8 text."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes, without those that are not valid UTF-8, such as an incomplete character."""
-        return bytes(ids).decode(errors="ignore")
 
 
 @final
@@ -65,8 +51,8 @@ class LoadedResult:
 def load_result(path: str | Path, *, device: torch.device, dtype: torch.dtype | None = None) -> LoadedResult:
     """Load the model and tokenizer of a run folder, whose export is used, or of a folder in Hugging Face layout.
 
-    A folder without tokenizer is accepted if the vocabulary has 256 tokens: these are bytes. Nothing is downloaded.
-    `dtype` is that of the parameters; None for the dtype of the files.
+    A folder without tokenizer is accepted if the vocabulary has 256 tokens, which are bytes, or 257, with an end token.
+    Nothing is downloaded. `dtype` is that of the parameters; None for the dtype of the files.
 
     Raises:
         UserError: If the folder has no model, holds only adapters, or has no tokenizer although it needs one.
@@ -118,8 +104,10 @@ def find_export(path: Path) -> Path:
 def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Any | None, list[int]]:
     """Return the tokenizer, the same one if it has a chat template, and its end token."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        if vocab_size == _NUM_BYTES:
+        if vocab_size == NUM_BYTES:
             return ByteTokenizer(), None, []
+        if vocab_size == ByteTokenizer.vocab_size:
+            return ByteTokenizer(), None, [NUM_BYTES]
         raise UserError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}), and its vocabulary of {vocab_size} tokens is "
             "not that of bytes; expected the files of a tokenizer. Copy them from the base model into the folder."
@@ -146,29 +134,3 @@ class _PlainText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def read_texts(path: Path, *, field: str) -> list[str]:
-    """Return the documents of a `.jsonl` file, by the field of each line, or the whole text of another file.
-
-    Raises:
-        UserError: If the file does not exist, holds no text, or a line has no such field.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; expected a text file or a .jsonl file.")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".jsonl":
-        texts = [text]
-    else:
-        texts = []
-        for number, line in enumerate(filter(str.strip, text.splitlines()), start=1):
-            try:
-                document = json.loads(line)[field]
-            except (ValueError, TypeError, KeyError):
-                document = None
-            if not isinstance(document, str):
-                raise UserError(f"{path}, line {number} has no text in {field!r}; expected JSON with this field.")
-            texts.append(document)
-    if not any(texts):
-        raise UserError(f"{path} holds no text; expected at least one document.")
-    return texts

@@ -42,16 +42,7 @@ class EagerBackend:
         scores_BGNLS = q_BGNLK @ k_BG1SK.mT * scale
         if options.softcap is not None:
             scores_BGNLS = options.softcap * torch.tanh(scores_BGNLS / options.softcap)
-        length, key_length = scores_BGNLS.shape[-2:]
-        seen = visible(
-            length,
-            key_length,
-            is_causal=options.is_causal,
-            window=options.window,
-            documents_BS=documents_BS,
-            mask_BLS=features.get("mask_BLS"),
-            device=scores_BGNLS.device,
-        )
+        seen = visible(q_BLHK, k_BSGK, options, documents_BS=documents_BS, mask_BLS=features.get("mask_BLS"))
         seen = seen if seen.dim() == 2 else seen.unsqueeze(2)
         scores_BGNLS = scores_BGNLS.masked_fill(~seen, -torch.inf)
         if sinks_H is None:

@@ -82,15 +82,7 @@ def _masked(
     documents_BS: Tensor | None = None,
     mask_BLS: Tensor | None = None,
 ) -> Tensor:
-    mask = visible(
-        q_BLHK.shape[1],
-        k_BSGK.shape[1],
-        is_causal=options.is_causal,
-        window=options.window,
-        documents_BS=documents_BS,
-        mask_BLS=mask_BLS,
-        device=q_BLHK.device,
-    )
+    mask = visible(q_BLHK, k_BSGK, options, documents_BS=documents_BS, mask_BLS=mask_BLS)
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     out_BHLK = F.scaled_dot_product_attention(
         q_BHLK, k_BGSK, v_BGSK, attn_mask=mask, enable_gqa=True, scale=options.scale

@@ -1,6 +1,6 @@
 """Dense attention masks, and the boundaries of packed documents.
 
-Shape legend: B batch, L query length, S key length, H query heads.
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
 
 import itertools
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 from d9d_dist.errors import UserError
+from d9d_modules.attention_backends.request import AttentionOptions
 
 
 def visible(
-    length: int,
-    key_length: int,
+    q_BLHK: Tensor,
+    k_BSGK: Tensor,
+    options: AttentionOptions,
     *,
-    is_causal: bool = True,
-    window: int | None,
     documents_BS: Tensor | None,
     mask_BLS: Tensor | None = None,
-    device: torch.device,
 ) -> Tensor:
-    """Return a boolean mask of keys visible to the last L of S positions: [L, S], or [B, 1, L, S].
+    """Return a boolean mask of keys visible to the queries, the last L of S positions: [L, S], or [B, 1, L, S].
 
     The mask has a batch dim with documents or a mask of the call; see `AttentionFeatures`.
     """
-    before = key_length - length
-    queries_L1 = torch.arange(before, key_length, device=device).unsqueeze(-1)
-    keys_S = torch.arange(key_length, device=device)
+    key_length, window = k_BSGK.shape[1], options.window
+    before = key_length - q_BLHK.shape[1]
+    keys_S = torch.arange(key_length, device=q_BLHK.device)
+    queries_L1 = keys_S[before:].unsqueeze(-1)
     distances_LS = queries_L1 - keys_S
-    seen = distances_LS >= 0 if is_causal else torch.ones_like(distances_LS, dtype=torch.bool)
+    seen = distances_LS >= 0 if options.is_causal else torch.ones_like(distances_LS, dtype=torch.bool)
     if window is not None:
         seen = seen & (distances_LS.abs() < window)
     if mask_BLS is not None:

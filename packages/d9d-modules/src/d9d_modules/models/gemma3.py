@@ -11,9 +11,9 @@ from typing import Any, ClassVar, final
 from torch import nn
 
 from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import AttentionForm
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
-from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily, with_defaults
 from d9d_modules.models.hugging_face_layers import sliding_window_of, text_entries, written_layer_types
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.pooling import Pooling
@@ -103,13 +103,13 @@ def _written_own(params: Gemma3Params) -> Mapping[str, JsonValue]:
     }
 
 
-GEMMA3 = HuggingFaceFamily(
+GEMMA3 = hf.HuggingFaceFamily(
     params=Gemma3Params,
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     entries=(
-        *with_defaults(
-            GROUPED_QUERY_ENTRIES,
+        *hf.with_defaults(
+            hf.GROUPED_QUERY_ENTRIES,
             vocab_size=262_208,
             num_heads=8,
             num_kv_heads=4,
@@ -117,7 +117,7 @@ GEMMA3 = HuggingFaceFamily(
             tie_word_embeddings=True,
             max_position_embeddings=131_072,
         ),
-        Entry("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
+        hf.Entry("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
     ),
     fixed={
         "hidden_activation": "gelu_pytorch_tanh",

@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_family import (
-    FIXED_ENTRIES,
-    GROUPED_QUERY_ENTRIES,
-    Entry,
-    HuggingFaceFamily,
-    with_defaults,
-)
 from d9d_modules.models.hugging_face_layers import written_without_windows
 from d9d_state import StateMapper, parallel, rename, split
 
@@ -53,15 +47,15 @@ class Glm4Params(GroupedQueryParams):
         return parallel(gate_up, rename("down_proj.weight", "down_proj.weight"))
 
 
-GLM4 = HuggingFaceFamily(
+GLM4 = hf.HuggingFaceFamily(
     params=Glm4Params,
     architecture="Glm4ForCausalLM",
     model_type="glm4",
     entries=(
-        *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=131_072),
-        Entry("qkv_bias", "attention_bias", bool, default=True),
+        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, max_position_embeddings=131_072),
+        hf.Entry("qkv_bias", "attention_bias", bool, default=True),
     ),
-    fixed=FIXED_ENTRIES,
+    fixed=hf.FIXED_ENTRIES,
     rotary_factor=0.5,
     write_own=written_without_windows,
 )

@@ -5,16 +5,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from d9d_dist.errors import UserError
+from d9d_modules import rope_scaling as scalings
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_known_keys, require_value
-from d9d_modules.rope_scaling import (
-    DynamicNtkScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NtkScaling,
-    YarnScaling,
-)
 from d9d_state import JsonValue
 
 ROPE_ENTRIES = (
@@ -80,7 +73,7 @@ def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None =
     earlier versions and inference engines read.
     """
     theta, scaling = params.rope_theta, None
-    if isinstance(params.rope_scaling, NtkScaling):  # equivalent to a larger base, for which there is an entry
+    if isinstance(params.rope_scaling, scalings.NtkScaling):  # equivalent to a larger base, for which there is an entry
         theta = params.rope_scaling.base(theta, rotary_dim=params.rotated_features)
     elif params.rope_scaling is not None:
         scaling = _written(params.rope_scaling, params)
@@ -120,14 +113,14 @@ def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> 
     if scaling_type is None:
         return None
     values: dict[str, Any] = {field: read(rope, config) for field, read in entries.values()}
-    if scaling_type is DynamicNtkScaling:
+    if scaling_type is scalings.DynamicNtkScaling:
         values["original_max_positions"] = config_value(config, "max_position_embeddings", int)
     return scaling_type(**values)
 
 
 def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue]:
     length = params.max_position_embeddings
-    if isinstance(scaling, DynamicNtkScaling) and scaling.original_max_positions != length:
+    if isinstance(scaling, scalings.DynamicNtkScaling) and scaling.original_max_positions != length:
         raise UserError(
             f"the dynamic NTK scaling has original_max_positions = {scaling.original_max_positions}, the model "
             f"max_position_embeddings = {length}; config.json has one entry for both: expected them to be equal."
@@ -184,10 +177,10 @@ _FACTOR: tuple[str, _Read] = ("factor", _factor)
 _ATTENTION: tuple[str, _Read] = ("fixed_attention_factor", _attention_factor)
 _FORMS: Mapping[str, tuple[type[Any] | None, Mapping[str, tuple[str, _Read]]]] = {
     "default": (None, {}),
-    "linear": (LinearScaling, {"factor": _number("factor")}),
-    "dynamic": (DynamicNtkScaling, {"factor": _number("factor")}),
+    "linear": (scalings.LinearScaling, {"factor": _number("factor")}),
+    "dynamic": (scalings.DynamicNtkScaling, {"factor": _number("factor")}),
     "yarn": (
-        YarnScaling,
+        scalings.YarnScaling,
         {
             "factor": _FACTOR,
             "original_max_position_embeddings": _LENGTH,
@@ -200,7 +193,7 @@ _FORMS: Mapping[str, tuple[type[Any] | None, Mapping[str, tuple[str, _Read]]]] =
         },
     ),
     "llama3": (
-        Llama3Scaling,
+        scalings.Llama3Scaling,
         {
             "factor": _number("factor"),
             "low_freq_factor": _number("low_freq_factor"),
@@ -209,7 +202,7 @@ _FORMS: Mapping[str, tuple[type[Any] | None, Mapping[str, tuple[str, _Read]]]] =
         },
     ),
     "longrope": (
-        LongRopeScaling,
+        scalings.LongRopeScaling,
         {
             "short_factor": ("short_factors", partial(_numbers, "short_factor")),
             "long_factor": ("long_factors", partial(_numbers, "long_factor")),

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from d9d_modules.gated_delta_net import GatedDeltaNet
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_params import MixerKind, check_layers
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
-from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES, UNBIASED_ENTRIES, Entry, with_defaults
 from d9d_modules.models.hugging_face_layers import written_layer_types, written_without_windows
 from d9d_state import JsonValue, StateMapper, parallel, rename, rename_all, reshape, sequential, split
 
@@ -106,16 +106,16 @@ class HybridParams(GroupedQueryParams, ABC):
 
 
 HYBRID_ENTRIES = (
-    *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
-    Entry("num_linear_key_heads", "linear_num_key_heads", default=16),
-    Entry("num_linear_value_heads", "linear_num_value_heads", default=32),
-    Entry("linear_key_dim", "linear_key_head_dim", default=128),
-    Entry("linear_value_dim", "linear_value_head_dim", default=128),
-    Entry("conv_width", "linear_conv_kernel_dim", default=4),
+    *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
+    hf.Entry("num_linear_key_heads", "linear_num_key_heads", default=16),
+    hf.Entry("num_linear_value_heads", "linear_num_value_heads", default=32),
+    hf.Entry("linear_key_dim", "linear_key_head_dim", default=128),
+    hf.Entry("linear_value_dim", "linear_value_head_dim", default=128),
+    hf.Entry("conv_width", "linear_conv_kernel_dim", default=4),
 )
 """Entries of hybrid decoders, without those of experts."""
 
-HYBRID_FIXED: Mapping[str, JsonValue] = {**UNBIASED_ENTRIES, "attn_output_gate": True}
+HYBRID_FIXED: Mapping[str, JsonValue] = {**hf.UNBIASED_ENTRIES, "attn_output_gate": True}
 """Entries of hybrid decoders with only one supported value."""
 
 HYBRID_OWN = ("full_attention_interval", "layer_types")

@@ -6,14 +6,9 @@ Releases from 3.1 on use `Llama3Scaling`; the small 3.2 models tie the language-
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_family import (
-    MULTI_HEAD_ENTRIES,
-    UNBIASED_ENTRIES,
-    HuggingFaceFamily,
-    with_defaults,
-)
 from d9d_modules.models.hugging_face_layers import written_without_windows
 
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
@@ -29,12 +24,12 @@ class Llama3Params(GroupedQueryParams):
     max_position_embeddings: int = 8192
 
 
-LLAMA3 = HuggingFaceFamily(
+LLAMA3 = hf.HuggingFaceFamily(
     params=Llama3Params,
     architecture="LlamaForCausalLM",
     model_type="llama",
-    entries=with_defaults(MULTI_HEAD_ENTRIES, max_position_embeddings=2048),
-    fixed={**UNBIASED_ENTRIES, "mlp_bias": False},
+    entries=hf.with_defaults(hf.MULTI_HEAD_ENTRIES, max_position_embeddings=2048),
+    fixed={**hf.UNBIASED_ENTRIES, "mlp_bias": False},
     write_own=written_without_windows,
 )
 """`config.json` of Llama 3."""

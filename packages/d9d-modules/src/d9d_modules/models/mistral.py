@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, MULTI_HEAD_ENTRIES, HuggingFaceFamily, with_defaults
 from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window
 from d9d_state import JsonValue
 
@@ -30,12 +30,12 @@ def _written_window(params: MistralParams) -> Mapping[str, JsonValue]:
     return {"sliding_window": params.sliding_window}
 
 
-MISTRAL = HuggingFaceFamily(
+MISTRAL = hf.HuggingFaceFamily(
     params=MistralParams,
     architecture="MistralForCausalLM",
     model_type="mistral",
-    entries=with_defaults(MULTI_HEAD_ENTRIES, num_kv_heads=8, max_position_embeddings=131_072),
-    fixed=FIXED_ENTRIES,
+    entries=hf.with_defaults(hf.MULTI_HEAD_ENTRIES, num_kv_heads=8, max_position_embeddings=131_072),
+    fixed=hf.FIXED_ENTRIES,
     own=("sliding_window",),
     read_own=_read_window,
     write_own=_written_window,

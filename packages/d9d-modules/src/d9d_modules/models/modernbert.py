@@ -9,10 +9,10 @@ from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_hugging_face import decoder_layer_from_hugging_face, norm_names
 from d9d_modules.models.grouped_query import AttentionForm
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
-from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, Entry, HuggingFaceFamily, with_defaults
 from d9d_modules.models.hugging_face_layers import written_layer_types
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.norm import LayerNorm
@@ -195,20 +195,20 @@ def _written_rope(params: ModernBertParams, *, rotary_factor: float | None) -> M
     return {"rope_parameters": written["rope_parameters"], **thetas}
 
 
-_DECODER_ENTRIES = with_defaults(DECODER_ENTRIES, tie_word_embeddings=True, max_position_embeddings=8192)
+_DECODER_ENTRIES = hf.with_defaults(hf.DECODER_ENTRIES, tie_word_embeddings=True, max_position_embeddings=8192)
 
-MODERNBERT = HuggingFaceFamily(
+MODERNBERT = hf.HuggingFaceFamily(
     params=ModernBertParams,
     architecture="ModernBertForMaskedLM",
     model_type="modernbert",
     entries=(
         *(each for each in _DECODER_ENTRIES if each.field != "rms_norm_eps"),
-        Entry("rms_norm_eps", "norm_eps", float, 1e-5),
-        Entry("attention_bias", "attention_bias", bool, default=False),
-        Entry("feed_forward_bias", "mlp_bias", bool, default=False),
-        Entry("norm_bias", "norm_bias", bool, default=False),
-        Entry("lm_head_bias", "decoder_bias", bool, default=True),
-        Entry("transform_bias", "classifier_bias", bool, default=False),
+        hf.Entry("rms_norm_eps", "norm_eps", float, 1e-5),
+        hf.Entry("attention_bias", "attention_bias", bool, default=False),
+        hf.Entry("feed_forward_bias", "mlp_bias", bool, default=False),
+        hf.Entry("norm_bias", "norm_bias", bool, default=False),
+        hf.Entry("lm_head_bias", "decoder_bias", bool, default=True),
+        hf.Entry("transform_bias", "classifier_bias", bool, default=False),
     ),
     fixed={
         "attention_dropout": 0.0,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import final
 
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, MULTI_HEAD_ENTRIES, HuggingFaceFamily, with_defaults
 from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
 
 
@@ -22,12 +22,12 @@ class Qwen2Params(GroupedQueryParams):
         return AttentionForm(qkv_bias=True)
 
 
-QWEN2 = HuggingFaceFamily(
+QWEN2 = hf.HuggingFaceFamily(
     params=Qwen2Params,
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    entries=with_defaults(MULTI_HEAD_ENTRIES, max_position_embeddings=32768),
-    fixed={**FIXED_ENTRIES, "use_mrope": False},
+    entries=hf.with_defaults(hf.MULTI_HEAD_ENTRIES, max_position_embeddings=32768),
+    fixed={**hf.FIXED_ENTRIES, "use_mrope": False},
     own=WINDOW_ENTRIES,
     read_own=read_windows,
     write_own=written_windows,

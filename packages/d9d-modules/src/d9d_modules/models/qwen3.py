@@ -3,15 +3,9 @@
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_family import (
-    GROUPED_QUERY_ENTRIES,
-    UNBIASED_ENTRIES,
-    Entry,
-    HuggingFaceFamily,
-    with_defaults,
-)
 from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
 
 Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
@@ -36,15 +30,15 @@ class Qwen3Params(GroupedQueryParams):
         return AttentionForm(qk_norm=True, is_causal=self.is_causal)
 
 
-QWEN3 = HuggingFaceFamily(
+QWEN3 = hf.HuggingFaceFamily(
     params=Qwen3Params,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     entries=(
-        *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
-        Entry("is_causal", "is_causal", bool, default=True),
+        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
+        hf.Entry("is_causal", "is_causal", bool, default=True),
     ),
-    fixed=UNBIASED_ENTRIES,
+    fixed=hf.UNBIASED_ENTRIES,
     own=WINDOW_ENTRIES,
     read_own=read_windows,
     write_own=written_windows,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value
-from d9d_modules.models.hugging_face_family import HuggingFaceFamily
 from d9d_modules.models.hugging_face_layers import text_entries
 from d9d_modules.models.hybrid import (
     HYBRID_ENTRIES,
@@ -48,7 +48,7 @@ def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
     }
 
 
-QWEN3_5 = HuggingFaceFamily(
+QWEN3_5 = hf.HuggingFaceFamily(
     params=Qwen35Params,
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",

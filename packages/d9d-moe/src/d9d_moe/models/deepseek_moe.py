@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import nn
 
 from d9d_dist.errors import UserError
-from d9d_modules import Entry, swiglu_from_hugging_face
+from d9d_modules import swiglu_from_hugging_face
+from d9d_modules.models import hugging_face_family as hf
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries
 from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import SigmoidRouter, check_groups
@@ -82,12 +83,12 @@ class DeepseekMoeParams(SparseParams, ABC):
 
 DEEPSEEK_MOE_ENTRIES = (
     *expert_entries("n_routed_experts"),
-    Entry("num_dense_layers", "first_k_dense_replace", default=1, minimum=0),
-    Entry("num_shared_experts", "n_shared_experts", default=1),
-    Entry("num_groups", "n_group", default=1),
-    Entry("top_groups", "topk_group", default=1),
-    Entry("renormalize", "norm_topk_prob", bool, default=True),
-    Entry("routed_scale", "routed_scaling_factor", float, 1.0),
+    hf.Entry("num_dense_layers", "first_k_dense_replace", default=1, minimum=0),
+    hf.Entry("num_shared_experts", "n_shared_experts", default=1),
+    hf.Entry("num_groups", "n_group", default=1),
+    hf.Entry("top_groups", "topk_group", default=1),
+    hf.Entry("renormalize", "norm_topk_prob", bool, default=True),
+    hf.Entry("routed_scale", "routed_scaling_factor", float, 1.0),
 )
 """Entries of `config.json` about experts."""
 

@@ -8,19 +8,15 @@ from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
-    DECODER_ENTRIES,
-    UNBIASED_ENTRIES,
     AttentionOptions,
     DecoderForCausalLM,
-    Entry,
     HuggingFaceConfig,
-    HuggingFaceFamily,
     MultiHeadLatentAttention,
     RotaryLayout,
     YarnScaling,
     config_value,
-    with_defaults,
 )
+from d9d_modules.models import hugging_face_family as hf
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_ENTRIES,
     DEEPSEEK_MOE_IRRELEVANT,
@@ -145,19 +141,19 @@ def _written_attention(params: DeepseekV3Params) -> Mapping[str, JsonValue]:
     }
 
 
-DEEPSEEK_V3 = HuggingFaceFamily(
+DEEPSEEK_V3 = hf.HuggingFaceFamily(
     params=DeepseekV3Params,
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     entries=(
-        *with_defaults(DECODER_ENTRIES, max_position_embeddings=4096),
-        *with_defaults(DEEPSEEK_MOE_ENTRIES, num_groups=8, top_groups=4, routed_scale=2.5, num_dense_layers=None),
-        Entry("kv_rank", "kv_lora_rank"),
-        Entry("head_dim", "qk_nope_head_dim"),
-        Entry("rotary_dim", "qk_rope_head_dim"),
-        Entry("value_dim", "v_head_dim"),
+        *hf.with_defaults(hf.DECODER_ENTRIES, max_position_embeddings=4096),
+        *hf.with_defaults(DEEPSEEK_MOE_ENTRIES, num_groups=8, top_groups=4, routed_scale=2.5, num_dense_layers=None),
+        hf.Entry("kv_rank", "kv_lora_rank"),
+        hf.Entry("head_dim", "qk_nope_head_dim"),
+        hf.Entry("rotary_dim", "qk_rope_head_dim"),
+        hf.Entry("value_dim", "v_head_dim"),
     ),
-    fixed={**UNBIASED_ENTRIES, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    fixed={**hf.UNBIASED_ENTRIES, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     own=("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim", "rope_interleave"),
     check=_check,

@@ -3,7 +3,8 @@
 from typing import Literal, TypeAlias
 
 from d9d_dist.errors import UserError
-from d9d_modules import Entry, HuggingFaceConfig, config_value
+from d9d_modules import HuggingFaceConfig, config_value
+from d9d_modules.models import hugging_face_family as hf
 from d9d_state import StateMapper, parallel, rename, split, stack
 
 ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
@@ -14,12 +15,12 @@ ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
 """
 
 
-def expert_entries(num_experts: str) -> tuple[Entry, ...]:
+def expert_entries(num_experts: str) -> tuple[hf.Entry, ...]:
     """Return the entries about experts. `num_experts` is the name of the entry with the number of experts."""
     return (
-        Entry("num_experts", num_experts, alias="num_local_experts"),
-        Entry("top_k", "num_experts_per_tok"),
-        Entry("expert_intermediate_size", "moe_intermediate_size"),
+        hf.Entry("num_experts", num_experts, alias="num_local_experts"),
+        hf.Entry("top_k", "num_experts_per_tok"),
+        hf.Entry("expert_intermediate_size", "moe_intermediate_size"),
     )
 
 

@@ -4,15 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from d9d_modules import (
-    FIXED_ENTRIES,
-    MULTI_HEAD_ENTRIES,
-    AttentionForm,
-    Entry,
-    GroupedQueryParams,
-    HuggingFaceFamily,
-    with_defaults,
-)
+from d9d_modules import AttentionForm, GroupedQueryParams
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hugging_face_layers import written_without_windows
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_ENTRIES,
@@ -54,17 +47,17 @@ def _written(params: Glm4MoeParams) -> Mapping[str, JsonValue]:
     return written_without_windows(params)
 
 
-GLM4_MOE = HuggingFaceFamily(
+GLM4_MOE = hf.HuggingFaceFamily(
     params=Glm4MoeParams,
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     entries=(
-        *with_defaults(MULTI_HEAD_ENTRIES, num_kv_heads=None, rms_norm_eps=1e-5, max_position_embeddings=131_072),
+        *hf.with_defaults(hf.MULTI_HEAD_ENTRIES, num_kv_heads=None, rms_norm_eps=1e-5, max_position_embeddings=131_072),
         *DEEPSEEK_MOE_ENTRIES,
-        Entry("has_qkv_bias", "attention_bias", bool, default=False),
-        Entry("has_qk_norm", "use_qk_norm", bool, default=False),
+        hf.Entry("has_qkv_bias", "attention_bias", bool, default=False),
+        hf.Entry("has_qk_norm", "use_qk_norm", bool, default=False),
     ),
-    fixed=FIXED_ENTRIES,
+    fixed=hf.FIXED_ENTRIES,
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     write_own=_written,
     irrelevant=DEEPSEEK_MOE_IRRELEVANT,

@@ -5,18 +5,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from d9d_dist.errors import UserError
-from d9d_modules import (
-    FIXED_ENTRIES,
-    GROUPED_QUERY_ENTRIES,
-    AttentionForm,
-    Entry,
-    GroupedQueryParams,
-    HuggingFaceConfig,
-    HuggingFaceFamily,
-    config_value,
-    layers_of_kind,
-    with_defaults,
-)
+from d9d_modules import AttentionForm, GroupedQueryParams, HuggingFaceConfig, config_value, layers_of_kind
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hugging_face_layers import written_layer_types
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
@@ -112,20 +102,20 @@ def _written_layers(params: GptOssParams) -> Mapping[str, JsonValue]:
     return {"sliding_window": params.sliding_window or _DEFAULT_WINDOW, "layer_types": written_layer_types(params)}
 
 
-GPT_OSS = HuggingFaceFamily(
+GPT_OSS = hf.HuggingFaceFamily(
     params=GptOssParams,
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     entries=(
-        *with_defaults(GROUPED_QUERY_ENTRIES, rms_norm_eps=1e-5, head_dim=64, max_position_embeddings=131_072),
-        Entry("expert_intermediate_size", "intermediate_size"),
-        Entry("num_experts", "num_local_experts", alias="num_experts"),
-        Entry("top_k", "num_experts_per_tok", alias="experts_per_token"),
-        Entry("has_attention_bias", "attention_bias", bool, default=True),
-        Entry("swiglu_alpha", "swiglu_alpha", float, 1.702),
-        Entry("swiglu_limit", "swiglu_limit", float, 7.0),
+        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, rms_norm_eps=1e-5, head_dim=64, max_position_embeddings=131_072),
+        hf.Entry("expert_intermediate_size", "intermediate_size"),
+        hf.Entry("num_experts", "num_local_experts", alias="num_experts"),
+        hf.Entry("top_k", "num_experts_per_tok", alias="experts_per_token"),
+        hf.Entry("has_attention_bias", "attention_bias", bool, default=True),
+        hf.Entry("swiglu_alpha", "swiglu_alpha", float, 1.702),
+        hf.Entry("swiglu_limit", "swiglu_limit", float, 7.0),
     ),
-    fixed=FIXED_ENTRIES,
+    fixed=hf.FIXED_ENTRIES,
     own=("layer_types", "output_router_logits", "router_aux_loss_coef", "sliding_window"),
     check=refuse_router_loss,
     read_own=_read_layers,

@@ -5,18 +5,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 from d9d_dist.errors import UserError
-from d9d_modules import (
-    GROUPED_QUERY_ENTRIES,
-    UNBIASED_ENTRIES,
-    AttentionForm,
-    DecoderForCausalLM,
-    Entry,
-    GroupedQueryParams,
-    HuggingFaceConfig,
-    HuggingFaceFamily,
-    config_value,
-    with_defaults,
-)
+from d9d_modules import AttentionForm, DecoderForCausalLM, GroupedQueryParams, HuggingFaceConfig, config_value
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window, sliding_window_of
 from d9d_moe.models.experts_hugging_face import expert_entries, refuse_router_loss
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
@@ -69,16 +59,16 @@ def _written_layers(params: Qwen3MoeParams) -> Mapping[str, JsonValue]:
     }
 
 
-QWEN3_MOE = HuggingFaceFamily(
+QWEN3_MOE = hf.HuggingFaceFamily(
     params=Qwen3MoeParams,
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     entries=(
-        *with_defaults(GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
+        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
         *expert_entries("num_experts"),
-        Entry("renormalize", "norm_topk_prob", bool, default=False),
+        hf.Entry("renormalize", "norm_topk_prob", bool, default=False),
     ),
-    fixed=UNBIASED_ENTRIES,
+    fixed=hf.UNBIASED_ENTRIES,
     written={"decoder_sparse_step": 1},
     own=(
         "decoder_sparse_step",

@@ -8,14 +8,8 @@ from typing import Any, ClassVar, final
 from torch import nn
 
 from d9d_dist.errors import UserError
-from d9d_modules import (
-    QWEN3_5,
-    Entry,
-    HuggingFaceConfig,
-    HuggingFaceFamily,
-    HybridParams,
-    swiglu_from_hugging_face,
-)
+from d9d_modules import QWEN3_5, HuggingFaceConfig, HybridParams, swiglu_from_hugging_face
+from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hybrid import HYBRID_ENTRIES, HYBRID_FIXED, HYBRID_OWN, read_full_layers, written_full_layers
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.qwen3_moe import read_dense_layers
@@ -90,18 +84,18 @@ _ENTRIES = (
     # No layer of the released models is dense, and Qwen3.5 has no entry for it.
     *(each for each in HYBRID_ENTRIES if each.field != "intermediate_size"),
     *expert_entries("num_experts"),
-    Entry("shared_intermediate_size", "shared_expert_intermediate_size", default=512),
+    hf.Entry("shared_intermediate_size", "shared_expert_intermediate_size", default=512),
 )
 _OWN = (*HYBRID_OWN, "output_router_logits", "router_aux_loss_coef")
 
-QWEN3_NEXT = HuggingFaceFamily(
+QWEN3_NEXT = hf.HuggingFaceFamily(
     params=Qwen3NextParams,
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     entries=(
         *_ENTRIES,
-        Entry("intermediate_size", "intermediate_size", default=5632),
-        Entry("renormalize", "norm_topk_prob", bool, default=True),
+        hf.Entry("intermediate_size", "intermediate_size", default=5632),
+        hf.Entry("renormalize", "norm_topk_prob", bool, default=True),
     ),
     fixed={**HYBRID_FIXED, "use_sliding_window": False},
     written={"decoder_sparse_step": 1},
@@ -114,13 +108,13 @@ QWEN3_NEXT = HuggingFaceFamily(
 )
 """`config.json` of Qwen3-Next."""
 
-QWEN3_5_MOE: HuggingFaceFamily[Any] = replace(
+QWEN3_5_MOE: hf.HuggingFaceFamily[Any] = replace(
     QWEN3_5,
     params=Qwen35MoeParams,
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     nested_type="qwen3_5_moe",
-    entries=(*_ENTRIES, Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
+    entries=(*_ENTRIES, hf.Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
     own=_OWN,
     check=refuse_router_loss,
     write_own=_written_moe,

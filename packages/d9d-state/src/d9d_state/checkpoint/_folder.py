@@ -13,7 +13,7 @@ from d9d_state.errors import ProcessLimitError, StateError, describe
 from d9d_state.folder_lock import LOCK_NAME
 from d9d_state.object_path import ObjectPath
 
-RUN_ID_NAME = "run_id"  # file with the run's id, beside the checkpoints: tells whose steps the local tiers hold
+RUN_ID_NAME = "run_id"  # file with the run's id, beside the checkpoints; identifies the run's steps in the local tiers
 _LOGGER = logging.getLogger("d9d.state")
 
 

@@ -26,7 +26,7 @@ class Hosts:
     def find(cls, folder: Path, ctx: DistributedContext | None, group: dist.ProcessGroup | None) -> Self:
         """Find the ranks that share each host's folder, by a file of each rank. Collective.
 
-        Names of hosts do not tell: containers of one host may have folders of their own. The folder is created.
+        Host names do not suffice: containers of one host may have folders of their own. The folder is created.
 
         Raises:
             StateError: On every rank, if a rank cannot write to its folder.

@@ -18,18 +18,10 @@ from d9d_dist import agree
 from d9d_state import _files
 from d9d_state._digests import digest_parts
 from d9d_state._tensor_bytes import bytes_of
+from d9d_state.checkpoint import manifest
 from d9d_state.checkpoint._commit import chunks_of_rank
 from d9d_state.checkpoint._hosts import Hosts
 from d9d_state.checkpoint._rank_record import RankRecord, record_name
-from d9d_state.checkpoint.manifest import (
-    STATE_NAME,
-    Chunk,
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    rank_state_name,
-    tensors_name,
-)
 from d9d_state.checkpoint.save_plan import SavePlan, part_key
 from d9d_state.errors import StateError, describe
 from d9d_state.json_value import as_list, dump_json, parse_json
@@ -134,7 +126,7 @@ class TierWriter:
         images: dict[int, Tensor] = {}
         for rank, layout in self._layouts.items():
             _files.remove_file(slot / record_name(rank))
-            path = slot / tensors_name(rank)
+            path = slot / manifest.tensors_name(rank)
             if path not in self._images:
                 self._images[path] = _files.map_file(path, layout.num_bytes)
             images[rank] = self._images[path]
@@ -168,23 +160,23 @@ class TierWriter:
         chunks, size = chunks_of_rank(save.plan, rank, written)
         # Tensors without elements have no chunk; rank 0 records them.
         empty = [name for name, info in save.plan.tensors.items() if info.num_bytes == 0]
-        tensors: dict[str, list[Chunk]] = {name: [] for name in empty} if rank == 0 else {}
+        tensors: dict[str, list[manifest.Chunk]] = {name: [] for name in empty} if rank == 0 else {}
         for name, chunk in chunks:
             tensors.setdefault(name, []).append(chunk)
         (rank_state, state) = digest_parts([memoryview(save.rank_state), memoryview(save.state)])
         files = {
-            tensors_name(rank): FileRecord(size, header),
-            rank_state_name(rank): FileRecord(rank_state.size, rank_state),
+            manifest.tensors_name(rank): manifest.FileRecord(size, header),
+            manifest.rank_state_name(rank): manifest.FileRecord(rank_state.size, rank_state),
         }
         if rank == 0:
-            files[STATE_NAME] = FileRecord(state.size, state)
-        share = Manifest(
+            files[manifest.STATE_NAME] = manifest.FileRecord(state.size, state)
+        share = manifest.Manifest(
             save.run_id,
             save.step,
             None,
             save.mesh,
             len(save.plan.parts),
-            {name: TensorRecord(save.plan.tensors[name], tuple(each)) for name, each in tensors.items()},
+            {name: manifest.TensorRecord(save.plan.tensors[name], tuple(each)) for name, each in tensors.items()},
             files,
         )
         record = RankRecord(save.save_id, rank, share).dump()
@@ -212,10 +204,10 @@ class TierWriter:
 
     def _write_texts(self, slot: Path, rank: int, record: bytes, rank_state: bytes, state: bytes | None) -> None:
         """Write the small files of a rank, and last its record."""
-        _files.replace_file(slot / rank_state_name(rank), rank_state)
+        _files.replace_file(slot / manifest.rank_state_name(rank), rank_state)
         if state is not None:
-            _files.replace_file(slot / STATE_NAME, state)
-        _files.fsync_file(slot / tensors_name(rank))
+            _files.replace_file(slot / manifest.STATE_NAME, state)
+        _files.fsync_file(slot / manifest.tensors_name(rank))
         _files.fsync_folder(slot)
         _files.replace_file(slot / record_name(rank), record)
         _files.fsync_folder(slot)
