@@ -184,11 +184,21 @@ class ElasticJob:
         settings = {**vars(self._settings), "sections": dict(self._settings.sections)}
         return ["-m", "hosts.elastic_job", str(self._folder), self._name, json.dumps(settings)]
 
-    def errors(self) -> dict[int, str]:
-        """Return what agents and ranks have written to stderr, by host."""
-        return {
-            int(p.name.removeprefix("errors-")): p.read_text(errors="replace") for p in self._folder.glob("errors-*")
-        }
+    def errors(self, since: Mapping[int, int] | None = None) -> dict[int, str]:
+        """Return what agents and ranks have written to stderr, by host; only what follows the sizes `since`."""
+        found: dict[int, str] = {}
+        for host, path in self._logs().items():
+            with path.open("rb") as file:
+                file.seek((since or {}).get(host, 0))
+                found[host] = file.read().decode(errors="replace")
+        return found
+
+    def log_sizes(self) -> dict[int, int]:
+        """Return the number of bytes that agents and ranks have written to stderr, by host."""
+        return {host: path.stat().st_size for host, path in self._logs().items()}
+
+    def _logs(self) -> dict[int, Path]:
+        return {int(path.name.removeprefix("errors-")): path for path in self._folder.glob("errors-*")}
 
 
 def _agent(place: Place, name: str, settings: Settings) -> None:
