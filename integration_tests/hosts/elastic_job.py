@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -259,7 +260,8 @@ def _life(folder: str, name: str, settings: Settings) -> None:
     for event, phase in ((ConfigReady, "context"), (ModelReady, "restored"), (DataReady, "ready")):
         trainer.events.on(event, lambda _, phase=phase: _mark(shared, phase))
     if rank == 0:
-        trainer.events.on(StepDone, lambda event: _record(event, shared))
+        life = uuid.uuid4().hex  # a rebooted host gives the same process ids again
+        trainer.events.on(StepDone, lambda event: _record(event, shared, life))
     try:
         with cli_main():
             trainer.train()
@@ -281,9 +283,8 @@ def _replace(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _record(event: StepDone, folder: Path) -> None:
+def _record(event: StepDone, folder: Path, life: str) -> None:
     """Append a step to the progress, then wait until the next step is allowed."""
-    life = f"{socket.gethostname()}:{os.getpid()}:{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     values = f"{float(event.loss).hex()},{float(event.grad_norm).hex()}"
     with (folder / _PROGRESS).open("a", encoding="ascii") as file:
         file.write(f"{event.step} {values} {time.monotonic()} {os.environ['WORLD_SIZE']} {life}\n")

@@ -151,7 +151,7 @@ def _expected(hosts: Hosts, settings: Settings, references: Path | None) -> _Bit
     if path is not None and path.is_file() and len((kept := _Bits.read(path)).steps) >= settings.steps:
         return kept
     with ElasticJob(hosts, "calm", settings) as job:
-        _wait(job, lambda: settings.steps in _bits(hosts, "calm", job).checkpoints)
+        _wait(job, (_folder(hosts, "calm") / f"step-{settings.steps:08}").is_dir)
         found = _bits(hosts, "calm", job)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,8 +159,13 @@ def _expected(hosts: Hosts, settings: Settings, references: Path | None) -> _Bit
     return found
 
 
+def _folder(hosts: Hosts, name: str) -> Path:
+    """Return the folder of a job's checkpoints of the global tier."""
+    return hosts.shared / name / "checkpoints"
+
+
 def _bits(hosts: Hosts, name: str, job: ElasticJob) -> _Bits:
-    complete = CheckpointStore(hosts.shared / name / "checkpoints").complete()
+    complete = CheckpointStore(_folder(hosts, name)).complete()
     digests = {each.step: sha256(repr(sorted(each.manifest.tensors.items())).encode()).hexdigest() for each in complete}
     return _Bits({each.step: each.values for each in job.steps()}, digests)
 
@@ -177,7 +182,7 @@ def _end(hosts: Hosts, job: ElasticJob, layout: str, expected: _Bits) -> Outcome
     start, last = time.monotonic(), job.steps()[-1].step
     step = min(set(expected.checkpoints) - set(range(last + 1)))
     job.allow(step + 1)
-    _wait(job, lambda: step in _bits(hosts, "faults", job).checkpoints)
+    _wait(job, (_folder(hosts, "faults") / f"step-{step:08}").is_dir)
     return Outcome(layout, END, 0.0, round(time.monotonic() - start, 2), 0, *_wrong(hosts, job, expected))
 
 
