@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -184,11 +185,21 @@ class ElasticJob:
         settings = {**vars(self._settings), "sections": dict(self._settings.sections)}
         return ["-m", "hosts.elastic_job", str(self._folder), self._name, json.dumps(settings)]
 
-    def errors(self) -> dict[int, str]:
-        """Return what agents and ranks have written to stderr, by host."""
-        return {
-            int(p.name.removeprefix("errors-")): p.read_text(errors="replace") for p in self._folder.glob("errors-*")
-        }
+    def errors(self, since: Mapping[int, int] | None = None) -> dict[int, str]:
+        """Return what agents and ranks have written to stderr, by host; only what follows the sizes `since`."""
+        found: dict[int, str] = {}
+        for host, path in self._logs().items():
+            with path.open("rb") as file:
+                file.seek((since or {}).get(host, 0))
+                found[host] = file.read().decode(errors="replace")
+        return found
+
+    def log_sizes(self) -> dict[int, int]:
+        """Return the number of bytes that agents and ranks have written to stderr, by host."""
+        return {host: path.stat().st_size for host, path in self._logs().items()}
+
+    def _logs(self) -> dict[int, Path]:
+        return {int(path.name.removeprefix("errors-")): path for path in self._folder.glob("errors-*")}
 
 
 def _agent(place: Place, name: str, settings: Settings) -> None:
@@ -249,7 +260,8 @@ def _life(folder: str, name: str, settings: Settings) -> None:
     for event, phase in ((ConfigReady, "context"), (ModelReady, "restored"), (DataReady, "ready")):
         trainer.events.on(event, lambda _, phase=phase: _mark(shared, phase))
     if rank == 0:
-        trainer.events.on(StepDone, lambda event: _record(event, shared))
+        life = uuid.uuid4().hex  # a rebooted host gives the same process ids again
+        trainer.events.on(StepDone, lambda event: _record(event, shared, life))
     try:
         with cli_main():
             trainer.train()
@@ -271,9 +283,8 @@ def _replace(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _record(event: StepDone, folder: Path) -> None:
+def _record(event: StepDone, folder: Path, life: str) -> None:
     """Append a step to the progress, then wait until the next step is allowed."""
-    life = f"{socket.gethostname()}:{os.getpid()}:{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     values = f"{float(event.loss).hex()},{float(event.grad_norm).hex()}"
     with (folder / _PROGRESS).open("a", encoding="ascii") as file:
         file.write(f"{event.step} {values} {time.monotonic()} {os.environ['WORLD_SIZE']} {life}\n")

@@ -22,7 +22,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "packages/d9d-loop/tes
 from forked_faults import Place, Rank, be_rank, fork_ranks, warm_process
 
 _SECONDS = 200.0
-_MARK_SECONDS = 100.0
 _NAMESPACES = ("net", "ipc", "uts", "pid", "mnt")  # the mounts come last: the others are opened under /proc
 
 
@@ -36,11 +35,11 @@ class HostJob:
 
     def wait_for(self, mark: str) -> None:
         """Wait until a file of this name exists in the shared folder. Raises if the job ends before."""
-        deadline = time.monotonic() + _MARK_SECONDS
+        deadline = time.monotonic() + _SECONDS
         while not (self._shared / mark).exists():
             if self._ended.done():
                 raise AssertionError(f"no rank reached {mark!r}: {self.ended()}")
-            assert time.monotonic() < deadline, f"no rank reached {mark!r} in {_MARK_SECONDS} s"
+            assert time.monotonic() < deadline, f"no rank reached {mark!r} in {_SECONDS} s"
             time.sleep(0.01)
 
     def make(self, mark: str) -> None:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hosts.forked_hosts import Place
@@ -46,6 +47,9 @@ def agent(place: Place, fault: str, culprit: int, **sections: Any) -> None:
 
 def _life(folder: str, fault: str, culprit: int, sections: dict[str, Any]) -> None:
     """Run a rank between two restarts; only the first one has the fault."""
+    # In the only thread: replaces the thread pool that did not survive the fork. Otherwise the main thread and that of
+    # autograd replace it at the same time in the first backward, and torch aborts ("Invalid thread pool!").
+    torch.set_num_threads(1)
     place = Place(Path(folder), int(os.environ["RANK"]))
     is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not (place.folder / "fault").exists()
     trains(place, fault if is_first else "nothing", culprit, **sections)

@@ -196,7 +196,9 @@ class Hosts:
 
     def _plug_in(self, host: int) -> None:
         port = f"port{host}"
-        self._in_bridge(f"ip link add {port} type veth peer name eth0 netns {self._inits[host]}")
+        # A host has the same hardware address after a reboot. Others would send packets to the old one for a minute.
+        own = f"name eth0 address 02:00:00:00:00:{host:02x} netns {self._inits[host]}"
+        self._in_bridge(f"ip link add {port} type veth peer {own}")
         self._in_bridge(f"ip link set {port} master bridge0 up")
 
     def _configure_link(self, host: int) -> None:

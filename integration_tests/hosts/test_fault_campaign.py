@@ -1,6 +1,7 @@
 """A short campaign of faults, and a job that continues with fewer replicas: both have the curve of a calm run."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from jobs import curve_rounding
@@ -8,7 +9,7 @@ from jobs import curve_rounding
 from d9d_loop import warm_rank
 from d9d_loop.report.run_history import read_history
 from hosts.elastic_job import IMPATIENT, ElasticJob, Settings, Step
-from hosts.fault_campaign import FAULTS, Outcome, campaign
+from hosts.fault_campaign import END, FAULTS, Outcome, campaign, summarize
 from hosts.forked_hosts import warm_process
 from hosts.hosts import Hosts
 
@@ -22,7 +23,7 @@ def _outcomes(layout: str, faults: list[str], seed: int) -> list[Outcome]:
 def test_three_faults_leave_the_bits_and_are_named() -> None:
     faults = [FAULTS[0], "host without power", "rank killed in a recovery"]
     (outcomes,) = warm_process().run(_outcomes, "dp_replicate=3,dp_shard=2,ep=2", faults, 3, world_size=1, timeout=900)
-    assert [each.fault for each in outcomes] == faults
+    assert [each.fault for each in outcomes] == [*faults, END]
     assert all(each.is_good for each in outcomes), outcomes
 
 
@@ -77,3 +78,13 @@ def test_a_job_continues_with_fewer_replicas_until_the_host_is_back_on_the_same_
     assert {each.step for each in steps} == set(range(1, 25))
     rounding = curve_rounding(24) * 2.0**-29  # of float64 instead of float32
     assert [each.loss for each in steps] == pytest.approx([expected[each.step] for each in steps], rel=rounding)
+
+
+def test_summary_counts_wrong_bits_unnamed_culprits_and_jobs_that_did_not_resume() -> None:
+    good = Outcome("tp=2", FAULTS[0], 1.0, 8.0, 1)
+    unnamed, lost = replace(good, detection=None, seconds=12.0), replace(good, layout="pp=2", seconds=None)
+    wrong, end = replace(good, wrong_steps=[3]), replace(good, fault=END, wrong_checkpoints=[4], lost_steps=9)
+    found = summarize([good, unnamed, lost, wrong, end])
+    assert (found["faults"], found["layouts"], found["good"]) == (4, 2, 1)
+    assert (found["unnamed"], found["unresumable"], found["wrong"]) == (1, 1, 2)
+    assert (found["median_seconds"], found["most_seconds"], found["most_lost_steps"]) == (8.0, 12.0, 1)
