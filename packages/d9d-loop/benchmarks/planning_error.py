@@ -25,13 +25,14 @@ from scipy.optimize import least_squares
 
 from d9d_loop.planning import Hardware, memory_of, step_time
 
+# Physical bounds of each constant, and the center of its prior: neither depends on a cluster.
 BOUNDS = {
-    "matmul_efficiency": (0.3, 1.0),
-    "attention_efficiency": (0.1, 0.9),
-    "memory_efficiency": (0.3, 1.0),
-    "host_seconds": (1e-6, 2e-4),
-    "link_efficiency": (0.05, 1.0),
-    "network_efficiency": (0.05, 1.0),
+    "matmul_efficiency": (0.4, 0.75, 1.0),
+    "attention_efficiency": (0.2, 0.45, 0.8),
+    "memory_efficiency": (0.6, 0.8, 0.95),
+    "host_seconds": (4e-6, 1.5e-5, 1e-4),
+    "link_efficiency": (0.2, 0.75, 1.0),
+    "network_efficiency": (0.2, 0.75, 1.0),
 }
 # Groups whose rows share a cluster, and so its constants.
 CLUSTERS = {
@@ -71,8 +72,7 @@ def split(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
 def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
     """Return the hardware with constants fitted to the logarithms of the step times."""
     names = list(BOUNDS)
-    low, high = (np.log([BOUNDS[name][side] for name in names]) for side in (0, 1))
-    start = np.clip(np.log([getattr(hardware.fitted, name) for name in names]), low + 1e-3, high - 1e-3)
+    low, start, high = (np.log([BOUNDS[name][side] for name in names]) for side in range(3))
 
     def constants(point: Any) -> Hardware:
         values = {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
@@ -80,7 +80,7 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
 
     def errors(point: Any) -> Any:
         tried = constants(point)
-        # A weak prior at the start keeps constants that no row determines.
+        # A weak prior keeps constants that no row determines.
         prior = 0.1 * (point - start)
         return np.concatenate(
             [np.log([predict(row, tried) / row.seconds for row in rows if row.seconds is not None]), prior]

@@ -125,12 +125,12 @@ def _time(plan: ClusterPlan) -> str:
 
 def _pipeline(plan: ClusterPlan) -> str:
     program, layout = plan.program, plan.layout
-    seconds = [stage_seconds(plan.shape, layout, plan.hardware, index) for index in range(layout.pp)]
+    seconds = stage_seconds(plan.shape, layout, plan.hardware)
 
     def duration(action: Compute) -> float:
         if isinstance(action, Overlap):
             return duration(action.forward) + duration(action.backward)
-        forward, backward = seconds[program.stage_ranks[action.stage]]
+        forward, backward = seconds[action.stage]
         if isinstance(action, Forward):
             return forward
         return backward if isinstance(action, Backward) else backward / 2

@@ -1,13 +1,14 @@
 """Time of one kernel: a roofline whose compute roof depends on the shape.
 
-    t(matmul) = max(2 m n k / (P e w d), bytes / (B f)) + t0
-    w = tiles / (M ceil(tiles / M)),  tiles = ceil(m / 128) ceil(n / 128)
-    d = k / (k + k_half), times 0.3 if m, n or k is odd: tensor cores need rows aligned to 16 bytes
+    t(matmul) = max(min over tiles a x b of 2 a b (k + k_half) waves M / (P e r), bytes / (B f)) + t0
+    waves = ceil(batch ceil(m / a) ceil(n / b) / M),  r = i / (i + 20) / r(256 x 128),  i = a b / (a + b)
     t(pointwise) = bytes / (B f) + t0
 
-P: peak rate, FLOP/s. B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors; w is the share of them
-that works in the mean wave of 128 x 128 tiles (NVIDIA, "Matrix Multiplication Background User's Guide", section 3). d:
-start and end of a tile's inner loop, with k_half = 96. t0: gap between kernels, in s. Times are in s.
+P: peak rate, FLOP/s, times 0.3 if n or k is odd: tensor cores need rows aligned to 16 bytes. B: memory bandwidth,
+bytes/s. e, f: fitted fractions. M: multiprocessors, each of which computes a tile in each wave. r: speed of a tile over
+that of the largest; small tiles fill the last wave better, but reuse fewer of the i elements that they load. The library
+is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and 4).
+k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
 Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -15,10 +16,21 @@ from math import ceil
 
 from d9d_loop.planning.hardware_spec import Hardware
 
-TILE = 128
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 HALF_DEPTH = 96
+HALF_REUSE = 20
 UNALIGNED = 0.3
 """Speed of a product with an odd size over that of an aligned one: 80 of 250 TFLOP/s on an A100."""
+
+
+def _costs() -> tuple[tuple[int, int, float], ...]:
+    """Return the tiles, each with its elements over its speed."""
+    reuse = [(a, b, a * b / (a + b)) for a, b in TILES]
+    best = max(i / (i + HALF_REUSE) for _, _, i in reuse)
+    return tuple((a, b, a * b * best * (i + HALF_REUSE) / i) for a, b, i in reuse)
+
+
+_COSTS = _costs()
 
 
 def matmul_seconds(
@@ -26,14 +38,13 @@ def matmul_seconds(
 ) -> float:
     """Return the time of `batch` products of m x k and k x n matrices with `num_bytes` per element."""
     device, fitted = hardware.device, hardware.fitted
-    tiles = batch * ceil(m / TILE) * ceil(n / TILE)
-    waves = ceil(tiles / device.num_multiprocessors)
-    share = tiles / (waves * device.num_multiprocessors)
-    depth = k / (k + HALF_DEPTH) * (UNALIGNED if n % 2 or k % 2 else 1.0)
-    rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * share * depth
+    rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * (UNALIGNED if n % 2 or k % 2 else 1.0)
+    # Elements of the output that a multiprocessor computes one after another, at the speed of the largest tile.
+    elements = min(ceil(batch * ceil(m / a) * ceil(n / b) / device.num_multiprocessors) * cost for a, b, cost in _COSTS)
+    seconds = 2 * elements * (k + HALF_DEPTH) * device.num_multiprocessors / rate
     moved = batch * num_bytes * (m * k + k * n + m * n)
     roof = device.memory_bandwidth * fitted.memory_efficiency
-    return max(2 * batch * m * n * k / rate, moved / roof) + device.kernel_seconds
+    return max(seconds, moved / roof) + device.kernel_seconds
 
 
 def pointwise_seconds(hardware: Hardware, num_bytes: float, *, num_kernels: float = 1) -> float:

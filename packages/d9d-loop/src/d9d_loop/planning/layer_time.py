@@ -6,7 +6,7 @@
 
 Tensor parallelism: two all-reduces of b s h per pass (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or with
 sequence parallelism an all-gather and a reduce-scatter each (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
-Bytes of pointwise kernels: counted per kernel below, in elements of 2 bytes, read and written once each.
+Bytes of fused pointwise kernels: counted per kernel below, in elements of 2 bytes, read and written once each.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.kernel_time import attention_seconds, matmul_seconds, pointwise_seconds
-from d9d_loop.planning.plan_layout import PlanLayout
+from d9d_loop.planning.plan_layout import PlanLayout, Pointwise
 
 # Operators that the host launches: a layer's forward, and its backward (autograd's own overhead is in host_seconds).
 FORWARD_OPERATORS = 26
 BACKWARD_OPERATORS = 50
 SPARSE_OPERATORS = 30
 COLLECTIVE_OPERATORS = 3  # of a tensor-parallel collective: checks, events and waits of its process group
+
+POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
+"""Bytes of a layer's pointwise operators over those of one kernel for each norm, addition and activation function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     wide = tokens * (heads + 2 * kv_heads) * d * 2
     rows = tokens * shape.top_k / (t if layout.ep > 1 else 1) if sparse else 0.0
     experts_wide = rows * 2 * (2 * h + 3 * shape.expert_size)
-    fusion = 0.6 if layout.fused_pointwise else 1.0
+    fusion = POINTWISE_TRAFFIC[layout.pointwise]
     norms_and_residuals = thin * (2 * 2 + 2 * (3.5 if layout.dropout else 3))
     activation = tokens * inner * 2 * (3 if shape.is_gated else 2)
     moved = fusion * (norms_and_residuals + 2 * wide + activation + experts_wide) + core_bytes

@@ -132,7 +132,8 @@ def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, spars
     if shape.latent is not None:
         heads, kv_heads, d = shape.num_heads, shape.num_heads, (shape.head_dim + shape.latent[2] + shape.latent[3]) // 2
     inputs = 2 * 2 * h / thin + 2 * 2 * h / thin + (2 * h / thin if layout.dropout else 0)
-    attention = 2 * (2 * heads + 2 * kv_heads) * d / t
+    # Context parallelism gathers keys and values of the whole sequence, which attention's backward pass reads.
+    attention = 2 * (2 * heads + 2 * kv_heads * layout.cp) * d / t
     if not layout.flash and layout.recompute == "none":
         attention += 5 * shape.num_heads * layout.length / t
     inner = shape.intermediate_size / t

@@ -5,6 +5,7 @@ from typing import Literal, final
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicated", "optimizer", "gradients", "parameters"]
+Pointwise = Literal["eager", "fused", "compiled"]
 
 
 @final
@@ -30,7 +31,8 @@ class PlanLayout:
         shard_ranks: Ranks that shard it; `None` for all data- and context-parallel ranks.
         sequence_parallel: True if pointwise operators are split over the tensor-parallel ranks.
         flash: True if a fused kernel computes attention; False if scores are stored.
-        fused_pointwise: True if a compiler fuses pointwise operators.
+        pointwise: How pointwise operators run: as PyTorch's operators, which write intermediate results and casts
+            (eager); as kernels written for norms, dropout and activation functions (fused); or fused by a compiler.
         dtype: Dtype of matrix products: bf16 or fp8.
         overlaps_gradients: True if the gradient reduction overlaps the backward pass.
         overlaps_tensor: Share of tensor-parallel communication that is hidden (async TP).
@@ -69,7 +71,7 @@ class PlanLayout:
     shard_ranks: int | None = None
     sequence_parallel: bool = True
     flash: bool = True
-    fused_pointwise: bool = False
+    pointwise: Pointwise = "eager"
     dtype: str = "bf16"
     overlaps_gradients: bool = True
     overlaps_tensor: float = 0.0

@@ -1,8 +1,10 @@
 """Model of a step: the time of its parts on the slowest pipeline rank, from the costs of layers and collectives."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import final
 
+from d9d_dist import StageInfo
 from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
@@ -109,26 +111,39 @@ def step_time(
     )
 
 
-def stage_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, index: int) -> tuple[float, float]:
-    """Return the times of one microbatch's forward and backward on a stage of a pipeline rank, without transfers."""
-    layers = (layer_time(shape, layout, hardware, sparse=sparse) for sparse in (False, bool(shape.num_experts)))
-    forward = backward = 0.0
-    for layer, count in zip(layers, layers_of(shape, layout, index), strict=True):
-        forward += count * layer.forward.device
-        backward += count * (layer.backward.device + layer.recompute.device)
-    if index == layout.pp - 1:
-        head = head_time(shape, layout, hardware)
-        forward, backward = forward + head[0].device, backward + head[1].device
-    return forward / layout.stages_per_rank, backward / layout.stages_per_rank
+def stage_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> list[tuple[float, float]]:
+    """Return the times of one microbatch's forward and backward on each stage, without transfers."""
+    layers, dense = layer_times(shape, layout, hardware), shape.num_layers - shape.num_sparse_layers
+    seconds = []
+    for index in range(layout.num_stages):
+        forward = backward = 0.0
+        for layer, count in zip(layers, _stage_layers(shape.num_layers, dense, index, layout.num_stages), strict=True):
+            forward += count * layer.forward.device
+            backward += count * (layer.backward.device + layer.recompute.device)
+        seconds.append((forward, backward))
+    head = head_time(shape, layout, hardware)
+    forward, backward = seconds[-1]
+    seconds[-1] = forward + head[0].device, backward + head[1].device
+    return seconds
 
 
-def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tuple[float, float]:
-    """Return the numbers of dense and sparse layers of a pipeline rank. Layers are spread evenly over stages."""
-    per_rank = shape.num_layers / layout.pp
-    if not shape.num_experts:
-        return per_rank, 0.0
-    dense = max(0.0, min(per_rank, shape.num_dense_layers - pipeline_rank * per_rank))
-    return dense, per_rank - dense
+def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tuple[int, int]:
+    """Return the numbers of dense and sparse layers of a pipeline rank.
+
+    Each stage has whole layers, as `StageInfo.layers` splits them, and stage s is on rank s modulo `pp`.
+    """
+    stages = range(pipeline_rank, layout.num_stages, layout.pp)
+    dense = shape.num_layers - shape.num_sparse_layers
+    counts = [_stage_layers(shape.num_layers, dense, index, layout.num_stages) for index in stages]
+    return sum(dense for dense, _ in counts), sum(sparse for _, sparse in counts)
+
+
+@cache
+def _stage_layers(num_layers: int, num_dense: int, index: int, num_stages: int) -> tuple[int, int]:
+    """Return the numbers of dense and sparse layers of a stage; the first `num_dense` layers of the model are dense."""
+    layers = StageInfo(index, num_stages).layers(num_layers)
+    sparse = len(range(max(layers.start, num_dense), layers.stop))
+    return len(layers) - sparse, sparse
 
 
 def rank_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
@@ -216,7 +231,7 @@ def _data_parallel(
     contends = span.per_node > 1
     gradients, weights = held * layout.gradient_bytes, held * layout.weight_bytes
     m = layout.num_microbatches
-    per_layer = shape.num_layers / layout.pp + 1
+    per_layer = sum(layers_of(shape, layout, index)) + 1
     if layout.sharding == "parameters":
         shard = Span.of(min(ranks, layout.sharding_ranks), layout.tp, hardware.devices_per_node)
         gather = collective_seconds(hardware, "all_gather", weights / per_layer, shard) * per_layer
