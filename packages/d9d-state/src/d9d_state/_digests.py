@@ -10,7 +10,6 @@ from typing import final
 from xxhash import xxh3_128
 
 ALGORITHM = "XXH3-128"
-BLOCK = 1 << 18  # bytes hashed at a time, together with their read or write: they stay in the cache of a processor core
 
 
 @final

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from d9d_state._digests import BLOCK, PartRecord
+from d9d_state._digests import PartRecord
 from d9d_state._member import AnyPath
 from d9d_state.object_path import ObjectPath
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_BLOCK = 1 << 22  # bytes hashed and written at a time; advice on each 256 KiB takes 1.4 times the processor time
 
 
 def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
@@ -36,8 +37,8 @@ def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[Part
     try:
         for part in parts:
             view, digest = memoryview(part).cast("B"), xxh3_128()
-            for start in range(0, len(view), BLOCK):
-                block = view[start : start + BLOCK]
+            for start in range(0, len(view), _BLOCK):
+                block = view[start : start + _BLOCK]
                 digest.update(block)
                 _write_all(descriptor, block)
                 # The advice for dirty pages is to write them back now; without it, fsync() would start at the end.

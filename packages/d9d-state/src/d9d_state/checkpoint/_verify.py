@@ -10,11 +10,14 @@ from typing import final
 from xxhash import xxh3_128
 
 from d9d_dist import DistributedContext, UserError
-from d9d_state._digests import ALGORITHM, BLOCK, PartRecord
+from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, MemberReader, open_reader
 from d9d_state.checkpoint.manifest import Manifest
+from d9d_state.object_path import ObjectPath
 
+_BLOCK = 1 << 18  # bytes that are read and hashed at once; they stay in the cache of a processor core
 _MAX_THREADS = 8
+_OBJECT_BLOCK = 1 << 23  # bytes of one request to an object store
 
 
 @final
@@ -91,7 +94,8 @@ def _problem(folder: AnyPath, part: FilePart) -> str | None:
 
 def _digest(reader: MemberReader, part: FilePart) -> str:
     digest = xxh3_128()
-    block = memoryview(bytearray(min(BLOCK, part.record.size)))
+    size = _OBJECT_BLOCK if isinstance(reader.source, ObjectPath) else _BLOCK
+    block = memoryview(bytearray(min(size, part.record.size)))
     position, left = part.start, part.record.size
     while left:
         count = reader.read_into(block[: min(left, len(block))], position)
