@@ -26,6 +26,8 @@ def test_only_plain_containers_are_assumed_to_draw_nothing() -> None:
         assert DatasetProvider(samples, collate=list).draws
     assert DatasetProvider(Augmented([1])).draws
     assert DatasetProvider(range(2)).draws
+    assert not DatasetProvider(range(2), draws=False).draws
+    assert DatasetProvider([1], draws=True).draws
 
 
 def test_a_provider_needs_only_training_data() -> None:

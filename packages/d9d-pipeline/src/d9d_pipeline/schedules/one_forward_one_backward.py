@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias, final
 
 from d9d_dist import UserError
@@ -49,13 +49,7 @@ class Interleaved(Schedule):
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
         """Return the warm-up forwards, alternating backwards and forwards, and the last backwards."""
-        return interleaved_actions(
-            rank,
-            num_ranks,
-            num_microbatches,
-            stages_per_rank=self.stages_per_rank,
-            max_activations=self.max_activations,
-        )
+        return interleaved_actions(rank, num_ranks, num_microbatches, **asdict(self))
 
 
 Warmup: TypeAlias = Literal["short", "long"]

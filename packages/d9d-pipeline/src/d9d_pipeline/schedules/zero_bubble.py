@@ -1,7 +1,7 @@
 """Backwards in two halves: deferred weight gradients fill the time in which a rank would be idle."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import final
 
 from d9d_pipeline.actions import Part
@@ -33,12 +33,4 @@ class ZeroBubble1P(Schedule):
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
         """Return the order of 1F1B with split backwards and deferred weight gradients."""
-        return interleaved_actions(
-            rank,
-            num_ranks,
-            num_microbatches,
-            stages_per_rank=self.stages_per_rank,
-            warmup=self.warmup,
-            max_activations=self.max_activations,
-            max_delay=rank,
-        )
+        return interleaved_actions(rank, num_ranks, num_microbatches, max_delay=rank, **asdict(self))
