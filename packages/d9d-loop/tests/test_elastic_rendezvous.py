@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
@@ -49,6 +50,17 @@ def _lose(lost: QuickRendezvous, by: QuickRendezvous) -> None:
     holder.state.last_heartbeats[lost._this_node] = datetime.now(UTC) - _LONG_AGO
     holder.mark_dirty()
     _wait(lambda: bool(holder.sync()))
+
+
+def test_operations_do_not_inspect_the_stack_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[int] = []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: names.append(depth))
+    store = dist.HashStore()
+    nodes = [_node(store, name) for name in ("host0", "host1")]
+    with _threads() as join:
+        assert sorted(rank.result(_SECONDS) for rank in [join(node) for node in nodes]) == [0, 1]
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
+    assert names == []
 
 
 def test_a_spare_node_joins_only_if_a_node_is_lost_which_is_named() -> None:

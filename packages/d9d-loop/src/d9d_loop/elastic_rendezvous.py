@@ -3,6 +3,10 @@
 torch's agents poll the state of the rendezvous once a second, and read a copy that may be a second old. A round takes
 several of these polls. In torch's rendezvous, a spare node competes with the nodes that restart their ranks, and a node
 that comes too late makes all of them restart once more. Here the spare node joins only if a node is missing.
+
+For each operation, torch also records an event, which no handler receives by default. The name of its caller comes from
+`inspect.stack()`, which searches all imported modules: 12 to 24 ms of a core, several times a second on each node. On a
+busy machine, nodes then took more than a minute to meet. Here no event is recorded.
 """
 
 import time
@@ -83,6 +87,9 @@ class QuickRendezvous(DynamicRendezvousHandler):
         present = {*_coming_nodes(state), *state.redundancy_list}
         return [(rank, node.addr) for node, rank in self._ranks.items() if node not in present]
 
+    def _record(self, *arguments: Any, **named: Any) -> None:
+        """Record no event."""
+
 
 class _QuickExecutor(_DistributedRendezvousOpExecutor):
     """Runs the operations of a rendezvous, and polls its state more often than torch's."""
@@ -107,6 +114,9 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
             return action
 
         super().run(next_action, deadline, update_deadline)
+
+    def _record(self, *arguments: Any, **named: Any) -> None:
+        """Record no event."""
 
     def _remove_from_participants(self) -> None:
         """Leave a round. A node that leaves to join the next one waits for it from the same moment on."""
