@@ -97,9 +97,11 @@ def test_a_node_that_leaves_a_round_waits_for_the_next_one_from_the_same_moment_
     with _threads() as join:
         ranks = [join(first), join(second)]
         _wait(lambda: all(rank.done() for rank in ranks))
+    assert not second.is_broken()
     first._op_executor.run(_RendezvousExitOp(), time.monotonic() + _SECONDS)  # it does not join yet
     _wait(lambda: second.num_nodes_waiting() == 1)
     assert second.lost_nodes() == []
+    assert second.is_broken()
     for node in (first, second):
         node.shutdown()
 
@@ -116,6 +118,7 @@ def test_a_node_that_comes_too_late_does_not_interrupt_the_others() -> None:
         holder.mark_dirty()
         _wait(lambda: bool(holder.sync()))
         assert second.num_nodes_waiting() == first.num_nodes_waiting() == 0
+        assert not first.is_broken()
         waits = join(late)
         _wait(lambda: first.num_nodes_waiting() == 0 and late._this_node in holder.state.redundancy_list)
         assert late._this_node not in holder.state.wait_list

@@ -87,6 +87,10 @@ class QuickRendezvous(DynamicRendezvousHandler):
         present = {*_coming_nodes(state), *state.redundancy_list}
         return [(rank, node.addr) for node, rank in self._ranks.items() if node not in present]
 
+    def is_broken(self) -> bool:
+        """Return True if a node of this round has left it, so that its ranks are gone. No request to the store."""
+        return not self._ranks.keys().isdisjoint(self._state_holder.state.wait_list)
+
     def _record(self, *arguments: Any, **named: Any) -> None:
         """Record no event."""
 
