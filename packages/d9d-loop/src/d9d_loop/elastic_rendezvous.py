@@ -5,8 +5,8 @@ several of these polls. In torch's rendezvous, a spare node competes with the no
 that comes too late makes all of them restart once more. Here the spare node joins only if a node is missing.
 
 For each operation, torch also records an event, which no handler receives by default. The name of its caller comes from
-`inspect.stack()`, which searches all imported modules: 12 to 24 ms of a core, several times a second on each node. On a
-busy machine, nodes then took more than a minute to meet. Here no event is recorded.
+two calls of `inspect.stack()`. Each one searches all imported modules for frames without a source file, which
+`python -m` has: 12 ms with the modules of torchrun, 24 ms with those of a job. Here no event is recorded.
 """
 
 import time
