@@ -142,7 +142,8 @@ def campaign(
                 if outcome[1] is None:
                     print(*(f"host{host}:\n{text[-3000:]}" for host, text in job.errors().items()), file=sys.stderr)
                     return
-            yield _end(hosts, job, layout, expected)
+            if job.steps():  # else the time was over before the first fault
+                yield _end(hosts, job, layout, expected)
 
 
 def _expected(hosts: Hosts, settings: Settings, references: Path | None) -> Bits:
