@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, StageInfo
+from d9d_dist import ContextSplit, DistributedContext, StageInfo
 from d9d_loop import Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, on_event
 from d9d_loop.testing import parse_layout
 from d9d_metrics import Accumulator, Metric, MetricValue
@@ -93,7 +93,11 @@ class BalancedNextToken(Task):
         self.is_counting = False
 
     def inputs(self, batch: Any) -> Inputs:
-        return Inputs(batch["input_ids"], labels=batch["labels"], position_ids=torch.arange(LENGTH).unsqueeze(0))
+        positions = batch["position_ids"] if "position_ids" in batch else torch.arange(LENGTH).unsqueeze(0)
+        return Inputs(batch["input_ids"], labels=batch["labels"], position_ids=positions)
+
+    def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
+        return {**split.split(batch), "position_ids": split.positions(LENGTH)}
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         return Loss(outputs.sum(), weight=outputs.numel())

@@ -88,7 +88,7 @@ class Outcome:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Bits:
+class Bits:
     """Bits of a job: the values of each step, and the digests of the tensors of each checkpoint."""
 
     steps: dict[int, str]
@@ -138,21 +138,22 @@ def campaign(
                 if time.monotonic() - start > seconds:
                     break
                 outcome = _Strike(hosts, job, draws, fault).run(number * _STEPS_PER_FAULT + draws.randint(1, 2))
-                yield Outcome(layout, fault, *outcome, *_wrong(hosts, job, expected))
+                yield Outcome(layout, fault, *outcome, *wrong_bits(job.steps(), _folder(hosts, "faults"), expected))
                 if outcome[1] is None:
                     print(*(f"host{host}:\n{text[-3000:]}" for host, text in job.errors().items()), file=sys.stderr)
                     return
-            yield _end(hosts, job, layout, expected)
+            if job.steps():  # else the time was over before the first fault
+                yield _end(hosts, job, layout, expected)
 
 
-def _expected(hosts: Hosts, settings: Settings, references: Path | None) -> _Bits:
+def _expected(hosts: Hosts, settings: Settings, references: Path | None) -> Bits:
     """Return the bits of the job without faults: those that are kept, or of a new job."""
     path = None if references is None else references / f"{settings.layout}.json"
-    if path is not None and path.is_file() and len((kept := _Bits.read(path)).steps) >= settings.steps:
+    if path is not None and path.is_file() and len((kept := Bits.read(path)).steps) >= settings.steps:
         return kept
     with ElasticJob(hosts, "calm", settings) as job:
         _wait(job, (_folder(hosts, "calm") / f"step-{settings.steps:08}").is_dir)
-        found = _bits(hosts, "calm", job)
+        found = bits_of(job.steps(), _folder(hosts, "calm"))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(found)), encoding="ascii")
@@ -164,26 +165,34 @@ def _folder(hosts: Hosts, name: str) -> Path:
     return hosts.shared / name / "checkpoints"
 
 
-def _bits(hosts: Hosts, name: str, job: ElasticJob) -> _Bits:
-    complete = CheckpointStore(_folder(hosts, name)).complete()
+def bits_of(steps: Sequence[Step], checkpoints: Path) -> Bits:
+    """Return the bits of steps, and of the complete checkpoints of a folder."""
+    complete = CheckpointStore(checkpoints).complete()
     digests = {each.step: sha256(repr(sorted(each.manifest.tensors.items())).encode()).hexdigest() for each in complete}
-    return _Bits({each.step: each.values for each in job.steps()}, digests)
+    return Bits({each.step: each.values for each in steps}, digests)
 
 
-def _wrong(hosts: Hosts, job: ElasticJob, expected: _Bits) -> tuple[list[int], list[int]]:
-    """Return the steps, in each life of the job, and the checkpoints that differ from those without faults."""
-    steps = [each.step for each in job.steps() if expected.steps[each.step] != each.values]
-    found = _bits(hosts, "faults", job).checkpoints
-    return steps, [step for step, digest in found.items() if expected.checkpoints[step] != digest]
+def wrong_bits(steps: Sequence[Step], checkpoints: Path, expected: Bits) -> tuple[list[int], list[int]]:
+    """Return the steps, in each life of a job, and its checkpoints that differ from those without faults."""
+    wrong = [each.step for each in steps if expected.steps[each.step] != each.values]
+    found = bits_of(steps, checkpoints).checkpoints
+    return wrong, [step for step, digest in found.items() if expected.checkpoints[step] != digest]
 
 
-def _end(hosts: Hosts, job: ElasticJob, layout: str, expected: _Bits) -> Outcome:
+def _end(hosts: Hosts, job: ElasticJob, layout: str, expected: Bits) -> Outcome:
     """Train to the next checkpoint after all faults; return its bits as those of a last outcome."""
     start, last = time.monotonic(), job.steps()[-1].step
     step = min(set(expected.checkpoints) - set(range(last + 1)))
     job.allow(step + 1)
     _wait(job, (_folder(hosts, "faults") / f"step-{step:08}").is_dir)
-    return Outcome(layout, END, 0.0, round(time.monotonic() - start, 2), 0, *_wrong(hosts, job, expected))
+    return Outcome(
+        layout,
+        END,
+        0.0,
+        round(time.monotonic() - start, 2),
+        0,
+        *wrong_bits(job.steps(), _folder(hosts, "faults"), expected),
+    )
 
 
 @final

@@ -1,15 +1,19 @@
 """A short campaign of faults, and a job that continues with fewer replicas: both have the curve of a calm run."""
 
+import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+import torch
 from jobs import curve_rounding
 
 from d9d_loop import warm_rank
 from d9d_loop.report.run_history import read_history
+from d9d_state import CheckpointStore
 from hosts.elastic_job import IMPATIENT, ElasticJob, Settings, Step
-from hosts.fault_campaign import END, FAULTS, Outcome, campaign, summarize
+from hosts.fault_campaign import END, FAULTS, Bits, Outcome, bits_of, campaign, summarize, wrong_bits
 from hosts.forked_hosts import warm_process
 from hosts.hosts import Hosts
 
@@ -78,6 +82,20 @@ def test_a_job_continues_with_fewer_replicas_until_the_host_is_back_on_the_same_
     assert {each.step for each in steps} == set(range(1, 25))
     rounding = curve_rounding(24) * 2.0**-29  # of float64 instead of float32
     assert [each.loss for each in steps] == pytest.approx([expected[each.step] for each in steps], rel=rounding)
+
+
+def test_wrong_losses_and_wrong_tensors_are_found(tmp_path: Path) -> None:
+    for step in (4, 8):
+        CheckpointStore(tmp_path).save(step, {"weight": torch.full((3,), float(step))})
+    steps = [Step(step, values, 0.0, 6, "life") for step, values in ((1, "a,b"), (2, "c,d"), (2, "c,d"))]
+    expected = bits_of(steps, tmp_path)
+    assert wrong_bits(steps, tmp_path, expected) == ([], [])
+    assert wrong_bits([*steps, replace(steps[1], values="c,e")], tmp_path, expected) == ([2], [])
+    CheckpointStore(tmp_path / "other").save(8, {"weight": torch.tensor([8.0, 8.0, 7.999999])})
+    assert wrong_bits(steps, tmp_path / "other", expected) == ([], [8])
+    path = tmp_path / "bits.json"
+    path.write_text(json.dumps(asdict(expected)), encoding="ascii")
+    assert Bits.read(path) == expected
 
 
 def test_summary_counts_wrong_bits_unnamed_culprits_and_jobs_that_did_not_resume() -> None:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from torch._logging._internal import TorchLogsFormatter
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -54,6 +55,20 @@ def test_ranks_that_are_stopped_are_killed_at_once(tmp_path: Path, monkeypatch: 
     agent = _agent(tmp_path, ENDS, IS_STOPPED)
     agent._end_ranks()
     assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_ranks_have_little_time_to_end_after_another_node_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_broken: bool
+) -> None:
+    monkeypatch.setattr(elastic_agent, "_END_SECONDS", 0.3)
+    agent, group = _agent(tmp_path, IGNORES), mock.Mock(state=WorkerState.HEALTHY)
+    group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
+    group.spec.rdzv_handler.configure_mock(**{"lost_nodes.return_value": [], "is_broken.return_value": is_broken})
+    with mock.patch.object(LocalElasticAgent, "_stop_workers"):
+        agent._stop_workers(group)
+    assert agent._exit_codes() == ([-signal.SIGKILL] if is_broken else [None])
+    agent._end_ranks()
 
 
 def test_ranks_end_with_an_agent_that_lost_the_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
@@ -51,6 +52,17 @@ def _lose(lost: QuickRendezvous, by: QuickRendezvous) -> None:
     _wait(lambda: bool(holder.sync()))
 
 
+def test_operations_do_not_inspect_the_stack_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[int] = []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: names.append(depth))
+    store = dist.HashStore()
+    nodes = [_node(store, name) for name in ("host0", "host1")]
+    with _threads() as join:
+        assert sorted(rank.result(_SECONDS) for rank in [join(node) for node in nodes]) == [0, 1]
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
+    assert names == []
+
+
 def test_a_spare_node_joins_only_if_a_node_is_lost_which_is_named() -> None:
     store = dist.HashStore()
     first, second, spare = (_node(store, name) for name in ("host0", "host1", "host2"))
@@ -85,9 +97,11 @@ def test_a_node_that_leaves_a_round_waits_for_the_next_one_from_the_same_moment_
     with _threads() as join:
         ranks = [join(first), join(second)]
         _wait(lambda: all(rank.done() for rank in ranks))
+    assert not second.is_broken()
     first._op_executor.run(_RendezvousExitOp(), time.monotonic() + _SECONDS)  # it does not join yet
     _wait(lambda: second.num_nodes_waiting() == 1)
     assert second.lost_nodes() == []
+    assert second.is_broken()
     for node in (first, second):
         node.shutdown()
 
@@ -104,6 +118,7 @@ def test_a_node_that_joins_too_late_does_not_interrupt_the_others() -> None:
         holder.mark_dirty()
         _wait(lambda: bool(holder.sync()))
         assert second.num_nodes_waiting() == first.num_nodes_waiting() == 0
+        assert not first.is_broken()
         waits = join(late)
         _wait(lambda: first.num_nodes_waiting() == 0 and late._this_node in holder.state.redundancy_list)
         assert late._this_node not in holder.state.wait_list

@@ -74,11 +74,12 @@ class QuickAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **named: Any) -> None:
         rendezvous = worker_group.spec.rdzv_handler
-        lost = rendezvous.lost_nodes() if isinstance(rendezvous, QuickRendezvous) else []
+        is_quick = isinstance(rendezvous, QuickRendezvous)
+        lost, is_broken = (rendezvous.lost_nodes(), rendezvous.is_broken()) if is_quick else ([], False)
         if lost:
             rank, host = lost[0]
             _write_lost_host(describe_lost_host(rank * worker_group.spec.local_world_size, host))
-        if lost or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+        if lost or is_broken or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._end_ranks()
         super()._stop_workers(worker_group, *arguments, **named)
 

@@ -3,6 +3,10 @@
 torch's agents poll the state of the rendezvous once a second, and read a copy that may be a second old. A round takes
 several of these polls. In torch's rendezvous, a spare node competes with the nodes that restart their ranks, and a node
 that comes too late makes all of them restart once more. Here the spare node joins only if a node is missing.
+
+For each operation, torch also records an event, which no handler receives by default. The name of its caller comes from
+two calls of `inspect.stack()`. Each one searches all imported modules for frames without a source file, which
+`python -m` has: 12 ms with the modules of torchrun, 24 ms with those of a job. Here no event is recorded.
 """
 
 import time
@@ -83,6 +87,13 @@ class QuickRendezvous(DynamicRendezvousHandler):
         present = {*_coming_nodes(state), *state.redundancy_list}
         return [(rank, node.addr) for node, rank in self._ranks.items() if node not in present]
 
+    def is_broken(self) -> bool:
+        """Return True if a node of this round has left it, so that its ranks are gone. No request to the store."""
+        return not self._ranks.keys().isdisjoint(self._state_holder.state.wait_list)
+
+    def _record(self, *arguments: Any, **named: Any) -> None:
+        """Record no event."""
+
 
 class _QuickExecutor(_DistributedRendezvousOpExecutor):
     """Runs the operations of a rendezvous, and polls its state more often than torch's."""
@@ -107,6 +118,9 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
             return action
 
         super().run(next_action, deadline, update_deadline)
+
+    def _record(self, *arguments: Any, **named: Any) -> None:
+        """Record no event."""
 
     def _remove_from_participants(self) -> None:
         """Leave a round. A node that leaves to join the next one waits for it from the same moment on."""
