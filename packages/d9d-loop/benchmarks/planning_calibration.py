@@ -95,8 +95,9 @@ def measure(size: int, num_layers: int, length: int, batch: int, kind: str) -> f
     return median(seconds[3:])
 
 
-def predict(hardware: Hardware, size: int, num_layers: int, length: int, batch: int, kind: str) -> float:
+def predict(hardware: Hardware, sizes: tuple[int, int, int, int], kind: str) -> float:
     """Return the predicted time of the step."""
+    size, num_layers, length, batch = sizes
     shape = DecoderShape.gpt(
         hidden_size=size, num_layers=num_layers, num_heads=size // 64, vocab_size=VOCAB, length=length
     )
@@ -120,7 +121,7 @@ def main() -> None:
     for sizes, kind in product(SIZES, KINDS):
         ranks = 2 if kind in ("replicated", "parameters") else 1
         measured = max(run_ranks(measure, *sizes, kind, world_size=ranks))
-        predicted = predict(hardware, *sizes, kind)
+        predicted = predict(hardware, sizes, kind)
         rows.append({"layout": [*sizes, kind], "measured": measured, "predicted": predicted})
     errors = [row["predicted"] / row["measured"] - 1 for row in rows]
     figures = {

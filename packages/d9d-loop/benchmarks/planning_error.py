@@ -5,8 +5,8 @@
 The six constants of a cluster are fitted to the rows of one group, chosen by a hash of the row, so that the split does
 not depend on the measured value. Beside each error is that of the naive model: model FLOPs x 4/3 with full
 recomputation, over one fitted rate. With --folds, each row is predicted with constants that are fitted to at most 150
-rows of the other folds. With --shipped, each row is predicted with the constants of the hardware files. These are fitted to
-at most 80 rows of each group, so the figures are no held-out errors; no row of HELD_OUT and of H200 is fitted.
+rows of the other folds. With --shipped, each row is predicted with the constants of the hardware files. They are fitted
+to at most 80 rows of each group, so the figures are no held-out errors; no row of HELD_OUT and of H200 is fitted.
 """
 
 import argparse
