@@ -117,13 +117,13 @@ def main() -> None:
     """Calibrate, measure, predict and print."""
     with TemporaryDirectory() as folder:
         hardware = Hardware.load(str(calibrate(Path(folder, "mine.toml"))))
-    rows = []
+    rows, errors = [], []
     for sizes, kind in product(SIZES, KINDS):
         ranks = 2 if kind in ("replicated", "parameters") else 1
         measured = max(run_ranks(measure, *sizes, kind, world_size=ranks))
         predicted = predict(hardware, sizes, kind)
+        errors.append(predicted / measured - 1)
         rows.append({"layout": [*sizes, kind], "measured": measured, "predicted": predicted})
-    errors = [row["predicted"] / row["measured"] - 1 for row in rows]
     figures = {
         "mape": 100 * fmean(map(abs, errors)),
         "bias": 100 * fmean(errors),
