@@ -39,6 +39,12 @@ def test_the_22b_model_of_korthikanti() -> None:
     assert (memory.model - memory.loss) / 2**30 == pytest.approx(55.125, rel=0.02)
 
 
+def test_context_parallelism_gathers_the_keys_and_values_of_the_whole_sequence() -> None:
+    shape = DecoderShape.gpt(hidden_size=1024, num_layers=1, num_heads=8, vocab_size=100, length=64)
+    alone, split = (activation_bytes_per_token(shape, PlanLayout(length=64, cp=cp), sparse=False) for cp in (1, 4))
+    assert split - alone == 3 * 2 * 2 * 1024
+
+
 def test_whole_gradients_are_kept_until_the_last_microbatch() -> None:
     shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
     layout = PlanLayout(dp=8, num_microbatches=2, length=64)

@@ -6,11 +6,16 @@ import pytest
 
 from d9d_loop.planning import DecoderShape, Hardware, PlanLayout, step_time
 from d9d_loop.planning.layer_time import layer_time
-from d9d_loop.planning.step_model import PARTS
+from d9d_loop.planning.step_model import PARTS, layers_of, stage_seconds
 
 SHAPE = DecoderShape.gpt(hidden_size=6144, num_layers=48, num_heads=64, vocab_size=51200, length=2048)
 LAYOUT = PlanLayout(tp=8, pp=2, dp=4, num_microbatches=16, length=2048, recompute="full")
 HARDWARE = Hardware.load("a100-80-dgx")
+
+
+def _with(**constants: float) -> Hardware:
+    """Return the hardware with other fitted constants, where a test needs a regime."""
+    return HARDWARE.model_copy(update={"fitted": HARDWARE.fitted.model_copy(update=constants)})
 
 
 def test_parts_add_up_to_the_step() -> None:
@@ -41,6 +46,7 @@ def test_korthikanti_22b() -> None:
         flash=False,
         causal=False,
         dropout=True,
+        pointwise="fused",
     )
     assert step_time(SHAPE, layout, HARDWARE).total == pytest.approx(1.42, rel=0.1)
 
@@ -50,7 +56,7 @@ def test_the_head_is_not_hidden_behind_launches_of_layers() -> None:
     passes = []
     for vocab in (51200, 4 * 51200):
         shape = DecoderShape.gpt(hidden_size=1024, num_layers=24, num_heads=16, vocab_size=vocab, length=1024)
-        time = step_time(shape, PlanLayout(length=1024, sharding="replicated"), HARDWARE)
+        time = step_time(shape, PlanLayout(length=1024, sharding="replicated"), _with(host_seconds=5e-5))
         assert time.launch > time.total / 4
         passes.append(time.total - time.optimizer)
     # Forward and backward of the added rows of the head take 6 FLOPs per token and weight.
@@ -61,7 +67,37 @@ def test_sequence_parallelism_exposes_the_gather_of_gradients() -> None:
     """Two all-gathers of a layer's backward pass overlap no weight gradient, two all-reduces do."""
     layout = replace(LAYOUT, overlaps_weight_gradients=True, microbatch_size=4, recompute="none")
     split, whole = (
-        layer_time(SHAPE, replace(layout, sequence_parallel=each), HARDWARE, sparse=False) for each in (True, False)
+        layer_time(SHAPE, replace(layout, sequence_parallel=each), _with(link_efficiency=0.8), sparse=False)
+        for each in (True, False)
     )
     assert whole.backward.tensor == 0
     assert split.backward.tensor == pytest.approx(split.forward.tensor / 2)
+
+
+def test_stages_have_whole_layers_and_early_ones_the_remainder() -> None:
+    shape = replace(SHAPE, num_layers=10, num_experts=8, expert_size=64, top_k=2, num_dense_layers=4)
+    layout = replace(LAYOUT, pp=2, stages_per_rank=2)  # stages of 3, 3, 2 and 2 layers; rank 0 has the first and third
+    assert [layers_of(shape, layout, rank) for rank in range(2)] == [(3, 2), (1, 4)]
+    assert [layers_of(replace(SHAPE, num_layers=10), replace(LAYOUT, pp=4), rank) for rank in range(4)] == [
+        (3, 0),
+        (3, 0),
+        (2, 0),
+        (2, 0),
+    ]
+
+
+def test_stages_of_a_rank_have_their_own_times() -> None:
+    seconds = stage_seconds(replace(SHAPE, num_layers=6), replace(LAYOUT, pp=2, stages_per_rank=2), HARDWARE)
+    forward = [each for each, _ in seconds]
+    assert forward[0] == forward[1] == pytest.approx(2 * forward[2])
+    assert forward[3] > forward[2]  # the head
+
+
+def test_eager_pointwise_operators_move_twice_the_bytes_of_fused_ones() -> None:
+    eager, fused, compiled = (
+        layer_time(SHAPE, replace(LAYOUT, pointwise=each), HARDWARE, sparse=False).forward.pointwise
+        for each in ("eager", "fused", "compiled")
+    )
+    gaps = layer_time(SHAPE, replace(LAYOUT, length=1, pointwise="fused"), HARDWARE, sparse=False).forward.pointwise
+    assert eager - gaps == pytest.approx(2 * (fused - gaps), rel=0.01)
+    assert compiled - gaps == pytest.approx(0.6 * (fused - gaps), rel=0.01)

@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.multiprocessing import spawn
+from torch.nn import functional
 
 from d9d_dist import UserError
+from d9d_loop.planning.layer_time import BACKWARD_OPERATORS, FORWARD_OPERATORS
 
 _SECONDS = 1.0
+_LAYER_KERNELS = 38
+"""Gaps between kernels that `layer_time` counts for a dense layer: 4 + 8 products, 2 of attention, 8 + 16 others."""
 _GATHERED_BYTES = 2**25
 
 
@@ -32,8 +37,15 @@ def calibrate(path: Path) -> Path:
     if path.exists():
         raise UserError(f"{path} exists; expected a new file. Choose another name, or delete it.")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    num_threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as the ranks that torchrun starts
+    try:
+        values = _measured(device)
+    finally:
+        torch.set_num_threads(num_threads)
     comment = f"# Measured by d9d-plan --calibrate with torch {torch.__version__}; the network is not measured."
-    path.write_text(f"{comment}\n{_toml(_measured(device))}\n")
+    path.write_text(f"{comment}\n{_toml(values)}\n")
     return path
 
 
@@ -43,7 +55,7 @@ def _measured(device: torch.device) -> dict[str, Any]:
     dtype = torch.float32 if is_cpu else torch.bfloat16
     peak = max(_matmul_rate(size, dtype, device) for size in ((256, 512, 1024) if is_cpu else (2048, 4096, 8192)))
     attention = _attention_rate(dtype, device, length=512 if is_cpu else 8192)
-    host = _launch_seconds(device)
+    layer = _layer_seconds(device)
     if is_cpu:
         name, num_devices, num_multiprocessors = "CPU", 2, 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -61,15 +73,17 @@ def _measured(device: torch.device) -> dict[str, Any]:
             "memory_bandwidth": _bandwidth(2**25 if is_cpu else 2**30, device),
             "peak_flops.bf16": peak,
             "num_multiprocessors": num_multiprocessors,
-            "kernel_seconds": host if is_cpu else 2e-6,
+            "kernel_seconds": layer / _LAYER_KERNELS if is_cpu else 2e-6,
         },
         "links": {"bandwidth": link[0], "latency": link[1]},
         "network": {"bandwidth": network[0], "latency": network[1]},
         "fitted": {
             "matmul_efficiency": 1.0,
             "attention_efficiency": min(1.0, attention / peak),
-            "memory_efficiency": 1.0,
-            "host_seconds": host,
+            # The planner counts activations of 2 bytes an element; a CPU's have 4.
+            "memory_efficiency": 0.5 if is_cpu else 1.0,
+            # On a CPU nothing overlaps the launches, so their time is part of the kernels.
+            "host_seconds": 0.0 if is_cpu else layer / (FORWARD_OPERATORS + BACKWARD_OPERATORS),
             "link_efficiency": 1.0 if num_devices > 1 else 0.8,
             "network_efficiency": 0.8,
         },
@@ -133,18 +147,31 @@ def _bandwidth(num_bytes: int, device: torch.device) -> float:
 
 def _attention_rate(dtype: torch.dtype, device: torch.device, *, length: int) -> float:
     q = torch.ones(1, 8, length, 128, dtype=dtype, device=device)
-    seconds = _seconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    seconds = _seconds(lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True))
     return 4 * 8 * length**2 * 128 / 2 / seconds
 
 
-def _launch_seconds(device: torch.device) -> float:
-    x = torch.ones(8, device=device)
+class _Layer(nn.Module):
+    """Layer of a decoder that is so small that operators and autograd determine its time."""
 
-    def many() -> None:
-        for _ in range(1000):
-            x.add_(1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(64), nn.LayerNorm(64)])
+        self.products = nn.ModuleList([nn.Linear(64, 192), nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 64)])
 
-    return _seconds(many) / 1000
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, out, up, down = self.products
+        q, k, v = (each.unflatten(-1, (2, 32)).transpose(1, 2) for each in qkv(self.norms[0](x)).chunk(3, dim=-1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + out(attended.transpose(1, 2).flatten(2))
+        return x + down(functional.gelu(up(self.norms[1](x))))
+
+
+def _layer_seconds(device: torch.device) -> float:
+    """Return the time of a small layer's forward and backward: what Python, operators and autograd cost."""
+    layers = nn.Sequential(*(_Layer() for _ in range(8))).to(device)
+    x = torch.ones(1, 8, 64, device=device, requires_grad=True)
+    return _seconds(lambda: layers(x).sum().backward()) / len(layers)
 
 
 def _seconds(run: Callable[[], object], *, repeats: int | None = None) -> float:

@@ -6,8 +6,8 @@
 
 P: peak rate, FLOP/s, times 0.3 if n or k is odd: tensor cores need rows aligned to 16 bytes. B: memory bandwidth,
 bytes/s. e, f: fitted fractions. M: multiprocessors, each of which computes a tile in each wave. r: speed of a tile over
-that of the largest; small tiles fill the last wave better, but reuse fewer of the i elements that they load. The library
-is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and 4).
+that of the largest; small tiles fill the last wave better, but reuse the elements that they load less. The library is
+assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and 4).
 k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
 Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785.
 """
