@@ -74,6 +74,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the order and the seeds of tests, unless `--randomly-seed` is given."""
     config.addinivalue_line("markers", "full: a case that runs only with --all")
+    config.addinivalue_line("markers", "long: a test of many seconds, which runs first")
     config.addinivalue_line("markers", "sample(*ids): cases of a parametrized test that run without --all")
     is_fixed = getattr(config.option, "randomly_seed", "default") == "default"
     if is_fixed:
@@ -123,13 +124,17 @@ def pytest_pycollect_makeitem() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases that run only with `--all`, and those of other lanes."""
+    """Deselect the cases that run only with `--all`, and those of other lanes. Long tests run first.
+
+    A long test at the end would keep one worker busy while the others have nothing left to run.
+    """
     if lane := config.option.lane:
         items[:] = [item for item in items if _lane(item.nodeid) == lane]
     elif not config.option.all:
         excluded = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.stash[_EXCLUDED] = Counter(_lane(item.nodeid) for item in excluded)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

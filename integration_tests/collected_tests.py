@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
 # Workers report errors of the collection; they collect again.
 with Path(os.devnull).open("w") as null, redirect_stdout(null), redirect_stderr(null):
     pytest.main([*arguments, "--collect-only", "-qq", "-n0"])
+if "d9d_dist.testing" in sys.modules:  # the ranks of tests are forked from this process too
+    importlib.import_module("d9d_dist.testing._preload")
 for name in [name for name in sys.modules if name.rpartition(".")[2] == "conftest"]:
     del sys.modules[name]  # it changes `sys.path`, which a worker gets from the main process
 gc.collect()

@@ -27,7 +27,7 @@ def fork_workers(config: pytest.Config) -> None:
     arguments = json.dumps([str(argument) for argument in config.invocation_params.args])
     # `collected_tests` restores the environment. Servers ignore the `sys.path` that Python passes to them.
     paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    forkserver.set_forkserver_preload(["d9d_dist.testing._preload", "collected_tests"])
+    forkserver.set_forkserver_preload(["collected_tests"])
     with mock.patch.dict(os.environ, {ARGUMENTS: arguments, "PYTHONPATH": paths}):
         forkserver.ensure_running()
     mock.patch.object(gateway_io, "create_io", lambda _, execmodel: ForkedWorker(execmodel)).start()

@@ -188,6 +188,7 @@ def _check_loss(log: DeviceLog, case: Case) -> None:
     assert max(entry.num_bytes for entry in log.of("collective")) < of_bfloat16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [_DEFAULT, *(pytest.param((n,), marks=pytest.mark.full) for n in LAYOUTS if n not in _DEFAULT)],
@@ -198,6 +199,7 @@ def test_the_host_waits_only_where_expected_and_communication_overlaps(names: tu
         _check_layout(name, log)
 
 
+@pytest.mark.long
 def test_planted_faults_are_detected() -> None:
     mutants = {"item": _plant_item, "copy": _plant_copy, "prefetch": _prevent_prefetch}
     logs = rehearsed({name: replace(FSDP, mutant=mutant) for name, mutant in mutants.items()})

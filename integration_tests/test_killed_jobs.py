@@ -33,6 +33,7 @@ def _first_error(ended: list[Ended]) -> str:
     return next(each.errors for each in ended if each.code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.sample("1")
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path, world_size: int) -> None:

@@ -243,6 +243,7 @@ def _assert_close(found: _Course, expected: _Course, what: str) -> None:
         assert values == pytest.approx({step: others[step] for step in values}, rel=1e-9), what
 
 
+@pytest.mark.long
 def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path, exhaustive: bool) -> None:
     layouts = LAYOUTS if exhaustive else SAMPLE
     runs = {layout: tmp_path / str(number) for number, layout in enumerate(layouts)}

@@ -48,6 +48,7 @@ def test_drawn(number):
     print("seeds", number)
 
 @pytest.mark.full
+@pytest.mark.long
 def test_full(exhaustive):
     assert exhaustive
 
@@ -90,6 +91,7 @@ def _lines(suite: pytest.Pytester, *arguments: str) -> list[str]:
     return [line for line in result.outlines if "seeds" in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["suite", "suite_without_torch"])
 @pytest.mark.sample("suite_without_torch")
 def test_seeds_and_order_change_only_on_demand(name: str, request: pytest.FixtureRequest) -> None:
@@ -102,6 +104,7 @@ def test_seeds_and_order_change_only_on_demand(name: str, request: pytest.Fixtur
     assert _lines(suite, "--randomly-seed=7") == drawn
 
 
+@pytest.mark.long
 def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-n2")
     result.assert_outcomes(passed=6, skipped=4)
@@ -111,10 +114,12 @@ def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None
 
 
 def test_one_flag_runs_everything(suite_without_torch: pytest.Pytester) -> None:
-    result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--all")
+    result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--all", "-v")
     result.assert_outcomes(passed=8, skipped=4)
+    assert "::test_full " in next(line for line in result.outlines if "::" in line), "long tests run first"
 
 
+@pytest.mark.long
 def test_a_lane_is_all_its_cases(suite_without_torch: pytest.Pytester) -> None:
     suite_without_torch.runpytest_subprocess("-n2", "--lane", "jobs").assert_outcomes(passed=8, skipped=4)
     suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--lane", "oracle").assert_outcomes()

@@ -70,7 +70,7 @@ def _train(folder: Path, mesh: dict[str, int], schedule: str, frozen: int, more:
             "batch": {"global_size": 8, "microbatch_size": 2},
             "run": {"folder": folder, "name": f"{schedule}-{'-'.join(map(str, mesh.values()))}"},
             "mesh": mesh,
-            "pipeline": {"schedule": schedule},
+            "pipeline": {"schedule": schedule, "draw": False},
             "data": {"shuffle": False},
             "trackers": (),
             "logging": {"progress": False},

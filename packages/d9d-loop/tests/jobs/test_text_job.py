@@ -141,7 +141,7 @@ PACKED: dict[str, dict[str, Any]] = {
 def _packed(folder: Path, runs: Path, job: str, **more: Any) -> TextJobConfig:
     pytest.importorskip("d9d_modules")  # trains its models
     data = {"files": [folder / FILES[job]], "held_out": 0.2, "length": 96, "packing": True}
-    return _config(folder, runs, job, dataset=data, **{**PACKED[job], **more})
+    return _config(folder, runs, job, dataset=data, pipeline={"draw": False}, **{**PACKED[job], **more})
 
 
 def test_a_packed_encoder_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def _trainer(
     return Trainer(config, model=Provider(inner), data=data, task=Regression())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("inner", "mesh"),
     [
