@@ -132,9 +132,7 @@ class _WithAdapter(ModelProvider):
 @pytest.mark.parametrize("shards", [False, True])
 def test_weights_that_omit_trained_parameters_are_refused(shards: bool, tmp_path: Path) -> None:
     with Engine.open(config_of(tmp_path), model=_WithAdapter(), task=TASK) as engine:
-        with pytest.raises(
-            UserError, match="omit 1 trained parameters, such as bias, .*; expected all trained parameters"
-        ):
+        with pytest.raises(UserError, match=r"omit 1 trained parameters, such as bias, .*; expected all trained"):
             engine.weights(shards=shards)
         assert [each[0] for each in engine.weights(shards=shards, base_only=True)] == ["weight"]
         engine.model.get_parameter("bias").requires_grad_(False)
