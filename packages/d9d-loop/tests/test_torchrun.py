@@ -41,6 +41,12 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(code: int, expected
     assert _exit_code(ChildFailedError("train.py", failures)) == expected
 
 
+def test_ranks_that_the_agent_ended_do_not_give_the_exit_code(tmp_path: Path) -> None:
+    codes = [-signal.SIGTERM, 2, -signal.SIGTERM]
+    failures = {rank: ProcessFailure(rank, 7, code, str(tmp_path / "missing")) for rank, code in enumerate(codes)}
+    assert _exit_code(ChildFailedError("train.py", failures)) == 2
+
+
 def test_the_exit_code_of_a_signal_is_that_of_a_shell() -> None:
     assert _exit_code(SignalException("stop", signal.SIGTERM)) == 143
 

@@ -10,6 +10,7 @@ and behavior are those of torchrun.
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record(run.run)(options)
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
-        _, first = failed.get_first_failure()
+        # torch's agent ends the other ranks with SIGTERM, and dates all failures alike if ranks wrote no error file.
+        first = min(failed.failures.values(), key=lambda each: (each.exitcode == -signal.SIGTERM, each.timestamp))
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as received:
         raise SystemExit(128 + received.sigval) from None
