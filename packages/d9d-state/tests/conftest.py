@@ -1,4 +1,4 @@
-"""Shared fixtures of the fault tests: kill a process at a chosen call, and choose the calls to test."""
+"""Shared fixtures of the fault tests: kill a process or a save at a chosen call, and choose the calls to test."""
 
 import os
 import signal
@@ -6,13 +6,16 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "faults"))  # helper modules for tests in several folders
 
 from file_calls import Kill, file_calls
+
+from d9d_state import CheckpointStore
+from d9d_state.object_path import ObjectPath
 
 
 @pytest.fixture
@@ -34,6 +37,25 @@ def run_killed(tmp_path: Path) -> Callable[..., bool]:
         return False
 
     return run
+
+
+@pytest.fixture
+def save_without_manifest(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that saves to a store of objects, and is killed before it uploads the manifest."""
+    upload = ObjectPath.upload
+
+    def killed(path: ObjectPath, parts: Any) -> Any:
+        if path.name == "manifest.json":
+            raise KeyboardInterrupt
+        return upload(path, parts)
+
+    def save(store: CheckpointStore, step: int, state: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectPath, "upload", killed)
+            with pytest.raises(KeyboardInterrupt):
+                store.save(step, state)
+
+    return save
 
 
 @pytest.fixture

@@ -272,20 +272,10 @@ def test_cut_upload_is_aborted_by_a_later_save(cut: CheckpointStore) -> None:
 
 @pytest.mark.full
 def test_stored_file_is_not_sent_again(
-    bucket: tuple[str, _Faulty], cut: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    bucket: tuple[str, _Faulty], cut: CheckpointStore, save_without_manifest: Callable[..., None]
 ) -> None:
     _, app = bucket
-    upload = ObjectPath.upload
-
-    def killed(path: ObjectPath, parts: Any) -> Any:
-        if path.name == "manifest.json":
-            raise KeyboardInterrupt
-        return upload(path, parts)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectPath, "upload", killed)
-        with pytest.raises(KeyboardInterrupt):
-            cut.save(1, {"weight": _weight()})
+    save_without_manifest(cut, 1, {"weight": _weight()})
     app.reset()
     cut.save(1, {"weight": _weight()})
     assert app.parts == []

@@ -1,7 +1,7 @@
 """Uploads to S3 in parts, which continue where an earlier upload of the same object was cut.
 
-S3 keeps the parts of an upload that was not completed. A stored part is used if its size and its ETag, the MD5 of its
-content, are those of the bytes to be stored. With KMS encryption an ETag is no MD5, so all parts are sent again. fsspec
+S3 keeps the parts of an upload that was not completed. A stored part is used if its ETag, the MD5 of its content, is
+that of the bytes to be stored. With KMS encryption an ETag is no MD5, so all parts are sent again. fsspec
 has no such operations for other stores.
 """
 
@@ -50,9 +50,8 @@ class S3Object:
                 data = _range(views, start, part_size)
                 etag = stored.get(number)
                 if etag is None or etag != f'"{_md5(data).hexdigest()}"':
-                    etag = self._call("upload_part", Key=self.key, UploadId=upload_id, PartNumber=number, Body=data)[
-                        "ETag"
-                    ]
+                    place = {"Key": self.key, "UploadId": upload_id, "PartNumber": number}
+                    etag = self._call("upload_part", **place, Body=data)["ETag"]
                 return {"PartNumber": number, "ETag": etag}
 
             try:

@@ -86,7 +86,7 @@ def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
         ),
         (
             lambda body: body.update(digests="BLAKE4"),
-            "its digests are BLAKE4; expected XXH3-128. Install a newer one.",
+            "its digests are BLAKE4; this d9d-state reads XXH3-128. Install a newer one.",
         ),
         (lambda body: body.update(step=-1), "got -1; expected an integer of 0 or more"),
         (lambda body: body.update(step=True), "got True; expected an integer of 0 or more"),

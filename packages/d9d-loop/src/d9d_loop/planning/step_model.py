@@ -135,7 +135,7 @@ def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tu
     stages = range(pipeline_rank, layout.num_stages, layout.pp)
     dense = shape.num_layers - shape.num_sparse_layers
     counts = [_stage_layers(shape.num_layers, dense, index, layout.num_stages) for index in stages]
-    return sum(dense for dense, _ in counts), sum(sparse for _, sparse in counts)
+    return sum(each for each, _ in counts), sum(each for _, each in counts)
 
 
 @cache

@@ -145,7 +145,8 @@ class Manifest:
         """Parse `body`, without `check`; raise `ValueError`, `TypeError` or `KeyError` if it is malformed."""
         _keys(body, "format", "version", "digests", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
         if body["digests"] != ALGORITHM:
-            raise ValueError(f"its digests are {str(body['digests'])[:20]}; expected {ALGORITHM}. Install a newer one.")
+            name = str(body["digests"])[:20]
+            raise ValueError(f"its digests are {name}; this d9d-state reads {ALGORITHM}. Install a newer one.")
         return cls(
             run_id=_text(body["run_id"]),
             step=_count(body["step"]),
