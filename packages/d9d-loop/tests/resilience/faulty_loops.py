@@ -57,6 +57,22 @@ def watched_with_a_lost_host(place: Place) -> None:
         time.sleep(100)
 
 
+def watched_with_a_host_lost_after_a_peer(place: Place, culprit: int) -> None:
+    """A peer exits because of a lost host, before this rank can read from its node which host that is."""
+    with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
+
+        def lost_after_the_peer() -> str | None:
+            poller = watchdog._poller
+            return None if poller is None or poller.lost is None else describe_lost_host(4, "host2")
+
+        watchdog.beat(1)
+        dist.barrier()
+        with mock.patch.object(d9d_loop.resilience.hang_watchdog, "read_lost_host", side_effect=lost_after_the_peer):
+            if ctx.rank == culprit:
+                do("is killed", place)
+            time.sleep(100)
+
+
 def watched_victim_of_itself(place: Place, culprit: int) -> None:
     """Like the loop above, but the other ranks do not exit when their collective fails."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:

@@ -8,11 +8,14 @@ from faulty_loops import (
     watched_failing_late,
     watched_patiently,
     watched_victim_of_itself,
+    watched_with_a_host_lost_after_a_peer,
     watched_with_a_lost_host,
 )
 from forked_faults import Rank, run_forked
 
 from d9d_loop.resilience import ExitCode
+
+LOST_HOST = "Rank 4 is missing: its process on host2 does not answer: the host is down or cut off."
 
 
 def _reports(ended: list[Rank], culprit: int) -> list[str]:
@@ -41,8 +44,13 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line(culprit: int) -> None:
 def test_a_host_that_the_agents_have_lost_ends_the_ranks_and_is_named() -> None:
     ended = run_forked(watched_with_a_lost_host)
     assert [rank.code for rank in ended] == [ExitCode.PEER_LOST] * 2
-    text = "Rank 4 is missing: its process on host2 does not answer: the host is down or cut off."
-    assert all(text in rank.errors for rank in ended), ended
+    assert all(LOST_HOST in rank.errors for rank in ended), ended
+
+
+def test_a_lost_host_is_named_even_if_a_peer_exits_first_because_of_it() -> None:
+    ended = run_forked(watched_with_a_host_lost_after_a_peer, 0)
+    assert ended[1].code == ExitCode.PEER_LOST
+    assert LOST_HOST in ended[1].errors
 
 
 def test_an_error_caused_by_a_hang_shows_the_report() -> None:

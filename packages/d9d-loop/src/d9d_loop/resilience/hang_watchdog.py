@@ -167,7 +167,7 @@ class HangWatchdog:
             if self._poller is not None:
                 self._exit_if_reported(self._poller)
             if (lost := read_lost_host()) is not None:
-                self._end_lost(lost, keep_store=False)  # all ranks read it from their node
+                self._end_lost(lost)
             if self.stuck_seconds() > progress.timeout:
                 self._end_hang()
             if self._end.wait(_INTERVAL):
@@ -180,9 +180,12 @@ class HangWatchdog:
         if (lost := poller.lost) is not None and not self._end.wait(_EXIT_SECONDS):
             self._end_lost(lost)
 
-    def _end_lost(self, why: str, *, keep_store: bool = True) -> None:
-        text = f"{why}\nThis rank is {self.place().describe()}."
-        self._end_process(text, ExitCode.PEER_LOST, keep_store=keep_store)
+    def _end_lost(self, why: str) -> None:
+        # A peer may have exited first because of a lost host, which is then the cause to report.
+        # Every rank reads that from its own node, so none needs the store.
+        lost_host = read_lost_host()
+        text = f"{lost_host or why}\nThis rank is {self.place().describe()}."
+        self._end_process(text, ExitCode.PEER_LOST, keep_store=lost_host is None)
 
     def _end_hang(self) -> None:
         # The timer of faulthandler must not end the process before the report is written.
