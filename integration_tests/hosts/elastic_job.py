@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from d9d_loop import ConfigReady, DataReady, ModelReady, StepDone, Trainer, TrainerConfig, cli_main, elastic_agent
 from d9d_loop.elastic_rendezvous import BACKEND
-from d9d_loop.resilience.lost_hosts import LOST_HOSTS
+from d9d_loop.resilience.node_files import NODE_FOLDER
 from d9d_loop.testing import parse_layout
 from hosts.forked_hosts import be_rank, enter
 from hosts.hosts import PORT, Hosts
@@ -49,6 +49,7 @@ class Settings:
         num_hosts: Least and largest number of hosts.
         step_seconds: Time limit of a step.
         sections: Sections of the configuration.
+        slow_host: Host on which reading a sample takes longer; "" for none.
     """
 
     layout: str
@@ -57,6 +58,7 @@ class Settings:
     num_hosts: tuple[int, int]
     step_seconds: float
     sections: Mapping[str, Any]
+    slow_host: str = ""
 
 
 @final
@@ -205,7 +207,9 @@ class ElasticJob:
 def _agent(place: Place, name: str, settings: Settings) -> None:
     """Run the agent of a host, that of `d9d-torchrun`."""
     elastic_agent.install()
-    os.environ[LOST_HOSTS] = str(place.folder / f"lost-{place.rank}")
+    node = place.folder / f"node-{place.rank}"
+    node.mkdir(exist_ok=True)
+    os.environ[NODE_FOLDER] = str(node)
     launch = LaunchConfig(
         min_nodes=settings.num_hosts[0],
         max_nodes=settings.num_hosts[1],
@@ -248,14 +252,17 @@ def _life(folder: str, name: str, settings: Settings) -> None:
             "rehearsal": False,
             "export": False,
             "resilience": {
-                "health": {"enabled": False},
+                "health": {"enabled": bool(settings.slow_host), "every": 2, "window": 2, "replace": True},
                 "timeouts": {"startup_seconds": 90, "step_seconds": settings.step_seconds},
             },
             **settings.sections,
         }
     )
     task = BalancedNextToken(0.02)
-    trainer = Trainer(config, model=TinyDeepseek(), data=samples(_NUM_SAMPLES), task=task, lr_schedule=lambda step: 1.0)
+    data: Any = samples(_NUM_SAMPLES)
+    if socket.gethostname() == settings.slow_host:
+        data = _SlowSamples(data)
+    trainer = Trainer(config, model=TinyDeepseek(), data=data, task=task, lr_schedule=lambda step: 1.0)
     trainer.events.subscribe(task)
     for event, phase in ((ConfigReady, "context"), (ModelReady, "restored"), (DataReady, "ready")):
         trainer.events.on(event, lambda _, phase=phase: _mark(shared, phase))
@@ -268,6 +275,21 @@ def _life(folder: str, name: str, settings: Settings) -> None:
     except Exception:  # the agent would print the traceback of only one rank of the host
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+@final
+class _SlowSamples:
+    """Samples, each of which takes a tenth of a second to read."""
+
+    def __init__(self, fast: Sequence[Any]) -> None:
+        self._fast = fast
+
+    def __len__(self) -> int:
+        return len(self._fast)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.1)
+        return self._fast[index]
 
 
 def _mark(folder: Path, what: str) -> None:

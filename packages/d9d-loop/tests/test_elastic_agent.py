@@ -17,7 +17,7 @@ from d9d_dist.peers import process_state
 from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
 from d9d_loop.elastic_rendezvous import QuickRendezvous
-from d9d_loop.resilience.lost_hosts import LOST_HOSTS, read_lost_host
+from d9d_loop.resilience.node_files import NODE_FOLDER, read_lost_host
 
 ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
 
@@ -73,7 +73,7 @@ def test_ranks_have_little_time_to_end_after_another_node_has_left(
 
 def test_ranks_end_with_an_agent_that_lost_the_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ranks").mkdir()
-    monkeypatch.setenv(LOST_HOSTS, str(tmp_path / "lost"))
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
     agent = _agent(tmp_path / "ranks", ENDS, IS_STOPPED)
     agent._worker_group = mock.Mock()
     agent._worker_group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous, host="host0")

@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
+from d9d_loop import elastic_rendezvous
 from d9d_loop.elastic_rendezvous import QuickRendezvous
 
 _SECONDS = 60.0
@@ -88,6 +89,43 @@ def test_a_spare_node_joins_only_if_a_node_is_lost_which_is_named() -> None:
         assert {again.result(_SECONDS), waits.result(_SECONDS)} == {0, 1}
         assert first.lost_nodes() == []
         for node in (first, spare):
+            node.shutdown()
+
+
+def test_a_slow_node_changes_places_with_a_spare_one() -> None:
+    store = dist.HashStore()
+    first, slow, spare = (_node(store, name) for name in ("host0", "host1", "host2"))
+    with _threads() as join:
+        ranks = [join(first), join(slow)]
+        _wait(lambda: all(rank.done() for rank in ranks))
+        assert not slow.has_spare()
+        waits = join(spare)
+        _wait(lambda: slow.num_nodes_waiting() == 0 and slow.has_spare())
+        slow.yield_to_spare()
+        waits_again = join(slow)
+        _wait(lambda: first.num_nodes_waiting() == 1)  # the spare node
+        assert first.lost_nodes() == []
+        again = join(first)
+        assert {again.result(_SECONDS), waits.result(_SECONDS)} == {0, 1}
+        assert not waits_again.done()
+        assert first.num_nodes_waiting() == 0
+        assert first._state_holder.state.redundancy_list == {slow._this_node}
+        for node in (first, spare):
+            node.shutdown()
+        assert waits_again.exception(_SECONDS) is not None  # the job has ended without it
+
+
+def test_a_slow_node_joins_again_if_no_spare_node_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_rendezvous, "_YIELD_SECONDS", 1.0)
+    store = dist.HashStore()
+    first, slow = (_node(store, name) for name in ("host0", "host1"))
+    with _threads() as join:
+        ranks = [join(first), join(slow)]
+        _wait(lambda: all(rank.done() for rank in ranks))
+        slow.yield_to_spare()
+        ranks = [join(slow), join(first)]
+        assert sorted(rank.result(_SECONDS) for rank in ranks) == [0, 1]
+        for node in (first, slow):
             node.shutdown()
 
 

@@ -13,14 +13,14 @@ from torch.distributed.launcher import api as launcher
 from d9d_loop import warm_rank
 from d9d_loop.elastic_rendezvous import BACKEND
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
-from d9d_loop.resilience.lost_hosts import LOST_HOSTS
+from d9d_loop.resilience.node_files import NODE_FOLDER
 from d9d_loop.torchrun import main
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "LocalElasticAgent", launcher.LocalElasticAgent)  # restored after the test
-    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", LOST_HOSTS):
+    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", NODE_FOLDER):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
 

@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, final
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
@@ -21,7 +20,7 @@ from torch.distributed.launcher import api as launcher
 from d9d_dist.peers import process_state
 from d9d_loop.elastic_rendezvous import QuickRendezvous, register
 from d9d_loop.resilience.exit_codes import ExitCode
-from d9d_loop.resilience.lost_hosts import LOST_HOSTS, describe_lost_host
+from d9d_loop.resilience.node_files import describe_lost_host, take_slow_host, write_lost_host, write_spare
 
 # For failing ranks: they look for the first failure, close trackers, and rank 0 keeps the store for 5 seconds.
 _END_SECONDS: Final = 10.0
@@ -48,7 +47,8 @@ def _format_exception(record: logging.LogRecord) -> bool:
 class QuickAgent(LocalElasticAgent):
     """torch's agent of a node, with a short time limit for ranks of a failed job.
 
-    If a node is lost, its ranks end by themselves: they read the lost host from a file, and name it.
+    If a node is lost, its ranks end by themselves: they read the lost host from a file, and name it. If the ranks of
+    this node ask to replace it because it is slow, it becomes a spare node.
     """
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -58,19 +58,27 @@ class QuickAgent(LocalElasticAgent):
             # This agent ends, so its ranks must not wait for a host that does not answer.
             rendezvous = self._worker_group.spec.rdzv_handler
             host = rendezvous.host if isinstance(rendezvous, QuickRendezvous) else "another host"
-            _write_lost_host(f"the rendezvous on {host} does not answer: the host is down or cut off.")
+            write_lost_host(f"the rendezvous on {host} does not answer: the host is down or cut off.")
             self._end_ranks()
             raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if (path := _lost_hosts()) is not None:
-            path.unlink(missing_ok=True)
+        write_lost_host(None)
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if any(code not in _STOPS for code in self._exit_codes()):
             self._end_ranks()
+        rendezvous = worker_group.spec.rdzv_handler
+        if isinstance(rendezvous, QuickRendezvous):
+            write_spare(waits=self._remaining_restarts > 0 and rendezvous.has_spare())
         return super()._monitor_workers(worker_group)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        rendezvous = worker_group.spec.rdzv_handler
+        if take_slow_host() and isinstance(rendezvous, QuickRendezvous):
+            rendezvous.yield_to_spare()
+        super()._rendezvous(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **named: Any) -> None:
         rendezvous = worker_group.spec.rdzv_handler
@@ -78,7 +86,7 @@ class QuickAgent(LocalElasticAgent):
         lost, is_broken = (rendezvous.lost_nodes(), rendezvous.is_broken()) if is_quick else ([], False)
         if lost:
             rank, host = lost[0]
-            _write_lost_host(describe_lost_host(rank * worker_group.spec.local_world_size, host))
+            write_lost_host(describe_lost_host(rank * worker_group.spec.local_world_size, host))
         if lost or is_broken or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._end_ranks()
         super()._stop_workers(worker_group, *arguments, **named)
@@ -114,15 +122,3 @@ class QuickAgent(LocalElasticAgent):
 def _signal(process: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(process, number)
-
-
-def _write_lost_host(text: str) -> None:
-    """Write what is lost to the file that the ranks of this node read."""
-    if (path := _lost_hosts()) is not None:
-        new = path.with_suffix(".new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-
-
-def _lost_hosts() -> Path | None:
-    return Path(os.environ[LOST_HOSTS]) if LOST_HOSTS in os.environ else None

@@ -32,6 +32,7 @@ BACKEND: Final = "c10d-quick"
 """Name of the rendezvous for `--rdzv-backend`, after `register`."""
 
 _POLL_SECONDS = 0.1
+_YIELD_SECONDS = 30.0  # time for a spare node to replace a slow one, which then joins again
 _NODES_PER_SECOND = 256  # above 25 nodes, each one polls less often, which limits the load on the store
 
 
@@ -63,7 +64,8 @@ class QuickRendezvous(DynamicRendezvousHandler):
         holder = _BackendRendezvousStateHolder(backend, torchs.settings)
         holder._cache_duration = seconds  # ty: ignore[invalid-assignment]
         super().__init__(torchs._this_node, torchs.settings, BACKEND, torchs._store, holder)
-        self._op_executor = _QuickExecutor(torchs._this_node, holder, torchs.settings, seconds=seconds)
+        self._quick = _QuickExecutor(torchs._this_node, holder, torchs.settings, seconds=seconds)
+        self._op_executor = self._quick
         self._ranks: dict[Any, int] = {}
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -77,6 +79,17 @@ class QuickRendezvous(DynamicRendezvousHandler):
         num_waiting = super().num_nodes_waiting()
         is_full = len(self._state_holder.state.participants) >= self.settings.max_nodes
         return 0 if is_full else num_waiting
+
+    def has_spare(self) -> bool:
+        """Return True if a spare node waits. No request to the store."""
+        return bool(self._state_holder.state.redundancy_list)
+
+    def yield_to_spare(self) -> None:
+        """Let a spare node take the place of this one in the next round, and be a spare node itself.
+
+        If no spare node joins within 30 seconds, this one joins again.
+        """
+        self._quick.yields_until = time.monotonic() + _YIELD_SECONDS
 
     def lost_nodes(self) -> Sequence[tuple[int, str]]:
         """Return rank and host of the nodes of this round that have given no sign of life for too long.
@@ -101,6 +114,7 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
     def __init__(self, *arguments: Any, seconds: float) -> None:
         super().__init__(*arguments)
         self._seconds = seconds
+        self.yields_until = 0.0
 
     def run(
         self,
@@ -123,17 +137,26 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
         """Record no event."""
 
     def _remove_from_participants(self) -> None:
-        """Leave a round. A node that leaves to join the next one waits for it from the same moment on."""
+        """Leave a round. A node that leaves to join the next one waits for it from the same moment on.
+
+        One that yields to a spare node becomes a spare node.
+        """
         is_complete = self._state.complete
         super()._remove_from_participants()
-        if is_complete:
+        if is_complete and self._yields:
+            self._add_to_redundancy_list()
+        elif is_complete:
             self._add_to_wait_list()
+
+    @property
+    def _yields(self) -> bool:
+        return time.monotonic() < self.yields_until
 
     def _without_races(self, action: _Action, ctx: _RendezvousContext) -> _Action:
         """Return torch's next action, except for spare nodes and for nodes that came too late for a round."""
         state, size = ctx.state, ctx.settings.max_nodes
         match action:
-            case _Action.REMOVE_FROM_REDUNDANCY_LIST if len(_coming_nodes(state)) >= size:
+            case _Action.REMOVE_FROM_REDUNDANCY_LIST if self._yields or len(_coming_nodes(state)) >= size:
                 return _Action.KEEP_ALIVE if _should_keep_alive(ctx) else _Action.SYNC
             case _Action.SYNC | _Action.KEEP_ALIVE:
                 is_late = state.complete and len(state.participants) >= size

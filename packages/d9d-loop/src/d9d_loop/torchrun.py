@@ -16,7 +16,6 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from multiprocessing import forkserver
-from pathlib import Path
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -24,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from d9d_loop import elastic_agent, elastic_rendezvous, warm_rank
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
-from d9d_loop.resilience.lost_hosts import LOST_HOSTS
+from d9d_loop.resilience.node_files import NODE_FOLDER
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.rdzv_backend = elastic_rendezvous.BACKEND
     try:
         with tempfile.TemporaryDirectory(prefix="d9d-torchrun-") as folder:
-            os.environ[LOST_HOSTS] = str(Path(folder) / "lost")
+            os.environ[NODE_FOLDER] = folder
             if options.warm:
                 _warm_up(options, parser)
             record(run.run)(options)

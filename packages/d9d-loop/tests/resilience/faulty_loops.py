@@ -15,7 +15,7 @@ from forked_faults import Place
 import d9d_loop.resilience.hang_watchdog
 from d9d_dist import MeshConfig, Timeouts
 from d9d_loop.resilience import HangWatchdog
-from d9d_loop.resilience.lost_hosts import LOST_HOSTS, describe_lost_host
+from d9d_loop.resilience.node_files import NODE_FOLDER, describe_lost_host, write_lost_host
 
 BAD_STEP = 3
 TIMEOUTS = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=1))
@@ -43,17 +43,16 @@ def watched_patiently(place: Place, fault: str, culprit: int) -> None:
 
 def watched_with_a_lost_host(place: Place) -> None:
     """All ranks wait for a host that the agents give up: rank 1 writes their file."""
-    lost = place.folder / "lost"
     patient = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=120))
     with (
-        mock.patch.dict(os.environ, {LOST_HOSTS: str(lost)}),
+        mock.patch.dict(os.environ, {NODE_FOLDER: str(place.folder)}),
         MeshConfig(data_parallel_shard=-1).build(timeouts=patient) as ctx,
         HangWatchdog(ctx) as watchdog,
     ):
         watchdog.beat(1)
         dist.barrier()
         if ctx.rank == 1:
-            lost.write_text(describe_lost_host(4, "host2"))
+            write_lost_host(describe_lost_host(4, "host2"))
         time.sleep(100)
 
 

@@ -1,10 +1,17 @@
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_loop.resilience import HealthConfig, StragglerWatch, straggler_watch
+from d9d_loop.resilience import HealthConfig, HealthReport, StragglerWatch, check_health, straggler_watch
+from d9d_loop.resilience.node_files import NODE_FOLDER, take_slow_host, write_spare
 
 _STEPS, _STEP_SECONDS = 20, 1.0
 
@@ -50,6 +57,40 @@ def test_a_rank_that_waits_for_data_is_named_once_after_a_window_of_checks() -> 
         (text,) = found[6]
         assert text.startswith("slow data of rank 2 (cpu of ")
         assert text.endswith("): 200.0 ms, 200.0 times the median.")
+
+
+def _replaced(folder: Path) -> list[str | None]:
+    """Check three ranks four times; the last one is slow, and a spare host waits from the third check on."""
+    config = HealthConfig(matrix_size=8, memory_mib=1, message_mib=1, every=1, window=2, replace=True)
+    clock = _Clock()
+    with (
+        mock.patch.object(straggler_watch, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+        MeshConfig(data_parallel_shard=-1).build() as ctx,
+        mock.patch.dict(os.environ, {NODE_FOLDER: str(folder / str(ctx.rank))}),
+        # Ranks of one machine are equally slow in everything else, but not on a busy one.
+        mock.patch.object(straggler_watch, "check_health", partial(_only_data, check_health)),
+        mock.patch.object(socket, "gethostname", return_value=f"host{ctx.rank}"),
+    ):
+        Path(os.environ[NODE_FOLDER]).mkdir()
+        watch, steps = StragglerWatch(config, ctx), clock.loader([1, 2, 3] if ctx.rank == 2 else [])
+        found: list[str | None] = []
+        for step in range(1, 4):
+            watch.next(steps)
+            clock.now += _STEP_SECONDS
+            write_spare(waits=step == 3)
+            watch.check(step)
+            found.append(watch.ask_to_replace())
+        return [*found, "asks" if take_slow_host() else None]
+
+
+def _only_data(check: Callable[..., HealthReport], *arguments: Any, **named: Any) -> HealthReport:
+    report = check(*arguments, **named)
+    return replace(report, slow={key: text for key, text in report.slow.items() if key[0] == "data"})
+
+
+def test_a_slow_host_is_replaced_once_a_spare_one_waits(tmp_path: Path) -> None:
+    found = run_ranks(_replaced, tmp_path, world_size=3)
+    assert found == [[None, None, "host2", None], [None, None, "host2", None], [None, None, "host2", "asks"]]
 
 
 def test_nothing_is_measured_unless_configured(ctx: DistributedContext) -> None:

@@ -206,7 +206,9 @@ def _build_evaluator(plan: JobPlan, engine: Engine) -> Evaluator | None:
 
 
 def run_job(job: Job) -> TrainResult | Stopped:
-    """Run the remaining steps, and export the model. Return `Stopped` if a signal ended the job. Collective.
+    """Run the remaining steps, and export the model. Return `Stopped` if a signal or a slow host ended the job.
+
+    Collective.
 
     Raises:
         BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
@@ -252,12 +254,12 @@ def run_job(job: Job) -> TrainResult | Stopped:
             if is_evaluated:
                 _evaluate(job)
             _check_replicas(job)
-            _name_stragglers(job)
+            slow_host = _check_stragglers(job)
             _save_if_due(job, result, is_evaluated=is_evaluated)
-            if (signal := job.stop.agreed()) is not None and not is_last:
+            if (cause := job.stop.agreed() or slow_host) is not None and not is_last:
                 _save_to_leave(job, result, batches)
                 job.stop.leave()
-                return Stopped(signal, step=record.step)
+                return Stopped(cause, step=record.step)
         with job.watchdog.phase("a save"):
             job.state.store.clear_tiers(job.ctx)
         return finish_job(job)
@@ -342,15 +344,16 @@ def _check_replicas(job: Job) -> None:
             check_replicas(job.engine.model, job.engine.optimizer, step=step, ctx=job.ctx)
 
 
-def _name_stragglers(job: Job) -> None:
-    """Report ranks that have become slow, if the check is due. Collective."""
+def _check_stragglers(job: Job) -> str | None:
+    """Report ranks that have become slow, if the check is due; return the host to replace, if any. Collective."""
     if not job.stragglers.is_due(job.record.step):
-        return
+        return None
     with job.reports.not_training(), job.watchdog.phase("the health check"):
-        slow = job.stragglers.check(job.record.step)
+        slow, host = job.stragglers.check(job.record.step), job.stragglers.ask_to_replace()
     if slow and job.ctx.is_main_process:
         print(f"d9d: stragglers at step {job.record.step}:", *slow, sep="\n")
         job.journal.slow(job.record.step, slow)
+    return host
 
 
 def _save_if_due(job: Job, result: StepResult, *, is_evaluated: bool) -> None:

@@ -48,7 +48,7 @@ class Journal:
         self._write("slow", step=step, parts=list(parts))
 
     def ended(self, step: int, how: str) -> None:
-        """Record that the job ended as intended: "finished", or "stopped by" a signal."""
+        """Record that the job ended as intended: "finished", or the cause of the stop."""
         if self._ctx.is_main_process:
             self._write("ended", step=step, how=how)
 

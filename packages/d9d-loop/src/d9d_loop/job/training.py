@@ -61,7 +61,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
                 return evaluate_job(job)
             result = run_job(job)
             if isinstance(result, Stopped):
-                job.journal.ended(result.step, f"stopped by {result.by.name}")
+                job.journal.ended(result.step, result.cause)
             return result
     except BaseException as error:
         if isinstance(error, UserError):

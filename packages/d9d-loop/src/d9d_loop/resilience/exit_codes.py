@@ -22,7 +22,10 @@ class ExitCode(IntEnum):
     """Invalid configuration or input. Restarting does not help."""
 
     STOPPED = 75
-    """The job saved a checkpoint and stopped after a signal. A restart continues it. (EX_TEMPFAIL)"""
+    """The job saved a checkpoint and stopped after a signal, or to replace a slow host. A restart continues it.
+
+    (EX_TEMPFAIL)
+    """
 
     HANG = 124
     """No progress within the timeout; stderr names the missing rank. Restart the job, perhaps without its machine."""
@@ -36,7 +39,7 @@ class ExitCode(IntEnum):
 
 @final
 class Stopped(SystemExit):
-    """Exception after the job has saved a checkpoint because of a signal.
+    """Exception after the job has saved a checkpoint because of a signal, or to replace a slow host.
 
     Uncaught, it exits with `ExitCode.STOPPED`, or with `ExitCode.INTERRUPTED` if the signal was SIGINT (Ctrl-C).
 
@@ -44,14 +47,24 @@ class Stopped(SystemExit):
     and continues must set their handlers again with `signal.signal`.
 
     Attributes:
+        by: The signal, or the slow host that a spare host replaces.
         step: Number of completed steps, all of which are saved.
     """
 
-    def __init__(self, by: signal.Signals, *, step: int) -> None:
+    def __init__(self, by: signal.Signals | str, *, step: int) -> None:
         super().__init__(int(ExitCode.INTERRUPTED if by is signal.SIGINT else ExitCode.STOPPED))
         self.by, self.step = by, step
 
+    @property
+    def cause(self) -> str:
+        """Cause of the stop, in words."""
+        if isinstance(self.by, signal.Signals):
+            return f"stopped by {self.by.name}"
+        return f"stopped to replace {self.by}, which is slow, by a spare host"
+
     def __str__(self) -> str:
+        if not isinstance(self.by, signal.Signals):
+            return f"{self.cause}, after step {self.step}, which is saved."
         by = "Ctrl-C (SIGINT)" if self.by is signal.SIGINT else self.by.name
         saved = f"stopped by {by} after step {self.step}, which is saved. The same command resumes the job."
         if _IN_TORCHRUN not in os.environ or QUIET_TORCHRUN in os.environ:

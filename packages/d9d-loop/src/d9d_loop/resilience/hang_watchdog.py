@@ -26,7 +26,7 @@ from d9d_dist import DistributedContext
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_poller import HangPoller
 from d9d_loop.resilience.hang_report import describe_hang
-from d9d_loop.resilience.lost_hosts import read_lost_host
+from d9d_loop.resilience.node_files import read_lost_host
 from d9d_loop.resilience.rank_place import RankPlace, main_thread_place
 
 _INTERVAL = 0.25  # interval of the watcher in seconds

@@ -30,6 +30,11 @@ class HealthConfig(Section):
     window: PositiveInt = Field(
         default=3, description="Repetitions in a row in which the same part of a rank must be slow to be reported."
     )
+    replace: bool = Field(
+        default=False,
+        description="If the compute, memory or data of a host stays slow and a spare host waits at d9d-torchrun, save, "
+        "and restart the job with the spare host.",
+    )
 
 
 class StopConfig(Section):

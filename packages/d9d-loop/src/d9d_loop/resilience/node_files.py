@@ -1,0 +1,70 @@
+"""Files by which the agent of `d9d-torchrun` and the ranks of its node inform each other, without the network.
+
+The agent writes which host is lost: a connection to a host without power does not break for minutes, but the agents
+notice the missing keep-alive within seconds. It also writes whether a spare host waits. The ranks write that their own
+host is slow, so that a spare one shall replace it.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+NODE_FOLDER = "D9D_NODE_FOLDER"
+"""Environment variable with the folder of these files. Without it, no agent reads or writes them."""
+
+_LOST, _SPARE, _SLOW = "lost", "spare", "slow"
+
+
+def describe_lost_host(rank: int, host: str) -> str:
+    """Return a description of a lost host: its first rank, and why it is missing."""
+    return f"Rank {rank} is missing: its process on {host} does not answer: the host is down or cut off."
+
+
+def write_lost_host(text: str | None) -> None:
+    """Write the description of a lost host; `None` if no host is lost. The agent calls this."""
+    _write(_LOST, text)
+
+
+def read_lost_host() -> str | None:
+    """Return the description of a lost host, or `None`. Local."""
+    return _read(_LOST)
+
+
+def write_spare(*, waits: bool) -> None:
+    """Write whether a spare host waits. The agent calls this."""
+    _write(_SPARE, "waits" if waits else None)
+
+
+def spare_waits() -> bool:
+    """Return True if a spare host waits that can replace this one. Local."""
+    return _read(_SPARE) is not None
+
+
+def write_slow_host() -> None:
+    """Ask the agent to replace this host by a spare one when its ranks have ended. Any of its ranks calls this."""
+    _write(_SLOW, "slow")
+
+
+def take_slow_host() -> bool:
+    """Return True if the ranks have asked to replace this host, and remove the request. The agent calls this."""
+    is_slow = _read(_SLOW) is not None
+    _write(_SLOW, None)
+    return is_slow
+
+
+def _read(name: str) -> str | None:
+    with suppress(OSError, KeyError):
+        return Path(os.environ[NODE_FOLDER], name).read_text(encoding="utf-8") or None
+    return None
+
+
+def _write(name: str, text: str | None) -> None:
+    if NODE_FOLDER not in os.environ:
+        return
+    path = Path(os.environ[NODE_FOLDER], name)
+    if text is None:
+        path.unlink(missing_ok=True)
+        return
+    new = path.with_suffix(f".{os.getpid()}")  # several ranks may write
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
