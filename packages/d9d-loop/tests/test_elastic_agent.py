@@ -17,7 +17,7 @@ from d9d_dist.peers import process_state
 from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
 from d9d_loop.elastic_rendezvous import QuickRendezvous
-from d9d_loop.resilience.node_files import NODE_FOLDER, read_lost_host
+from d9d_loop.resilience.node_files import NODE_FOLDER, read_lost_host, spare_waits, write_slow_host
 
 ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
 
@@ -83,6 +83,35 @@ def test_ranks_end_with_an_agent_that_lost_the_rendezvous(tmp_path: Path, monkey
     assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
     expected = "the rendezvous on host0 does not answer: the host is down or cut off."
     assert read_lost_host() == expected
+
+
+@pytest.mark.parametrize(("restarts", "has_spare"), [(1, True), (0, True), (1, False)])
+def test_ranks_know_whether_a_spare_node_can_replace_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, *, has_spare: bool
+) -> None:
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
+    (tmp_path / "ranks").mkdir()
+    agent, group = _agent(tmp_path / "ranks", ENDS), mock.Mock()
+    agent._remaining_restarts = restarts
+    group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
+    group.spec.rdzv_handler.configure_mock(**{"has_spare.return_value": has_spare})
+    with mock.patch.object(LocalElasticAgent, "_monitor_workers"):
+        agent._monitor_workers(group)
+    assert spare_waits() == (restarts > 0 and has_spare)
+    agent._end_ranks()
+
+
+def test_a_node_yields_to_a_spare_one_if_its_ranks_ask_for_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
+    agent, group = QuickAgent.__new__(QuickAgent), mock.Mock()
+    group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
+    write_slow_host()
+    with mock.patch.object(LocalElasticAgent, "_rendezvous"):
+        agent._rendezvous(group)
+        agent._rendezvous(group)
+    group.spec.rdzv_handler.yield_to_spare.assert_called_once_with()
 
 
 def test_torchrun_uses_the_agent_and_formats_exceptions_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +67,7 @@ def _replaced(folder: Path) -> list[str | None]:
         MeshConfig(data_parallel_shard=-1).build() as ctx,
         mock.patch.dict(os.environ, {NODE_FOLDER: str(folder / str(ctx.rank))}),
         # Ranks of one machine are equally slow in everything else, but not on a busy one.
-        mock.patch.object(straggler_watch, "check_health", partial(_only_data, check_health)),
+        mock.patch.object(straggler_watch, "check_health", _only_data),
         mock.patch.object(socket, "gethostname", return_value=f"host{ctx.rank}"),
     ):
         Path(os.environ[NODE_FOLDER]).mkdir()
@@ -83,8 +82,9 @@ def _replaced(folder: Path) -> list[str | None]:
         return [*found, "asks" if take_slow_host() else None]
 
 
-def _only_data(check: Callable[..., HealthReport], *arguments: Any, **named: Any) -> HealthReport:
-    report = check(*arguments, **named)
+def _only_data(*arguments: Any, **named: Any) -> HealthReport:
+    report = check_health(*arguments, **named)
+    assert report is not None
     return replace(report, slow={key: text for key, text in report.slow.items() if key[0] == "data"})
 
 
