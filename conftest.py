@@ -34,7 +34,7 @@ if sys.dont_write_bytecode:  # else each process of each test compiles torch and
 # After the lines above, so that the bytecode of hypothesis is cached too.
 from forked_workers import fork_workers
 from hypothesis import core, settings
-from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 _LANES = {"integration_tests/test_oracle.py": "oracle", "integration_tests/test_mutants.py": "oracle"}
@@ -43,7 +43,7 @@ _EXCLUDED = pytest.StashKey[Counter[str]]()
 
 # Hypothesis also draws constants from the sources of the local modules that are loaded. That set depends on the order
 # of the tests, and modules of an installed wheel are not local. Without it, drawn examples depend on the seed alone.
-HypothesisProvider._local_constants = Constants()
+providers._get_local_constants = Constants
 
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("random", database=None, deadline=None)

@@ -138,7 +138,6 @@ def one_process(method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("method", "layout"), [*ROWS, *FAMILY_ROWS])
 @pytest.mark.sample(
-    "lora-dp_shard=2,tp=2,microbatch=2",
     "dora-tp=2",
     "experts-ep=2,dp_shard=2",
     "new tokens-dp_shard=2,tp=2",

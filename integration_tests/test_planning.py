@@ -16,6 +16,6 @@ _ROWS = [
 
 
 @pytest.mark.parametrize("name", _ROWS)
-@pytest.mark.sample("dense,dp_shard=2", "dense,pp=2,microbatch=1")
+@pytest.mark.sample("dense,pp=2,microbatch=1")
 def test_dry_run_equals_the_real_run(name: str) -> None:
     assert compare(name) == []

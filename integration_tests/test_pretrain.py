@@ -30,7 +30,7 @@ def _close(ours: list[float], theirs: list[float], *, rel: float) -> bool:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.sample("dense-2")
+@pytest.mark.full
 def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
     file = [MOE] if kind == "moe" else []
     _run(file + _tiny(tmp_path, "one", steps=8, evaluation__every=4))
@@ -209,6 +209,7 @@ def test_rows_are_packed_documents(tmp_path: Path) -> None:
     assert 0 < len(chosen) < len(texts) / 2
 
 
+@pytest.mark.full
 def test_a_preset_is_the_same_job(tmp_path: Path) -> None:
     """`d9d-train` with the preset has the curve of the script, and counts bytes without padding."""
     settings = {"run.folder": tmp_path, "logging.every": 1, "steps": 4, "evaluation.every": 2}

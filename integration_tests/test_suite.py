@@ -119,7 +119,7 @@ def test_one_flag_runs_everything(suite_without_torch: pytest.Pytester) -> None:
     assert "::test_full " in next(line for line in result.outlines if "::" in line), "long tests run first"
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_lane_is_all_its_cases(suite_without_torch: pytest.Pytester) -> None:
     suite_without_torch.runpytest_subprocess("-n2", "--lane", "jobs").assert_outcomes(passed=8, skipped=4)
     suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--lane", "oracle").assert_outcomes()
@@ -131,6 +131,7 @@ def test_a_sample_names_existing_cases(suite_without_torch: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(["*test_sampled: the sample names {'c'}; expected some of a, b*"])
 
 
+@pytest.mark.full
 def test_bytecode_is_cached_if_the_environment_forbids_to_write_it(
     suite_without_torch: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def _stop_after_fifth(event: Event) -> None:
         raise _Stopped
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_resumed_from_an_older_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(_Stopped):
         _trained(tmp_path, on_step=_stop_after_fifth)

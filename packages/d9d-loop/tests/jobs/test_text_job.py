@@ -163,7 +163,7 @@ def test_a_packed_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
     ],
     ids=["pp", "cp", "pp-dp"],
 )
-@pytest.mark.sample("pp-sft")
+@pytest.mark.full
 def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter

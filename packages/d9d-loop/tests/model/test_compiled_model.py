@@ -82,6 +82,7 @@ def _train(
     return trained, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 def test_graph_breaks_are_named_and_change_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     eager, num_graphs = _train(tmp_path / "eager", None, 1)
     assert num_graphs == 0

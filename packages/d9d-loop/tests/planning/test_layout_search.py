@@ -41,6 +41,7 @@ def test_every_layout_is_a_mesh_of_all_devices() -> None:
         assert QWEN3_30B.num_kv_heads % layout.tp == 0
 
 
+@pytest.mark.full
 def test_layouts_are_sorted_and_fit() -> None:
     found = search_layouts(QWEN3_30B, HARDWARE, world_size=16, global_size=16, length=4096)
     seconds = [each.seconds for each in found.fitting]

@@ -84,7 +84,7 @@ def _trainer(
     return Trainer(config, model=Provider(inner), data=data, task=Regression())
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("inner", "mesh"),
     [
@@ -94,7 +94,6 @@ def _trainer(
     ],
     ids=["one kind", "a period of two", "pipeline"],
 )
-@pytest.mark.sample("a period of two")
 def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], tmp_path: Any) -> None:
     trainer = _trainer(inner, tmp_path, None, **mesh)
     plan = trainer.plan_for(Launch(world_size=4, device="cpu"))

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SCRIPT = """
 import os, sys
 sys.modules["numpy"] = None
@@ -42,6 +44,7 @@ assert sys.modules["numpy"] is None
 """
 
 
+@pytest.mark.full
 def test_everything_works_without_numpy(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(tmp_path)], check=False, capture_output=True, text=True, timeout=120
