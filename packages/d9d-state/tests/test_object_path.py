@@ -1,5 +1,6 @@
 """Models and checkpoints in an object store, here fsspec's file system in memory, with failing requests."""
 
+import json
 import uuid
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from d9d_dist import Region, UserError
 from d9d_state import CheckpointStore, ModelFolder, StateError, check_same_model, load_model_state, model_tensors
+from d9d_state.checkpoint.manifest import with_digest
 from d9d_state.object_path import ObjectPath
 from d9d_state.region_reader import RegionReader
 from d9d_state.safetensors_file import write_safetensors
@@ -106,6 +108,21 @@ def test_damage_is_found_and_the_step_before_is_used(prefix: ObjectPath) -> None
     newest = store.newest()
     assert newest is not None
     assert newest.step == 2
+
+
+def test_a_checkpoint_of_another_version_is_not_deleted(prefix: ObjectPath) -> None:
+    store = CheckpointStore(prefix.url)
+    for step in (1, 2):
+        store.save(step, {"a": torch.full((4,), float(step))})
+    manifest = prefix / "step-00000002" / "manifest.json"
+    body = {key: value for key, value in json.loads(manifest.read_bytes()).items() if key != "sha256"}
+    manifest.upload([with_digest({**body, "version": 4})])
+    message = "it has format version 4; this d9d-state reads version 3"
+    with pytest.raises(StateError, match=message):
+        store.newest()
+    with pytest.raises(StateError, match=message):
+        store.save(2, {"a": torch.zeros(4)})
+    assert b'"version":4' in manifest.read_bytes()
 
 
 def test_interrupted_upload_is_no_checkpoint_and_is_deleted_by_a_later_save(

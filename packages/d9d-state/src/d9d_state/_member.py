@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias, final
 
 from d9d_dist import UserError
-from d9d_state.errors import ProcessLimitError, describe, is_limit
+from d9d_state.errors import UnreadableError, describe, is_limit
 from d9d_state.object_path import ObjectPath
 
 AnyPath: TypeAlias = Path | ObjectPath
@@ -33,7 +33,7 @@ def open_member(folder: Path, name: str) -> int:
             return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         if is_limit(error):
-            raise ProcessLimitError(f"{path} cannot be opened: {describe(error)}") from error
+            raise UnreadableError(f"{path} cannot be opened: {describe(error)}") from error
         raise _unreadable(path, error) from error
     kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
     raise UserError(f"{file} is {kind}; expected a regular file.")

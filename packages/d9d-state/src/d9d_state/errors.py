@@ -1,4 +1,4 @@
-"""Errors that are not the user's mistake: damaged files, full disks, rank failures, process limits."""
+"""Errors that are not the user's mistake: damaged files, full disks, rank failures, process limits, other versions."""
 
 import errno
 import resource
@@ -10,12 +10,12 @@ class StateError(RuntimeError):
     """Failure to read or write state, or damaged state. The message names the file and the failing ranks."""
 
 
-class ProcessLimitError(StateError):
-    """Failure to open a file because of a process or system limit, such as open files. The file may be intact."""
+class UnreadableError(StateError):
+    """State that may be intact, but that this process cannot read: a limit on open files, an unreachable store."""
 
 
-class UnreachableError(ProcessLimitError):
-    """Failure of an object store after several attempts. The object may be intact."""
+class VersionError(UnreadableError):
+    """Intact state in a format of another version of this package."""
 
 
 def is_limit(error: OSError) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, final
 from d9d_dist import UserError
 from d9d_state._digests import PartRecord, digest_parts
 from d9d_state._s3_upload import S3Object
-from d9d_state.errors import UnreachableError
+from d9d_state.errors import UnreadableError
 
 _MULTIPART = 1 << 26  # bytes of one part of an upload
 _ATTEMPTS = 6
@@ -203,7 +203,7 @@ class ObjectPath:
                 raise
             except Exception as error:  # clients of stores raise errors of their own
                 if attempt == _ATTEMPTS - 1:
-                    raise UnreachableError(f"{self} could not be reached in {_ATTEMPTS} attempts: {error}") from error
+                    raise UnreadableError(f"{self} could not be reached in {_ATTEMPTS} attempts: {error}") from error
             time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311
             wait *= 2
         raise AssertionError

@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 import pickle
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_state import CheckpointStore, StateError, TensorInfo
+from d9d_state import CheckpointStore, Retention, StateError, TensorInfo
 from d9d_state.checkpoint import _commit
 from d9d_state.checkpoint import newest as newest_module
+from d9d_state.checkpoint.manifest import with_digest
 
 
 def _tensors(value: int) -> dict[str, Tensor]:
@@ -105,6 +107,33 @@ def test_damaged_checkpoint_is_moved_aside_by_a_new_save(tmp_path: Path, caplog:
         "step-00000007.damaged-2",
     ]
     assert "moving" in caplog.text
+
+
+def _save_by_another_version(folder: Path) -> bytes:
+    manifest = folder / "manifest.json"
+    body = {key: value for key, value in json.loads(manifest.read_bytes()).items() if key != "sha256"}
+    manifest.write_bytes(with_digest({**body, "version": 4}))
+    return manifest.read_bytes()
+
+
+def test_a_checkpoint_of_another_version_is_neither_skipped_nor_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1, 2)
+    manifest = _save_by_another_version(tmp_path / "step-00000002")
+    message = "it has format version 4; this d9d-state reads version 3"
+    with pytest.raises(StateError, match=message):
+        store.newest()
+    with pytest.raises(StateError, match=message):
+        _save(store, 2)
+    assert _steps(store) == [1]  # a list of those that can be loaded
+    assert message in caplog.text
+    with CheckpointStore(tmp_path, retention=Retention(last=1)) as keeping:
+        _save(keeping, 3)
+    assert _steps(store) == [3]
+    assert store.newest() is not None  # it is newer
+    assert (tmp_path / "step-00000002" / "manifest.json").read_bytes() == manifest
 
 
 def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:

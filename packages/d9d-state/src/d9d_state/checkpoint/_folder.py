@@ -9,7 +9,7 @@ from d9d_state._partial_folder import partial_of
 from d9d_state.checkpoint.info import CheckpointInfo, open_complete, step_of
 from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.retention import Retention
-from d9d_state.errors import ProcessLimitError, StateError, describe
+from d9d_state.errors import StateError, UnreadableError, VersionError, describe
 from d9d_state.folder_lock import LOCK_NAME
 from d9d_state.object_path import ObjectPath
 
@@ -17,8 +17,13 @@ RUN_ID_NAME = "run_id"  # file with the run's id, beside the checkpoints; identi
 _LOGGER = logging.getLogger("d9d.state")
 
 
-def newest_first(folder: AnyPath, *, only_run: str | None, log_level: int = logging.DEBUG) -> Iterator[CheckpointInfo]:
-    """Iterate over the complete checkpoints of a folder, newest first; log why other entries are skipped."""
+def newest_first(
+    folder: AnyPath, *, only_run: str | None, log_level: int = logging.DEBUG, skips_versions: bool = True
+) -> Iterator[CheckpointInfo]:
+    """Iterate over the complete checkpoints of a folder, newest first; log why other entries are skipped.
+
+    Raise `VersionError` at a checkpoint of another version of this package, unless `skips_versions`.
+    """
     if not folder.is_dir():
         return
     paths = [path for path in sorted(folder.iterdir()) if path.name not in (LOCK_NAME, RUN_ID_NAME)]
@@ -30,9 +35,9 @@ def newest_first(folder: AnyPath, *, only_run: str | None, log_level: int = logg
             if only_run is not None and info.run_id != only_run:
                 raise StateError(f"it belongs to run {info.run_id}, not to {only_run}.")
             yield info
-        except ProcessLimitError:
-            raise
         except StateError as reason:
+            if isinstance(reason, UnreadableError) and not (skips_versions and isinstance(reason, VersionError)):
+                raise
             level = logging.WARNING if _is_disk_error(reason) else log_level
             _LOGGER.log(level, "skipping %s: %s", path, reason)
 
@@ -43,7 +48,7 @@ def delete_old(
     """Delete checkpoints by the retention policy, except the one just saved; only log deletion errors."""
     try:
         found = [info for info in newest_first(folder, only_run=run_id) if info.root not in damaged]
-    except (OSError, ProcessLimitError) as error:
+    except (OSError, UnreadableError) as error:
         _LOGGER.warning("%s could not be read, so no old checkpoint is deleted: %s", folder, describe(error))
         return
     found.sort(key=lambda info: info.step == saved_step, reverse=True)

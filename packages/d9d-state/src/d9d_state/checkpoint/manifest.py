@@ -12,7 +12,7 @@ from d9d_dist import Region, UserError
 from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, open_reader
 from d9d_state.checkpoint.cover import cover_problem
-from d9d_state.errors import StateError
+from d9d_state.errors import StateError, VersionError
 from d9d_state.json_value import JsonValue, as_list, as_object, dump_json, parse_json
 from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
 from d9d_state.tensor_info import TensorInfo
@@ -116,7 +116,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: AnyPath) -> Self:
-        """Read a folder's manifest; raise `StateError` if it is missing, damaged or of another format."""
+        """Read a folder's manifest; raise `StateError` if it is missing or damaged.
+
+        Raise `VersionError` if it is intact, but has the format or digests of another version of this package.
+        """
         path = folder / MANIFEST_NAME
         try:
             with closing(open_reader(folder, MANIFEST_NAME)) as reader:
@@ -125,28 +128,32 @@ class Manifest:
                 return cls._parse(reader.read(reader.size, 0))
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
+        except VersionError as error:
+            raise VersionError(f"{path}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path} is damaged: {error}") from error
 
     @classmethod
     def _parse(cls, data: bytes) -> Self:
         body = as_object(parse_json(data))
-        if body.get("format") == _FORMAT:
-            _check_version(body.get("version"))
         body.pop("sha256", None)
         if body.get("format") != _FORMAT or with_digest(body) != data:
             raise ValueError("its content does not match its digest.")
+        _check_version(body.get("version"))  # after the digest: another version may be damage
         manifest = cls.of_body(body)
         manifest.check()
         return manifest
 
     @classmethod
     def of_body(cls, body: dict[str, JsonValue]) -> Self:
-        """Parse `body`, without `check`; raise `ValueError`, `TypeError` or `KeyError` if it is malformed."""
+        """Parse `body`, without `check`.
+
+        Raise `ValueError`, `TypeError` or `KeyError` if it is malformed, `VersionError` for digests of another version.
+        """
         _keys(body, "format", "version", "digests", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
         if body["digests"] != ALGORITHM:
             name = str(body["digests"])[:20]
-            raise ValueError(f"its digests are {name}; this d9d-state reads {ALGORITHM}. Install a newer one.")
+            raise VersionError(f"its digests are {name}; this d9d-state reads {ALGORITHM}. Install a newer one.")
         return cls(
             run_id=_text(body["run_id"]),
             step=_count(body["step"]),
@@ -205,7 +212,7 @@ def _check_version(version: JsonValue) -> None:
     if version == _VERSION:
         return
     advice = "Install a newer one" if version > _VERSION else "Load it with the d9d-state version that saved it"
-    raise ValueError(f"it has format version {version}; this d9d-state reads version {_VERSION}. {advice}.")
+    raise VersionError(f"it has format version {version}; this d9d-state reads version {_VERSION}. {advice}.")
 
 
 def _check_spans(file: str, record: FileRecord, spans: list[tuple[int, int, str]]) -> None:

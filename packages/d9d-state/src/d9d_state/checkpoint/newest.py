@@ -12,7 +12,7 @@ from d9d_state._member import AnyPath
 from d9d_state._ranks import is_main
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
-from d9d_state.errors import ProcessLimitError, StateError, describe
+from d9d_state.errors import StateError, UnreadableError, describe
 
 _LOGGER = logging.getLogger("d9d.state")
 _MAX_SHOWN = 5  # problems per rank in a message; a failed disk may cause thousands
@@ -36,7 +36,7 @@ def newest_sound(
         chosen, problem = None, None
         try:
             chosen = next(candidates, None) if is_main(ctx) else None
-        except (OSError, ProcessLimitError) as error:
+        except (OSError, UnreadableError) as error:
             problem = f"{folder} cannot be read: {describe(error)}"
         agree(problem, error=StateError, alone=ctx is None)
         step = gather_json(None if chosen is None else chosen.step, alone=ctx is None)[0]
@@ -66,7 +66,7 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
     limited = None
     try:
         found = damage(info.root, share, threads=num_threads(ctx))
-    except ProcessLimitError as error:
+    except UnreadableError as error:
         limited = str(error)
     agree(limited, error=StateError, alone=ctx is None)
     shown = found[:_MAX_SHOWN] + ([f"and {len(found) - _MAX_SHOWN} more"] if found[_MAX_SHOWN:] else [])
@@ -82,7 +82,7 @@ def _open(
     try:
         info = open_complete(path) if info is None else info
         digest = info.manifest.digest
-    except ProcessLimitError as error:
+    except UnreadableError as error:
         limited = str(error)
     except StateError as error:
         is_missing = isinstance(path, Path) and not os.path.lexists(path)

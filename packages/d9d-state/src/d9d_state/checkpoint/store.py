@@ -26,7 +26,7 @@ from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
-from d9d_state.errors import ProcessLimitError, StateError, describe
+from d9d_state.errors import StateError, UnreadableError, describe
 from d9d_state.folder_lock import locked_folder
 from d9d_state.json_value import JsonValue, dump_json
 from d9d_state.object_path import ObjectPath
@@ -124,8 +124,8 @@ class CheckpointStore:
             verify: Verify digests now; otherwise `load` verifies them.
 
         Raises:
-            StateError: If a previous background save failed. Also, on every rank, if the folder cannot be read or a
-                process limit prevents opening files.
+            StateError: If a previous background save failed. Also, on every rank, if the folder cannot be read, a
+                process limit prevents opening files, or the newest checkpoint has the format of another version.
         """
         self.wait()
         local = self._local_steps(ctx)
@@ -402,7 +402,7 @@ class CheckpointStore:
                 problem = UserError(
                     f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
                 )
-        except (OSError, ProcessLimitError) as error:
+        except (OSError, UnreadableError) as error:
             problem = f"{folder} cannot be read: {describe(error)}"
         except StateError as reason:
             problem = move_aside(folder, reason)
@@ -418,7 +418,8 @@ class CheckpointStore:
 
     def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:
         """Iterate over the complete checkpoints with steps above `floor` and up to `ceiling`, newest first."""
-        found = newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING)
+        given = self._run_id.given
+        found = newest_first(self.root, only_run=given, log_level=logging.WARNING, skips_versions=False)
         return (info for info in found if floor < info.step <= ceiling)
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
