@@ -10,14 +10,14 @@ from torch._logging._internal import TorchLogsFormatter
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousGracefulExitError
 from torch.distributed.launcher import api as launcher
 
 from d9d_dist.peers import process_state
 from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
 from d9d_loop.elastic_rendezvous import QuickRendezvous
-from d9d_loop.resilience.node_files import NODE_FOLDER, read_lost_host, spare_waits, write_slow_host
+from d9d_loop.resilience.node_files import NODE_FOLDER, read_lost_host, spare_waits, write_slow_host, write_spare
 
 ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
 
@@ -93,6 +93,7 @@ def test_ranks_know_whether_a_spare_node_can_replace_theirs(
     (tmp_path / "ranks").mkdir()
     agent, group = _agent(tmp_path / "ranks", ENDS), mock.Mock()
     agent._remaining_restarts = restarts
+    write_spare(waits=not has_spare)
     group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
     group.spec.rdzv_handler.configure_mock(**{"has_spare.return_value": has_spare})
     with mock.patch.object(LocalElasticAgent, "_monitor_workers"):
@@ -112,6 +113,14 @@ def test_a_node_yields_to_a_spare_one_if_its_ranks_ask_for_it_once(
         agent._rendezvous(group)
         agent._rendezvous(group)
     group.spec.rdzv_handler.yield_to_spare.assert_called_once_with()
+
+
+def test_a_spare_node_that_waits_when_the_job_ends_has_succeeded() -> None:
+    agent = QuickAgent.__new__(QuickAgent)
+    ended = mock.patch.object(LocalElasticAgent, "_invoke_run", side_effect=RendezvousGracefulExitError)
+    with ended, mock.patch.object(LocalElasticAgent, "_shutdown"):
+        agent._shutdown_timeout = 1
+        assert not agent.run().is_failed()
 
 
 def test_torchrun_uses_the_agent_and_formats_exceptions_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
@@ -105,14 +105,16 @@ def test_a_slow_node_changes_places_with_a_spare_one() -> None:
         waits_again = join(slow)
         _wait(lambda: first.num_nodes_waiting() == 1)  # the spare node
         assert first.lost_nodes() == []
+        assert first.is_broken()
         again = join(first)
         assert {again.result(_SECONDS), waits.result(_SECONDS)} == {0, 1}
         assert not waits_again.done()
         assert first.num_nodes_waiting() == 0
         assert first._state_holder.state.redundancy_list == {slow._this_node}
+        assert not first.has_spare()  # that node was slow
         for node in (first, spare):
             node.shutdown()
-        assert waits_again.exception(_SECONDS) is not None  # the job has ended without it
+        assert isinstance(waits_again.exception(_SECONDS), RendezvousGracefulExitError)  # the job has ended without it
 
 
 def test_a_slow_node_joins_again_if_no_spare_node_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +125,10 @@ def test_a_slow_node_joins_again_if_no_spare_node_takes_its_place(monkeypatch: p
         ranks = [join(first), join(slow)]
         _wait(lambda: all(rank.done() for rank in ranks))
         slow.yield_to_spare()
-        ranks = [join(slow), join(first)]
+        ranks = [join(slow)]
+        _wait(lambda: first.num_nodes_waiting() == 0 and first.is_broken())
+        assert first._state_holder.state.redundancy_list == {slow._this_node}
+        ranks.append(join(first))
         assert sorted(rank.result(_SECONDS) for rank in ranks) == [0, 1]
         for node in (first, slow):
             node.shutdown()

@@ -118,9 +118,9 @@ def test_a_checkpoint_of_another_version_is_not_deleted(prefix: ObjectPath) -> N
     body = {key: value for key, value in json.loads(manifest.read_bytes()).items() if key != "sha256"}
     manifest.upload([with_digest({**body, "version": 4})])
     message = "it has format version 4; this d9d-state reads version 3"
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(UserError, match=message):
         store.newest()
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(UserError, match=message):
         store.save(2, {"a": torch.zeros(4)})
     assert b'"version":4' in manifest.read_bytes()
 

@@ -51,6 +51,10 @@ class QuickAgent(LocalElasticAgent):
     this node ask to replace it because it is slow, it becomes a spare node.
     """
 
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the agent; see torch's. A spare node that waits when the job ends has succeeded, with no ranks."""
+        return super().run(role) or RunResult(WorkerState.SUCCEEDED)
+
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
             return super()._invoke_run(role)

@@ -67,11 +67,13 @@ class QuickRendezvous(DynamicRendezvousHandler):
         self._quick = _QuickExecutor(torchs._this_node, holder, torchs.settings, seconds=seconds)
         self._op_executor = self._quick
         self._ranks: dict[Any, int] = {}
+        self._seen: set[Any] = set()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; see torch's handler."""
         joined = super().next_rendezvous()
         self._ranks = dict(self._state_holder.state.participants)
+        self._seen.update(self._ranks)
         return joined
 
     def num_nodes_waiting(self) -> int:
@@ -81,8 +83,11 @@ class QuickRendezvous(DynamicRendezvousHandler):
         return 0 if is_full else num_waiting
 
     def has_spare(self) -> bool:
-        """Return True if a spare node waits. No request to the store."""
-        return bool(self._state_holder.state.redundancy_list)
+        """Return True if a spare node waits that this node has not trained with before. No request to the store.
+
+        Otherwise two slow nodes would change places again and again.
+        """
+        return bool(self._state_holder.state.redundancy_list - self._seen)
 
     def yield_to_spare(self) -> None:
         """Let a spare node take the place of this one in the next round, and be a spare node itself.
@@ -102,7 +107,8 @@ class QuickRendezvous(DynamicRendezvousHandler):
 
     def is_broken(self) -> bool:
         """Return True if a node of this round has left it, so that its ranks are gone. No request to the store."""
-        return not self._ranks.keys().isdisjoint(self._state_holder.state.wait_list)
+        state = self._state_holder.state
+        return not self._ranks.keys().isdisjoint(state.wait_list | state.redundancy_list)
 
     def _record(self, *arguments: Any, **named: Any) -> None:
         """Record no event."""

@@ -80,7 +80,7 @@ def test_ctrl_c_saves_and_has_the_exit_code_of_an_interrupt() -> None:
 def test_a_job_that_stops_for_a_spare_host_can_be_resumed() -> None:
     stopped = Stopped("host1", step=7)
     assert stopped.code == ExitCode.STOPPED
-    assert str(stopped) == "stopped to replace host1, which is slow, by a spare host, after step 7, which is saved."
+    assert str(stopped) == "stopped to replace host1, which is slow, with a spare host, after step 7, which is saved."
 
 
 def test_the_message_announces_the_traceback_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+from pydantic import ValidationError
+
 from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import HealthConfig, HealthReport, StragglerWatch, check_health, straggler_watch
@@ -65,7 +68,7 @@ def _replaced(folder: Path) -> list[str | None]:
     with (
         mock.patch.object(straggler_watch, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
         MeshConfig(data_parallel_shard=-1).build() as ctx,
-        mock.patch.dict(os.environ, {NODE_FOLDER: str(folder / str(ctx.rank))}),
+        mock.patch.dict(os.environ, {NODE_FOLDER: str(folder / str(ctx.rank)), "LOCAL_WORLD_SIZE": "1"}),
         # Ranks of one machine are equally slow in everything else, but not on a busy one.
         mock.patch.object(straggler_watch, "check_health", _only_data),
         mock.patch.object(socket, "gethostname", return_value=f"host{ctx.rank}"),
@@ -91,6 +94,11 @@ def _only_data(*arguments: Any, **named: Any) -> HealthReport:
 def test_a_slow_host_is_replaced_once_a_spare_one_waits(tmp_path: Path) -> None:
     found = run_ranks(_replaced, tmp_path, world_size=3)
     assert found == [[None, None, "host2", None], [None, None, "host2", None], [None, None, "host2", "asks"]]
+
+
+def test_hosts_are_replaced_only_if_checks_are_repeated() -> None:
+    with pytest.raises(ValidationError, match="replace = true needs repeated checks"):
+        HealthConfig(replace=True)
 
 
 def test_nothing_is_measured_unless_configured(ctx: DistributedContext) -> None:

@@ -3,6 +3,8 @@
 import errno
 import resource
 
+from d9d_dist import UserError
+
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -14,8 +16,8 @@ class UnreadableError(StateError):
     """State that may be intact, but that this process cannot read: a limit on open files, an unreachable store."""
 
 
-class VersionError(UnreadableError):
-    """Intact state in a format of another version of this package."""
+class VersionError(UserError):
+    """Intact state in a format of another version of this package. Restarting the job does not help."""
 
 
 def is_limit(error: OSError) -> bool:

@@ -16,6 +16,7 @@ from d9d_dist import UserError
 from d9d_state import CheckpointStore, Retention, StateError, TensorInfo
 from d9d_state.checkpoint import _commit
 from d9d_state.checkpoint import newest as newest_module
+from d9d_state.checkpoint._folder import newest_first
 from d9d_state.checkpoint.manifest import with_digest
 
 
@@ -123,9 +124,9 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_replaced(
     _save(store, 1, 2)
     manifest = _save_by_another_version(tmp_path / "step-00000002")
     message = "it has format version 4; this d9d-state reads version 3"
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(UserError, match=message):
         store.newest()
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(UserError, match=message):
         _save(store, 2)
     assert _steps(store) == [1]  # a list of those that can be loaded
     assert message in caplog.text
@@ -134,6 +135,13 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_replaced(
     assert _steps(store) == [3]
     assert store.newest() is not None  # it is newer
     assert (tmp_path / "step-00000002" / "manifest.json").read_bytes() == manifest
+
+
+def test_older_checkpoints_of_another_version_do_not_matter(tmp_path: Path) -> None:
+    _save(CheckpointStore(tmp_path), 1, 2)
+    _save_by_another_version(tmp_path / "step-00000001")
+    found = newest_first(tmp_path, only_run=None, above=1, refuse_versions=True)
+    assert [info.step for info in found] == [2]
 
 
 def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool 
 
 
 def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
-    """Make sure that a checkpoint of the last step is complete before the job stops on a signal. Collective."""
+    """Make sure that a checkpoint of the last step is complete before the job stops. Collective."""
     if apply_decisions(job, batches, batches, settle=True):
         return  # rolled back to a checkpoint
     if not job.plan.is_saved_after(job.record.step):

@@ -138,7 +138,7 @@ class Trainer:
                 group starts.
             StateError: On every rank, if the run has checkpoints, but none is valid.
             BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
-            Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
+            Stopped: If a signal or a slow host ended the job, after a checkpoint of its last step was saved.
         """
         with explained("the job cannot be built"):
             plan = self._plan(self._config)

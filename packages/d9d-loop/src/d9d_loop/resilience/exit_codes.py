@@ -60,7 +60,7 @@ class Stopped(SystemExit):
         """Cause of the stop, in words."""
         if isinstance(self.by, signal.Signals):
             return f"stopped by {self.by.name}"
-        return f"stopped to replace {self.by}, which is slow, by a spare host"
+        return f"stopped to replace {self.by}, which is slow, with a spare host"
 
     def __str__(self) -> str:
         if not isinstance(self.by, signal.Signals):

@@ -2,7 +2,7 @@
 
 The agent writes which host is lost: a connection to a host without power does not break for minutes, but the agents
 notice the missing keep-alive within seconds. It also writes whether a spare host waits. The ranks write that their own
-host is slow, so that a spare one shall replace it.
+host is slow, to request a spare one.
 """
 
 import os
@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NODE_FOLDER = "D9D_NODE_FOLDER"
-"""Environment variable with the folder of these files. Without it, no agent reads or writes them."""
+"""Environment variable with the folder of these files. Without it, nothing is read or written."""
 
 _LOST, _SPARE, _SLOW = "lost", "spare", "slow"
 
@@ -59,12 +59,13 @@ def _read(name: str) -> str | None:
 
 
 def _write(name: str, text: str | None) -> None:
-    if NODE_FOLDER not in os.environ:
+    if NODE_FOLDER not in os.environ or _read(name) == text:
         return
     path = Path(os.environ[NODE_FOLDER], name)
-    if text is None:
-        path.unlink(missing_ok=True)
-        return
-    new = path.with_suffix(f".{os.getpid()}")  # several ranks may write
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    with suppress(OSError):  # a full disk must not end a job: it goes on without these hints
+        if text is None:
+            path.unlink()
+            return
+        new = path.with_suffix(f".{os.getpid()}")  # several ranks may write
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)

@@ -2,11 +2,11 @@
 
 from datetime import timedelta
 from signal import Signals
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from d9d_dist import Timeouts
+from d9d_dist import Timeouts, UserError
 from d9d_loop.config.section import Section
 
 BadStepAction = Literal["skip", "rewind", "stop"]
@@ -32,9 +32,15 @@ class HealthConfig(Section):
     )
     replace: bool = Field(
         default=False,
-        description="If the compute, memory or data of a host stays slow and a spare host waits at d9d-torchrun, save, "
-        "and restart the job with the spare host.",
+        description="If the compute, memory or data of a host stays slow and d9d-torchrun has a spare host, save, and "
+        "restart the job with the spare host. Needs `every`.",
     )
+
+    @model_validator(mode="after")
+    def _check_replace(self) -> Self:
+        if self.replace and (self.every is None or not self.enabled):
+            raise UserError("replace = true needs repeated checks; expected enabled = true and a number for every.")
+        return self
 
 
 class StopConfig(Section):

@@ -5,13 +5,13 @@ does not show which rank is slow. The watch repeats the health check between ste
 other, and adds up the time that each rank waits for its data.
 """
 
-import socket
+import os
 import time
 from collections.abc import Iterator
 from typing import Any, final
 
 from d9d_dist import DistributedContext, gather_json
-from d9d_loop.resilience.health_check import check_health
+from d9d_loop.resilience.health_check import RankHealth, check_health
 from d9d_loop.resilience.node_files import spare_waits, write_slow_host
 from d9d_loop.resilience.resilience_config import HealthConfig
 
@@ -31,7 +31,7 @@ class StragglerWatch:
         self._config, self._ctx = config, ctx
         self._every = config.every if config.enabled else None
         self._num_slow: dict[tuple[str, int], int] = {}
-        self._slow_host: str | None = None
+        self._slow: RankHealth | None = None
         self._num_steps, self._data_seconds, self._since = 0, 0.0, time.perf_counter()
 
     def next(self, steps: Iterator[list[Any]]) -> list[Any]:
@@ -68,22 +68,26 @@ class StragglerWatch:
         is_slow = [
             rank for (part, rank), times in self._num_slow.items() if part != "link" and times >= self._config.window
         ]
-        self._slow_host = report.ranks[is_slow[0]].host if is_slow else None
+        self._slow = report.ranks[is_slow[0]] if is_slow else None
         self._num_steps, self._data_seconds, self._since = 0, 0.0, time.perf_counter()
         return [text for part, text in report.slow.items() if self._num_slow[part] == self._config.window]
 
     def ask_to_replace(self) -> str | None:
         """Ask the agent to replace the host of a straggler when its ranks have ended, if a spare host waits.
 
-        Does nothing unless `config.replace` is set. A slow link has two hosts, of which none is replaced. Collective if
-        the last check found a straggler: an all-gather.
+        Call it after a check that was due. Does nothing unless `config.replace` is set. A slow link has two hosts, of
+        which none is replaced. Collective if the check found a straggler: an all-gather.
 
         Returns:
-            The host, for which all ranks must save and exit; `None` if no host is replaced.
+            The host, for which all ranks must save and exit with `ExitCode.STOPPED`; `None` if no host is replaced.
         """
-        host = self._slow_host
-        if not self._config.replace or host is None or not all(gather_json(spare_waits())):
+        slow = self._slow
+        if not self._config.replace or slow is None:
             return None
-        if host == socket.gethostname():
+        if not all(gather_json(spare_waits())):
+            self._ctx.logger.warning("%s is slow, but no spare host waits that can replace it", slow.host)
+            return None
+        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        if slow.rank // ranks_per_node == self._ctx.rank // ranks_per_node:
             write_slow_host()
-        return host
+        return slow.host

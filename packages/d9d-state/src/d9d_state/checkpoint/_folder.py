@@ -1,6 +1,7 @@
 """Folder of a store: complete checkpoints, and deletion of old, incomplete and damaged ones."""
 
 import logging
+import math
 from collections.abc import Collection, Iterator
 
 from d9d_state import _files
@@ -18,25 +19,39 @@ _LOGGER = logging.getLogger("d9d.state")
 
 
 def newest_first(
-    folder: AnyPath, *, only_run: str | None, log_level: int = logging.DEBUG, skips_versions: bool = True
+    folder: AnyPath,
+    *,
+    only_run: str | None,
+    log_level: int = logging.DEBUG,
+    above: int = -1,
+    up_to: float = math.inf,
+    refuse_versions: bool = False,
 ) -> Iterator[CheckpointInfo]:
     """Iterate over the complete checkpoints of a folder, newest first; log why other entries are skipped.
 
-    Raise `VersionError` at a checkpoint of another version of this package, unless `skips_versions`.
+    Args:
+        folder: Folder of the checkpoints.
+        only_run: Id of the run whose checkpoints are wanted; `None` for any run.
+        log_level: Level of the log lines, except for errors of the disk.
+        above: Only checkpoints with higher steps are opened.
+        up_to: Highest step of a checkpoint that is opened.
+        refuse_versions: Raise `VersionError` at a checkpoint of another format version, instead of skipping it.
     """
     if not folder.is_dir():
         return
     paths = [path for path in sorted(folder.iterdir()) if path.name not in (LOCK_NAME, RUN_ID_NAME)]
     foreign = [path for path in paths if step_of(path.name) < 0]
-    ours = [path for path in paths if step_of(path.name) >= 0]
+    ours = [path for path in paths if max(above, -1) < step_of(path.name) <= up_to]
     for path in [*foreign, *sorted(ours, key=lambda path: step_of(path.name), reverse=True)]:
         try:
             info = open_complete(path)
             if only_run is not None and info.run_id != only_run:
                 raise StateError(f"it belongs to run {info.run_id}, not to {only_run}.")
             yield info
-        except StateError as reason:
-            if isinstance(reason, UnreadableError) and not (skips_versions and isinstance(reason, VersionError)):
+        except UnreadableError:
+            raise
+        except (StateError, VersionError) as reason:
+            if refuse_versions and isinstance(reason, VersionError):
                 raise
             level = logging.WARNING if _is_disk_error(reason) else log_level
             _LOGGER.log(level, "skipping %s: %s", path, reason)

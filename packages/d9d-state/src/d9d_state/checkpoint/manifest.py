@@ -118,7 +118,7 @@ class Manifest:
     def read(cls, folder: AnyPath) -> Self:
         """Read a folder's manifest; raise `StateError` if it is missing or damaged.
 
-        Raise `VersionError` if it is intact, but has the format or digests of another version of this package.
+        Raise `VersionError` if it is intact, but has another format version or other digests.
         """
         path = folder / MANIFEST_NAME
         try:
@@ -126,10 +126,10 @@ class Manifest:
                 if reader.size > MAX_MANIFEST_BYTES:
                     raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
                 return cls._parse(reader.read(reader.size, 0))
-        except (UserError, OSError) as error:
-            raise StateError(str(error)) from error
         except VersionError as error:
             raise VersionError(f"{path}: {error}") from error
+        except (UserError, OSError) as error:
+            raise StateError(str(error)) from error
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path} is damaged: {error}") from error
 
@@ -139,7 +139,7 @@ class Manifest:
         body.pop("sha256", None)
         if body.get("format") != _FORMAT or with_digest(body) != data:
             raise ValueError("its content does not match its digest.")
-        _check_version(body.get("version"))  # after the digest: another version may be damage
+        _check_version(body.get("version"))  # after the digest: a damaged number is no version
         manifest = cls.of_body(body)
         manifest.check()
         return manifest

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from d9d_dist import DistributedContext, agree, gather_json
+from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_state._member import AnyPath
 from d9d_state._ranks import is_main
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
-from d9d_state.errors import StateError, UnreadableError, describe
+from d9d_state.errors import StateError, UnreadableError, VersionError, describe
 
 _LOGGER = logging.getLogger("d9d.state")
 _MAX_SHOWN = 5  # problems per rank in a message; a failed disk may cause thousands
@@ -30,15 +30,18 @@ def newest_sound(
 
     Only the main process's candidates are used; they come newest first. The folders of skipped candidates are added to
     `damaged`. `verify` compares digests. Raises `StateError` on every rank if the folder cannot be read or a process
-    limit prevents opening files.
+    limit prevents opening files, `VersionError` if a candidate has another format version.
     """
     while True:
-        chosen, problem = None, None
+        chosen: CheckpointInfo | None = None
+        failure: str | UserError | None = None
         try:
             chosen = next(candidates, None) if is_main(ctx) else None
         except (OSError, UnreadableError) as error:
-            problem = f"{folder} cannot be read: {describe(error)}"
-        agree(problem, error=StateError, alone=ctx is None)
+            failure = f"{folder} cannot be read: {describe(error)}"
+        except VersionError as error:
+            failure = error
+        agree(failure, error=StateError, alone=ctx is None)
         step = gather_json(None if chosen is None else chosen.step, alone=ctx is None)[0]
         if step is None:
             return None
@@ -78,17 +81,20 @@ def _open(
     path: AnyPath, chosen: CheckpointInfo | None, ctx: DistributedContext | None
 ) -> tuple[CheckpointInfo | None, str | None]:
     """Open the checkpoint on every rank and compare the manifests with the main process's. Collective."""
-    info, problem, digest, limited = chosen, "", "", None
+    info, problem, digest = chosen, "", ""
+    failure: str | UserError | None = None
     try:
         info = open_complete(path) if info is None else info
         digest = info.manifest.digest
     except UnreadableError as error:
-        limited = str(error)
+        failure = str(error)
+    except VersionError as error:
+        failure = error
     except StateError as error:
         is_missing = isinstance(path, Path) and not os.path.lexists(path)
         reason = f"{socket.gethostname()} does not have it." if is_missing else str(error)
         problem = f"it is not the checkpoint that the main process sees: {reason}"
-    agree(limited, error=StateError, alone=ctx is None)
+    agree(failure, error=StateError, alone=ctx is None)
     digests = gather_json(digest, alone=ctx is None)
     if not problem and digest != digests[0]:
         problem = "its manifest differs from the main process's"

@@ -26,7 +26,7 @@ from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
-from d9d_state.errors import StateError, UnreadableError, describe
+from d9d_state.errors import StateError, UnreadableError, VersionError, describe
 from d9d_state.folder_lock import locked_folder
 from d9d_state.json_value import JsonValue, dump_json
 from d9d_state.object_path import ObjectPath
@@ -100,8 +100,8 @@ class CheckpointStore:
     def complete(self) -> list[CheckpointInfo]:
         """Return every complete checkpoint, newest first. Other entries of the folder are skipped with a log line.
 
-        A complete checkpoint has a valid manifest and files of the recorded sizes. Digests are not verified; `newest`
-        and `load` verify them. No collectives.
+        A complete checkpoint has a valid manifest of this format version and files of the recorded sizes. Digests are
+        not verified; `newest` and `load` verify them. No collectives.
 
         Raises:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
@@ -124,8 +124,9 @@ class CheckpointStore:
             verify: Verify digests now; otherwise `load` verifies them.
 
         Raises:
-            StateError: If a previous background save failed. Also, on every rank, if the folder cannot be read, a
-                process limit prevents opening files, or the newest checkpoint has the format of another version.
+            StateError: If a previous background save failed. Also, on every rank, if the folder cannot be read or a
+                process limit prevents opening files.
+            UserError: On every rank, if a checkpoint that is newer than all undamaged ones has another format version.
         """
         self.wait()
         local = self._local_steps(ctx)
@@ -404,6 +405,8 @@ class CheckpointStore:
                 )
         except (OSError, UnreadableError) as error:
             problem = f"{folder} cannot be read: {describe(error)}"
+        except VersionError as error:
+            problem = error
         except StateError as reason:
             problem = move_aside(folder, reason)
         agree(problem, error=StateError, alone=ctx is None)
@@ -418,9 +421,14 @@ class CheckpointStore:
 
     def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:
         """Iterate over the complete checkpoints with steps above `floor` and up to `ceiling`, newest first."""
-        given = self._run_id.given
-        found = newest_first(self.root, only_run=given, log_level=logging.WARNING, skips_versions=False)
-        return (info for info in found if floor < info.step <= ceiling)
+        return newest_first(
+            self.root,
+            only_run=self._run_id.given,
+            log_level=logging.WARNING,
+            above=floor,
+            up_to=ceiling,
+            refuse_versions=True,
+        )
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
         """Return the complete steps of the local tiers, newest first, of equal steps the fastest tier's. Collective."""
