@@ -11,9 +11,15 @@ two calls of `inspect.stack()`. Each one searches all imported modules for frame
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, final
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -32,6 +38,7 @@ BACKEND: Final = "c10d-quick"
 """Name of the rendezvous for `--rdzv-backend`, after `register`."""
 
 _POLL_SECONDS = 0.1
+_LEAVE_SECONDS = 3.0  # time for spare nodes to notice the end of a job
 _YIELD_SECONDS = 30.0  # time for a spare node to replace a slow one, which then joins again
 _NODES_PER_SECOND = 256  # above 25 nodes, each one polls less often, which limits the load on the store
 
@@ -71,10 +78,32 @@ class QuickRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; see torch's handler."""
-        joined = super().next_rendezvous()
+        try:
+            joined = super().next_rendezvous()
+        except RendezvousGracefulExitError:
+            self._leave_spares()
+            raise
         self._ranks = dict(self._state_holder.state.participants)
         self._seen.update(self._ranks)
         return joined
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous, and wait until the spare nodes have noticed it: this node may hold the store."""
+        is_closed, deadline = super().shutdown(), time.monotonic() + _LEAVE_SECONDS
+        with suppress(RendezvousError):
+            while self._state_holder.state.redundancy_list and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                self._state_holder.sync()
+        return is_closed
+
+    def _leave_spares(self) -> None:
+        """Leave the spare nodes of a closed rendezvous, for which `shutdown` of another node waits."""
+        holder = self._state_holder
+        with suppress(RendezvousError):
+            while self._this_node in holder.state.redundancy_list:
+                holder.state.redundancy_list.remove(self._this_node)
+                holder.mark_dirty()
+                holder.sync()  # if another node has written, its state replaces this one
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that can join if the ranks are restarted."""
