@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize("slow", [0, 1], ids=["host of the rendezvous", "another"])
 def test_a_slow_host_changes_places_with_a_spare_one(slow: int) -> None:
-    settings = Settings("dp_shard=3", 16, 1, (3, 3), 20.0, {"checkpoint": {"every": 1000}})
+    settings = Settings("dp_shard=3", 16, 1, (3, 3), 100.0, {"checkpoint": {"every": 1000}})
     with Hosts(4, sysctls=IMPATIENT) as hosts:
         calm = ElasticJob(hosts, "calm", settings)
         job = ElasticJob(hosts, "slow", replace(settings, slow_host=hosts.names[slow]))
