@@ -35,7 +35,7 @@ BOUNDS = {
     "link_efficiency": (0.2, 0.75, 1.0),
     "network_efficiency": (0.2, 0.75, 1.0),
 }
-# Groups whose rows share a cluster, and so its constants.
+# Groups whose rows have constants of their own in a cross-validation, unless --shared.
 CLUSTERS = {
     "vTrain single-node": ("vTrain single-node",),
     "vTrain multi-node": ("vTrain multi-node",),
@@ -46,6 +46,16 @@ CLUSTERS = {
     "llm-foundry a100-40-dgx": ("llm-foundry a100-40-dgx",),
     "torchtitan": ("torchtitan",),
     "KempnerForge": ("KempnerForge",),
+    "AutoModel": ("AutoModel",),
+    "Meta": ("Meta",),
+    "Megatron-Bridge h100-dgx": ("Megatron-Bridge h100-dgx",),
+    "Megatron-Bridge b200-dgx": ("Megatron-Bridge b200-dgx",),
+    "Megatron-Bridge b300-dgx": ("Megatron-Bridge b300-dgx",),
+    "Megatron-Bridge gb200-nvl72": ("Megatron-Bridge gb200-nvl72",),
+    "Megatron-Bridge gb300-nvl72": ("Megatron-Bridge gb300-nvl72",),
+    "prime-rl h100-dgx": ("prime-rl h100-dgx",),
+    "prime-rl h200-dgx": ("prime-rl h200-dgx",),
+    "prime-rl b200-dgx": ("prime-rl b200-dgx",),
 }
 
 # Groups of another system on a cluster, of which no row is fitted.

@@ -20,7 +20,7 @@ from typing import final
 
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.plan_layout import PlanLayout
-from d9d_loop.planning.step_model import expert_parameters, layers_of, rank_parameters
+from d9d_loop.planning.step_model import expert_parameters, expert_shards, layers_of, rank_parameters
 
 CONTEXT_BYTES = 1.5 * 2**30
 FRAGMENTATION = 0.03
@@ -72,13 +72,11 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
     experts = expert_parameters(shape, layout, pipeline_rank)
     dense = rank_parameters(shape, layout, pipeline_rank) - experts
     shards = layout.sharding_ranks
-    # Experts are sharded over the ranks that hold the same experts.
-    expert_shards = max(1, shards * layout.tp // layout.ep) if layout.ep > 1 else shards
 
     def sharded(size: float, *, at: tuple[str, ...]) -> float:
         if layout.sharding not in at:
             return size * (dense + experts)
-        return size * (dense / shards + experts / expert_shards)
+        return size * (dense / shards + experts / expert_shards(layout))
 
     parameters = sharded(layout.stored_weight_bytes, at=("parameters",))
     gradients = sharded(layout.kept_gradient_bytes, at=("parameters", "gradients"))

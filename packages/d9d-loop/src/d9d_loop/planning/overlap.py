@@ -9,7 +9,7 @@ Source of the overlap: PyTorch FSDP, Zhao et al. 2023, https://arxiv.org/abs/230
 for the rows of llm-foundry on three kinds of devices.
 """
 
-CONTENTION = 0.3
+CONTENTION = 0.4
 
 
 def exposed_seconds(computation: float, communication: float, *, first: float, contends: bool) -> float:
