@@ -446,7 +446,12 @@ def _meta(row: Row) -> Measured:
     length = 131072 if _number(row, "cp") > 1 else 8192
     degrees = _degrees(row) | {"length": length}
     base = PlanLayout(
-        **degrees, sharding="gradients", gradient_bytes=4, pointwise="fused", overlaps_weight_gradients=True, attention_speed=2
+        **degrees,
+        sharding="gradients",
+        gradient_bytes=4,
+        pointwise="fused",
+        overlaps_weight_gradients=True,
+        attention_speed=2,
     )
     size = 2**24 // length
     tuned = tuple(

@@ -236,7 +236,12 @@ def _attention(
     tiles = b * heads * ceil(queries / 128)
     times = (
         attention_seconds(
-            hardware, flops * factor / layout.attention_speed, keys=s, head_dim=(qk + pv) / 2, num_tiles=tiles, backward=is_backward
+            hardware,
+            flops * factor / layout.attention_speed,
+            keys=s,
+            head_dim=(qk + pv) / 2,
+            num_tiles=tiles,
+            backward=is_backward,
         )
         for factor, is_backward in ((1.0, False), (2.5, True))
     )
