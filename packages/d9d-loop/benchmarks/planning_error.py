@@ -3,11 +3,11 @@
     python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123]
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
 
-Each row is predicted with six constants that are fitted to at most 150 rows of the other folds: of its own group, or
-with --shared of all groups on its hardware. --shared also prints the half width of the interval: of each group, 90 % of
+Each row is predicted with six constants that are fitted to at most 80 rows of the other folds of its group, or with
+--shared of each group on its hardware. --shared also prints the half width of the interval: of each group, 90 % of
 the held-out times lie within it. Beside each error is that of the naive model: model FLOPs x 4/3 with full
 recomputation, over the median rate of the group. With --shipped, each row is predicted with the constants of the
-hardware files. --fit prints these: fitted to at most 80 rows of each group. No row of HELD_OUT is fitted.
+hardware files. --fit prints these. No row of HELD_OUT is fitted.
 """
 
 import argparse
@@ -85,8 +85,12 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
             [np.log([predict(row, tried) / row.seconds for row in rows if row.seconds is not None]), prior]
         )
 
-    found = least_squares(errors, start, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2)
-    return constants(found.x)
+    # Two starts: bandwidths trade against each other, and the fit has local minima.
+    found = [
+        least_squares(errors, point, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2)
+        for point in (start, (start + low) / 2)
+    ]
+    return constants(min(found, key=lambda each: each.cost).x)
 
 
 def naive_rate(rows: Sequence[Measured]) -> float:
@@ -129,16 +133,27 @@ def interval_width(groups: Sequence[Sequence[tuple[Measured, float]]]) -> float:
 
 def cross_validated(groups: Sequence[Sequence[Measured]], folds: int, seed: int) -> list[tuple[Measured, float]]:
     """Return the rows of the groups of a cluster, each with its prediction by constants of the other folds."""
-    parts: list[list[Measured]] = [[] for _ in range(folds)]
+    parts: list[list[list[Measured]]] = [[] for _ in range(folds)]
     for rows in groups:
         shuffled = random.Random(seed).sample(list(rows), len(rows))  # noqa: S311  (no cryptography)
         for place in range(folds):
-            parts[place] += shuffled[place::folds]
+            parts[place].append(shuffled[place::folds])
     found = []
     for place, part in enumerate(parts):
-        others = [row for other, rows in enumerate(parts) if other != place for row in rows]
-        hardware = fit(_at_most(others, 150, seed + place), Hardware.load(part[0].cluster))
-        found += [(row, predict(row, hardware)) for row in part]
+        others = [
+            row
+            for index in range(len(groups))
+            for row in _at_most([row for other in parts if other is not part for row in other[index]], 80, seed + place)
+        ]
+        hardware = fit(others, Hardware.load(others[0].cluster))
+        found += [(row, predict(row, hardware)) for rows in part for row in rows]
+    return found
+
+
+def _by_hardware(groups: Mapping[str, Sequence[Measured]]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for name, rows in groups.items():
+        found[rows[0].cluster] = (*found.get(rows[0].cluster, ()), name)
     return found
 
 
@@ -171,11 +186,7 @@ def main() -> None:
     groups: dict[str, list[Measured]] = defaultdict(list)
     for row in read(options.file):
         groups[row.group].append(row)
-    clusters: Mapping[str, Sequence[str]] = CLUSTERS
-    if options.shared or options.fit:
-        clusters = defaultdict(list)
-        for name, rows in groups.items():
-            clusters[rows[0].cluster] = [*clusters[rows[0].cluster], name]
+    clusters = _by_hardware(groups) if options.shared or options.fit else CLUSTERS
     result: dict[str, Any] = {}
     for cluster, members in clusters.items():
         if options.only and options.only not in cluster:
@@ -189,6 +200,8 @@ def main() -> None:
             continue
         if options.shipped:
             found = [(row, predict(row, hardware)) for rows in timed for row in rows]
+        elif sum(map(len, fitted)) < options.folds:
+            continue
         else:
             found = cross_validated(fitted, options.folds, options.seed)
         predicted = [[pair for pair in found if pair[0].group == name] for name in members]

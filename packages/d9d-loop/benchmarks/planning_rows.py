@@ -411,10 +411,12 @@ def _bridge(row: Row) -> Measured | None:
 
 
 def _automodel(row: Row) -> Measured | None:
-    """AutoModel's pre-training recipes: FSDP2 with fp32 masters, full recomputation but for GPT OSS, and norms of Transformer Engine.
+    """AutoModel's pre-training recipes: FSDP2 with fp32 masters, eager operators, and a product for each expert.
 
-    Experts are split over the ranks that shard the others, if the source gives no degree. Rows of adapters (LoRA), all
-    with Qwen2.5, and models with other layers than attention and feed-forward are not read.
+    Full recomputation and attention of Transformer Engine; GPT OSS without recomputation and with FlexAttention. The
+    benchmark's router gives a token consecutive experts. Experts are split over the ranks that shard the others, if the
+    source gives no degree. Rows of adapters (LoRA), all with Qwen2.5, and models with other layers than attention and
+    feed-forward are not read.
     """
     names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B", "Kimi K2": "Kimi_K2"}
     name = names.get(row["model"], row["model"].replace("-OSS", " OSS"))
@@ -424,14 +426,16 @@ def _automodel(row: Row) -> Measured | None:
     degrees = _degrees(row)
     if shape.num_experts and row["ep"] in ("", "-"):
         degrees["ep"] = degrees["dp"]
+    is_gpt = name.startswith("GPT")
     layout = PlanLayout(
         **degrees,
         **_batch(row, degrees["dp"]),
         stages_per_rank=_number(row, "vp"),
-        recompute="none" if name.startswith("GPT") else "full",
-        pointwise="fused",
-        attention_speed=2,
+        recompute="none" if is_gpt else "full",
+        attention_speed=1 if is_gpt else 2,
         deduplicates_nodes=True,
+        adjacent_experts=True,
+        groups_experts=False,
     )
     return Measured("AutoModel", "h100-dgx", shape, (layout,), float(row["step_s"]), None, row)
 
@@ -463,7 +467,7 @@ def _meta(row: Row) -> Measured:
 
 
 def _prime(row: Row) -> Measured | None:
-    """prime-rl's supervised fine-tuning of all weights: FSDP2, eager operators, full recomputation, no expert parallelism.
+    """prime-rl's supervised fine-tuning of all weights: FSDP2, eager, full recomputation, no expert parallelism.
 
     Rows of reinforcement learning are not read: the file says that their throughput does not equal tokens over time.
     """

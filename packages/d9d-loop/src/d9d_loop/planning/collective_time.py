@@ -14,7 +14,8 @@ https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009,
 
     all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S' / C) + (g - 1) a + (q - 1) A
 
-with S' <= S if rows for several ranks of a node cross the network once, and s >= 1: rows that the busiest rank receives over the mean (routing skew).
+with S' <= S if rows for several ranks of a node cross the network once, and s >= 1: rows that the busiest rank receives
+over the mean (routing skew).
 
     send:          t = a + S / B within a node, A + S / C between nodes
 """

@@ -9,6 +9,7 @@ sequence parallelism an all-gather and a reduce-scatter each (Korthikanti et al.
 Bytes of fused pointwise kernels: counted per kernel below, in elements of 2 bytes, read and written once each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -25,6 +26,9 @@ BACKWARD_OPERATORS = 50
 SPARSE_OPERATORS = 30
 LOOP_OPERATORS = 60  # of counting and splitting tokens for experts with a product each
 COLLECTIVE_OPERATORS = 3  # of a tensor-parallel collective: checks, events and waits of its process group
+
+Product = tuple[float, float, float, float]
+"""Sizes m, n and k of a product of m x k and k x n matrices, and the number of such products."""
 
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
 """Bytes of a layer's pointwise operators over those of one kernel for each norm, addition and activation function."""
@@ -69,28 +73,15 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     t, h = layout.tp, shape.hidden_size
     tokens = layout.tokens_per_microbatch
     heads, kv_heads, d = shape.num_heads / t, max(1.0, shape.num_kv_heads / t), shape.head_dim
+    inner = (shape.shared_size if sparse else shape.intermediate_size) / t
     products = _attention_products(shape, tokens, heads, kv_heads)
-    width = shape.intermediate_size / t
-    inner = width
     if sparse:
-        inner = 0.0
-        products += [(tokens, shape.num_experts, h, 1)]
-        if shape.shared_size:
-            inner = shape.shared_size / t
+        products.append((tokens, shape.num_experts, h, 1))
     if inner:
         products += [(tokens, inner, h, 1)] * (2 if shape.is_gated else 1) + [(tokens, h, inner, 1)]
     routed = _routed_products(shape, layout, tokens) if sparse else []
-    launched = 0.0  # operators of a forward pass that each expert adds
-    if sparse and not layout.groups_experts:
-        # Gate and up projections are one product; quantization adds a kernel for each input.
-        launched = LOOP_OPERATORS + shape.num_experts / layout.ep * 2 * (1 if layout.dtype == "bf16" else 2)
-    each_once = [(m, n, k, b, 1.0) for m, n, k, b in products]
-    each_once += [(m, n, k, b, 1.0) if layout.groups_experts else (m, n, k, 1, b) for m, n, k, b in routed]
-    forward_matmul = sum(times * _product(hardware, layout, m, n, k, batch=b) for m, n, k, b, times in each_once)
-    backward_matmul = sum(
-        times * (_product(hardware, layout, m, k, n, batch=b) + _product(hardware, layout, k, n, m, batch=b))
-        for m, n, k, b, times in each_once
-    )
+    launched = _loop_operators(shape, layout) if sparse else 0.0
+    forward_matmul, backward_matmul = _matmul_times(hardware, layout, products, routed)
     attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware, heads, d)
     split = t if layout.sequence_parallel else 1
     # Elements of 2 bytes: two norms (read, write), two residual additions (read 2, write 1, and a mask of dropout),
@@ -148,7 +139,31 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     return LayerTime(forward, backward, again.times(1 / layout.recompute_every))
 
 
-def _routed_products(shape: DecoderShape, layout: PlanLayout, tokens: float) -> list[tuple[float, float, float, float]]:
+def _matmul_times(
+    hardware: Hardware, layout: PlanLayout, products: Sequence[Product], routed: Sequence[Product]
+) -> tuple[float, float]:
+    """Return the times of products in the forward and in the backward pass; `routed` are those of experts."""
+    times = [(m, n, k, b, 1.0) for m, n, k, b in products]
+    times += [(m, n, k, b, 1.0) if layout.groups_experts else (m, n, k, 1, b) for m, n, k, b in routed]
+    forward = sum(count * _product(hardware, layout, m, n, k, batch=b) for m, n, k, b, count in times)
+    backward = sum(
+        count * (_product(hardware, layout, m, k, n, batch=b) + _product(hardware, layout, k, n, m, batch=b))
+        for m, n, k, b, count in times
+    )
+    return forward, backward
+
+
+def _loop_operators(shape: DecoderShape, layout: PlanLayout) -> float:
+    """Return the operators that a loop over experts adds to a forward pass.
+
+    Gate and up projections are one product; quantization adds a kernel for each input.
+    """
+    if layout.groups_experts:
+        return 0.0
+    return LOOP_OPERATORS + shape.num_experts / layout.ep * 2 * (1 if layout.dtype == "bf16" else 2)
+
+
+def _routed_products(shape: DecoderShape, layout: PlanLayout, tokens: float) -> list[Product]:
     """Return the products of a rank's experts, with balanced routing."""
     t, h = layout.tp, shape.hidden_size
     local = shape.num_experts / layout.ep
@@ -202,9 +217,7 @@ def _product(hardware: Hardware, layout: PlanLayout, m: float, n: float, k: floa
     return matmul_seconds(hardware, m, n, k, batch=batch, dtype=layout.dtype)
 
 
-def _attention_products(
-    shape: DecoderShape, tokens: float, heads: float, kv_heads: float
-) -> list[tuple[float, float, float, float]]:
+def _attention_products(shape: DecoderShape, tokens: float, heads: float, kv_heads: float) -> list[Product]:
     h, d = shape.hidden_size, shape.head_dim
     if shape.latent is None:
         return [(tokens, (heads + 2 * kv_heads) * d, h, 1), (tokens, h, heads * d, 1)]
@@ -274,17 +287,19 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
     seconds = 2 * collective_seconds(
         hardware,
         "all_to_all",
-        num_bytes * _copies(layout.ep, shape.top_k),
+        num_bytes * _copies(shape, layout, layout.ep),
         span,
         skew=1.1,
-        network_bytes=num_bytes * _copies(span.num_nodes, shape.top_k) if layout.deduplicates_nodes else None,
+        network_bytes=num_bytes * _copies(shape, layout, span.num_nodes) if layout.deduplicates_nodes else None,
     )
     return CONTENTION * seconds if layout.overlaps_experts else seconds
 
 
-def _copies(places: int, top_k: int) -> float:
-    """Return the expected number of places that hold an expert of a token."""
-    return places * (1 - (1 - 1 / places) ** top_k)
+def _copies(shape: DecoderShape, layout: PlanLayout, places: int) -> float:
+    """Return the expected number of places, ranks or nodes, that hold an expert of a token."""
+    if layout.adjacent_experts:
+        return max(1.0, shape.top_k * places / shape.num_experts)
+    return places * (1 - (1 - 1 / places) ** shape.top_k)
 
 
 def _context_collectives(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:

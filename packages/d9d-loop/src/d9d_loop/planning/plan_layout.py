@@ -41,6 +41,7 @@ class PlanLayout:
         overlaps_tensor: True if each tensor-parallel collective overlaps its product in parts (async TP).
         groups_experts: True if one kernel multiplies all experts of a rank; False if each expert has its own.
         deduplicates_nodes: True if a token is sent to a node once, however many of its ranks have an expert for it.
+        adjacent_experts: True if the experts of a token are consecutive, as those of a benchmark's router can be.
         captured: True if kernels run as a captured graph, so that the host limits nothing.
         overlaps_experts: True if the all-to-alls of experts overlap another microbatch's computation.
         overlaps_pipeline: True if sends between stages overlap computation.
@@ -87,6 +88,7 @@ class PlanLayout:
     overlaps_experts: bool = False
     groups_experts: bool = True
     deduplicates_nodes: bool = False
+    adjacent_experts: bool = False
     captured: bool = False
     overlaps_pipeline: bool = True
     splits_transfers: bool = True

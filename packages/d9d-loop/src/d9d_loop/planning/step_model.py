@@ -90,7 +90,7 @@ def step_time(
         num_microbatches=m,
         stages_per_rank=layout.stages_per_rank,
         transfer=transfer,
-        overlaps=layout.overlaps_pipeline,
+        overlaps=layout.overlaps_pipeline and hardware.device.overlaps,
     )
     held = rank_parameters(shape, layout, slowest)
     shared = layout.sharding_ranks if layout.sharding != "replicated" else 1
@@ -253,17 +253,21 @@ def _data_parallel(
             for size, span in zip((dense, experts), spans, strict=True)
         )
 
+    overlaps = layout.overlaps_gradients and hardware.device.overlaps
     contends = Span.of(ranks, layout.tp, hardware.devices_per_node).per_node > 1
     if layout.sharding == "parameters":
         shards = min(ranks, layout.sharding_ranks), min(copies, expert_shards(layout))
-        gather = seconds("all_gather", layout.weight_bytes, shards, (layout.tp, stride))
-        scatter = seconds("reduce_scatter", layout.gradient_bytes, shards, (layout.tp, stride))
+        copies_and_hooks = per_layer * hardware.device.shard_seconds
+        gather = copies_and_hooks + seconds("all_gather", layout.weight_bytes, shards, (layout.tp, stride))
+        scatter = copies_and_hooks + seconds("reduce_scatter", layout.gradient_bytes, shards, (layout.tp, stride))
         is_kept = layout.pp > 1  # a stage keeps its weights during a step
         total = (gather if is_kept else 2 * m * gather) + (1 if layout.keeps_whole_gradients else m) * scatter
         if ranks > layout.sharding_ranks:
             strides = layout.tp * shards[0], stride * shards[1]
             reduced = layout.gradient_bytes / layout.sharding_ranks
             total += seconds("all_reduce", reduced, (ranks // shards[0], copies // shards[1]), strides)
+        if not overlaps:
+            return total, 0.0
         exposed = exposed_seconds(computation * m, total, first=(gather + scatter) / per_layer, contends=contends)
         return exposed, total - exposed
     where = (ranks, copies), (layout.tp, stride)
@@ -272,7 +276,7 @@ def _data_parallel(
     else:
         total = seconds("reduce_scatter", layout.gradient_bytes, *where)
         total += seconds("all_gather", layout.weight_bytes, *where)
-    if not layout.overlaps_gradients:
+    if not overlaps:
         return total, 0.0
     exposed = exposed_seconds(computation * 2 / 3, total, first=total / per_layer, contends=contends)
     return exposed, total - exposed
