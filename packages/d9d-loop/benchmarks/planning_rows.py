@@ -448,7 +448,7 @@ def _meta(row: Row) -> Measured:
     """
     shape = llama("405")
     length = 131072 if _number(row, "cp") > 1 else 8192
-    degrees = _degrees(row) | {"length": length}
+    degrees: dict[str, Any] = {**_degrees(row), "length": length}
     base = PlanLayout(
         **degrees,
         sharding="gradients",
