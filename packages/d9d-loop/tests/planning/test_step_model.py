@@ -105,8 +105,8 @@ def test_eager_pointwise_operators_move_twice_the_bytes_of_fused_ones() -> None:
 
 
 def test_virtual_layers_take_places_of_the_first_and_last_stage() -> None:
-    layout = replace(LAYOUT, pp=4, virtual_layers=(1, 1))
-    assert [layers_of(replace(SHAPE, num_layers=10), layout, rank)[0] for rank in range(4)] == [2, 3, 3, 2]
+    layout = replace(LAYOUT, pp=4, virtual_layers=(1, 2))
+    assert [layers_of(replace(SHAPE, num_layers=10), layout, rank)[0] for rank in range(4)] == [3, 3, 3, 1]
 
 
 def test_a_captured_graph_does_not_wait_for_the_host() -> None:
