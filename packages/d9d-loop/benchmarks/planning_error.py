@@ -1,21 +1,22 @@
-"""Error of the planner on published measurements, as JSON: fitted on a third of the rows, reported on the others.
+"""Error of the planner on published measurements, as JSON, by a cross-validation with held-out rows.
 
-    python planning_error.py measured_steps.csv [--only CLUSTER] [--folds 5 --seed 20261123 | --shipped]
+    python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123]
+    python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
 
-The six constants of a cluster are fitted to the rows of one group, chosen by a hash of the row, so that the split does
-not depend on the measured value. Beside each error is that of the naive model: model FLOPs x 4/3 with full
-recomputation, over one fitted rate. With --folds, each row is predicted with constants that are fitted to at most 150
-rows of the other folds. With --shipped, each row is predicted with the constants of the hardware files. They are fitted
-to at most 80 rows of each group, so the figures are no held-out errors; no row of HELD_OUT and of H200 is fitted.
+Each row is predicted with six constants that are fitted to at most 80 rows of the other folds of its group, or with
+--shared of each group on its hardware. --shared also prints the half width of the interval: of each group, 90 % of
+the held-out times lie within it. Beside each error is that of the naive model: model FLOPs x 4/3 with full
+recomputation, over the median rate of the group. With --shipped, each row is predicted with the constants of the
+hardware files. --fit prints these. No row of HELD_OUT is fitted.
 """
 
 import argparse
 import json
 import random
-import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -35,7 +36,7 @@ BOUNDS = {
     "link_efficiency": (0.2, 0.75, 1.0),
     "network_efficiency": (0.2, 0.75, 1.0),
 }
-# Groups whose rows share a cluster, and so its constants.
+# Groups whose rows have constants of their own in a cross-validation, unless --shared.
 CLUSTERS = {
     "vTrain single-node": ("vTrain single-node",),
     "vTrain multi-node": ("vTrain multi-node",),
@@ -46,6 +47,16 @@ CLUSTERS = {
     "llm-foundry a100-40-dgx": ("llm-foundry a100-40-dgx",),
     "torchtitan": ("torchtitan",),
     "KempnerForge": ("KempnerForge",),
+    "AutoModel": ("AutoModel",),
+    "Meta": ("Meta",),
+    "Megatron-Bridge h100-dgx": ("Megatron-Bridge h100-dgx",),
+    "Megatron-Bridge b200-dgx": ("Megatron-Bridge b200-dgx",),
+    "Megatron-Bridge b300-dgx": ("Megatron-Bridge b300-dgx",),
+    "Megatron-Bridge gb200-nvl72": ("Megatron-Bridge gb200-nvl72",),
+    "Megatron-Bridge gb300-nvl72": ("Megatron-Bridge gb300-nvl72",),
+    "prime-rl h100-dgx": ("prime-rl h100-dgx",),
+    "prime-rl h200-dgx": ("prime-rl h200-dgx",),
+    "prime-rl b200-dgx": ("prime-rl b200-dgx",),
 }
 
 # Groups of another system on a cluster, of which no row is fitted.
@@ -55,19 +66,6 @@ HELD_OUT = ("MT-NLG",)
 def predict(row: Measured, hardware: Hardware) -> float:
     """Return the predicted step time; of layouts that the source does not state, the fastest."""
     return min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
-
-
-def split(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
-    """Return a third of the rows of each group to fit, and the others. The inputs decide, not the measured values."""
-
-    def order(row: Measured) -> int:
-        hidden = ("step_s", "tok_s_gpu", "tflops_gpu", "mem_gib")
-        inputs = {key: value for key, value in row.row.items() if key not in hidden}
-        return zlib.crc32(json.dumps(inputs, sort_keys=True).encode())
-
-    ordered = sorted(rows, key=order)
-    fitted = [row for place, row in enumerate(ordered) if place % 3 == 0]
-    return fitted, [row for place, row in enumerate(ordered) if place % 3]
 
 
 def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
@@ -82,13 +80,17 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
     def errors(point: Any) -> Any:
         tried = constants(point)
         # A weak prior keeps constants that no row determines.
-        prior = 0.1 * (point - start)
+        prior = 0.2 * (point - start)
         return np.concatenate(
             [np.log([predict(row, tried) / row.seconds for row in rows if row.seconds is not None]), prior]
         )
 
-    found = least_squares(errors, start, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2)
-    return constants(found.x)
+    # Two starts: bandwidths trade against each other, and the fit has local minima.
+    found = [
+        least_squares(errors, point, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2)
+        for point in (start, (start + low) / 2)
+    ]
+    return constants(min(found, key=lambda each: each.cost).x)
 
 
 def naive_rate(rows: Sequence[Measured]) -> float:
@@ -114,39 +116,49 @@ def summary(rows: Sequence[Measured], predicted: Sequence[float], width: float) 
         "median": round(100 * median(map(abs, errors)), 2),
         "bias": round(100 * fmean(errors), 2),
         "max": round(100 * max(map(abs, errors)), 1),
-        "covered": round(100 * fmean([abs(each) <= width for each in errors]), 1),
+        "covered": round(100 * fmean([abs(t / p - 1) <= width for p, t in pairs]), 1),
         "pairs_ranked": round(100 * right, 1),
     }
 
 
-def interval_width(own: Sequence[float], others: Sequence[float]) -> float:
-    """Return the half width of an interval, from the errors of fitted rows of a cluster and of all other clusters.
-
-    It is 1.2 times the 92 % quantile, because fitted rows err less. A few rows are fitted closely by six constants, so
-    below 30 rows the other clusters' errors are a lower bound.
-    """
-
-    def quantile(errors: Sequence[float]) -> float:
-        return 1.2 * sorted(errors)[min(len(errors) - 1, int(0.92 * len(errors)))] if errors else 0.0
-
-    return quantile(own) if len(own) >= 30 else max(quantile(own), quantile(others))
+def interval_width(groups: Sequence[Sequence[tuple[Measured, float]]]) -> float:
+    """Return the half width that covers 90 % of the times of each group, relative to the predictions."""
+    return max(
+        sorted(abs(row.seconds / value - 1) for row, value in pairs if row.seconds is not None)[
+            ceil(0.9 * len(pairs)) - 1
+        ]
+        for pairs in groups
+    )
 
 
 def cross_validated(groups: Sequence[Sequence[Measured]], folds: int, seed: int) -> list[tuple[Measured, float]]:
     """Return the rows of the groups of a cluster, each with its prediction by constants of the other folds."""
-    parts: list[list[Measured]] = [[] for _ in range(folds)]
+    parts: list[list[list[Measured]]] = [[] for _ in range(folds)]
     for rows in groups:
         shuffled = random.Random(seed).sample(list(rows), len(rows))  # noqa: S311  (no cryptography)
         for place in range(folds):
-            parts[place] += shuffled[place::folds]
+            parts[place].append(shuffled[place::folds])
     found = []
     for place, part in enumerate(parts):
-        others = [row for other, rows in enumerate(parts) if other != place for row in rows]
-        if len(others) > 150:
-            others = random.Random(seed + place).sample(others, 150)  # noqa: S311  (no cryptography)
-        hardware = fit(others, Hardware.load(part[0].cluster))
-        found += [(row, predict(row, hardware)) for row in part]
+        others = [
+            row
+            for index in range(len(groups))
+            for row in _at_most([row for other in parts if other is not part for row in other[index]], 80, seed + place)
+        ]
+        hardware = fit(others, Hardware.load(others[0].cluster))
+        found += [(row, predict(row, hardware)) for rows in part for row in rows]
     return found
+
+
+def _by_hardware(groups: Mapping[str, Sequence[Measured]]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for name, rows in groups.items():
+        found[rows[0].cluster] = (*found.get(rows[0].cluster, ()), name)
+    return found
+
+
+def _at_most(rows: Sequence[Measured], number: int, seed: int) -> Sequence[Measured]:
+    return rows if len(rows) <= number else random.Random(seed).sample(rows, number)  # noqa: S311  (no cryptography)
 
 
 def memory_mape(rows: Sequence[Measured]) -> float | None:
@@ -165,54 +177,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", help="part of the name of a cluster")
-    parser.add_argument("--folds", type=int, help="number of folds of a cross-validation")
-    parser.add_argument("--seed", type=int, default=20261123, help="seed of the folds")
+    parser.add_argument("--folds", type=int, default=5, help="number of folds of the cross-validation")
+    parser.add_argument("--seed", type=int, default=20261123, help="seed of the folds and of the choice of rows")
+    parser.add_argument("--shared", action="store_true", help="fit one set of constants to all groups on a hardware")
     parser.add_argument("--shipped", action="store_true", help="predict with the constants of the hardware files")
+    parser.add_argument("--fit", action="store_true", help="print constants for the hardware files")
     options = parser.parse_args()
     groups: dict[str, list[Measured]] = defaultdict(list)
     for row in read(options.file):
         groups[row.group].append(row)
+    clusters = _by_hardware(groups) if options.shared or options.fit else CLUSTERS
     result: dict[str, Any] = {}
-    clusters: dict[str, tuple[list[Measured], list[Measured], Hardware]] = {}
-    for cluster, members in CLUSTERS.items():
+    for cluster, members in clusters.items():
         if options.only and options.only not in cluster:
             continue
-        rows = [row for name in members for row in groups[name] if row.seconds is not None]
+        timed = [[row for row in groups[name] if row.seconds is not None] for name in members]
+        fitted = [rows for rows in timed if rows[0].group not in HELD_OUT]
+        hardware = Hardware.load(timed[0][0].cluster)
+        if options.fit:
+            chosen = [row for rows in fitted for row in _at_most(rows, 80, options.seed)]
+            result[cluster] = fit(chosen, hardware).fitted.model_dump()
+            continue
         if options.shipped:
-            for name in members:
-                part = [row for row in rows if row.group == name]
-                hardware = Hardware.load(part[0].cluster)
-                result[name] = summary(part, [predict(row, hardware) for row in part], hardware.relative_error)
+            found = [(row, predict(row, hardware)) for rows in timed for row in rows]
+        elif sum(map(len, fitted)) < options.folds:
             continue
-        if options.folds:
-            own = [[row for row in rows if row.group == name] for name in members if name not in HELD_OUT]
-            found = cross_validated(own, options.folds, options.seed)
-            for part in own:
-                pairs = [(row, value) for row, value in found if row.group == part[0].group]
-                result[part[0].group] = summary(*zip(*pairs, strict=True), 0.2)
-            continue
-        parts = [split([row for row in rows if row.group == name]) for name in members if name not in HELD_OUT]
-        fitted, held = ([row for part in parts for row in part[side]] for side in (0, 1))
-        held += [row for row in rows if row.group in HELD_OUT]
-        clusters[cluster] = fitted, held, fit(fitted, Hardware.load(rows[0].cluster))
-    inside = {
-        cluster: [abs(predict(row, hardware) / row.seconds - 1) for row in fitted if row.seconds is not None]
-        for cluster, (fitted, _, hardware) in clusters.items()
-    }
-    for cluster, (fitted, held, hardware) in clusters.items():
-        width = interval_width(inside[cluster], [x for name, each in inside.items() if name != cluster for x in each])
-        entry: dict[str, Any] = {
-            "constants": hardware.fitted.model_dump(),
-            "fitted_rows": len(fitted),
-            "interval": width,
-        }
-        for name in CLUSTERS[cluster]:
-            part = [row for row in held if row.group == name]
-            rate = naive_rate(fitted)
-            entry[name] = summary(part, [predict(row, hardware) for row in part], width)
-            entry[name]["naive_mape"] = summary(part, [_flops(row) / rate for row in part], width)["mape"]
-            entry[name]["memory_mape"] = memory_mape([row for row in groups[name] if row.memory is not None])
-        result[cluster] = entry
+        else:
+            found = cross_validated(fitted, options.folds, options.seed)
+        predicted = [[pair for pair in found if pair[0].group == name] for name in members]
+        width = interval_width([pairs for pairs in predicted if pairs]) if options.shared else hardware.relative_error
+        for pairs in filter(None, predicted):
+            rows, values = zip(*pairs, strict=True)
+            entry = summary(rows, values, hardware.relative_error)
+            rate = naive_rate(rows)
+            entry["naive_mape"] = summary(rows, [_flops(row) / rate for row in rows], width)["mape"]
+            entry["memory_mape"] = memory_mape([row for row in groups[rows[0].group] if row.memory is not None])
+            result[rows[0].group] = entry
+        if options.shared:
+            result[cluster] = {"interval": round(width, 3)}
     print(json.dumps(result, indent=2))
 
 

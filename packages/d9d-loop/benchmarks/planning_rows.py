@@ -159,8 +159,9 @@ def _megatron_h100(row: Row) -> Measured:
         gradient_bytes=4,
         weight_bytes=2,
         overlaps_weight_gradients=True,
-        overlaps_tensor=0.5,
+        overlaps_tensor=True,
         pointwise="fused",
+        attention_speed=2,
     )
     tuned = _tuned(base, _number(row, "gbs"), shape)
     seconds = flops / (float(row["tflops_gpu"]) * 1e12 * gpus)
@@ -181,7 +182,10 @@ def _tuned(base: PlanLayout, global_size: int, shape: DecoderShape) -> tuple[Pla
 
 
 def _foundry(row: Row) -> Measured | None:
-    """FSDP with bf16 communication, flash attention, no dropout."""
+    """FSDP with bf16 communication, no dropout, and attention by FlashAttention 1 in Triton, as its script says.
+
+    FlashAttention 2 is 1.3 to 1.5 times faster (Dao 2023, https://arxiv.org/abs/2307.08691, section 4.1).
+    """
     clusters = {"a100_40gb": "a100-40-dgx", "a100_80gb": "a100-80-dgx", "h100_80gb": "h100-dgx"}
     degrees = _degrees(row)
     fp8 = "fp8" in row["precision"]
@@ -192,6 +196,7 @@ def _foundry(row: Row) -> Measured | None:
         gradient_bytes=2,
         reduces_each_microbatch=True,
         dtype="fp8" if fp8 else "bf16",
+        attention_speed=0.7,
     )
     cluster = clusters[row["gpu"]]
     return Measured(f"llm-foundry {cluster}", cluster, _gpt(row), (layout,), float(row["step_s"]), None, row)
@@ -233,11 +238,11 @@ def _titan(row: Row) -> Measured:
         saved_products=0.5,
         pointwise="compiled",
         dtype="fp8" if "fp8" in row["precision"] else "bf16",
-        overlaps_tensor=0.5 if "async" in row["precision"] else 0.0,
+        overlaps_tensor="async" in row["precision"],
     )
     size = row["params_b"].partition(".")[0]
     memory = float(row["mem_gib"]) * 2**30 if row["mem_gib"] else None
-    return Measured("torchtitan", "h100-dgx", llama(size), (layout,), float(row["step_s"]), memory, row)
+    return Measured("torchtitan", "h100-96-500w", llama(size), (layout,), float(row["step_s"]), memory, row)
 
 
 def _kempner(row: Row) -> Measured:
@@ -265,7 +270,240 @@ def _kempner(row: Row) -> Measured:
     return Measured("KempnerForge", "h200-dgx", llama(size), (layout,), float(row["step_s"]), memory, row)
 
 
+_SPARSE = {
+    "Qwen3_30B_a3B": DecoderShape(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=6144,
+        num_experts=128,
+        top_k=8,
+        expert_size=768,
+    ),
+    "Qwen3_235B_a22B": DecoderShape(
+        vocab_size=151936,
+        hidden_size=4096,
+        num_layers=94,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=12288,
+        num_experts=128,
+        top_k=8,
+        expert_size=1536,
+    ),
+    "DeepSeekV3": DecoderShape(
+        vocab_size=129280,
+        hidden_size=7168,
+        num_layers=61,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=128,
+        intermediate_size=18432,
+        num_experts=256,
+        top_k=8,
+        expert_size=2048,
+        num_dense_layers=3,
+        shared_size=2048,
+        latent=(1536, 512, 64, 128),
+    ),
+    "Kimi_K2": DecoderShape(
+        vocab_size=163840,
+        hidden_size=7168,
+        num_layers=61,
+        num_heads=64,
+        num_kv_heads=64,
+        head_dim=128,
+        intermediate_size=18432,
+        num_experts=384,
+        top_k=8,
+        expert_size=2048,
+        num_dense_layers=1,
+        shared_size=2048,
+        latent=(1536, 512, 64, 128),
+    ),
+    "GPT OSS 120B": DecoderShape(
+        vocab_size=201088,
+        hidden_size=2880,
+        num_layers=36,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        intermediate_size=2880,
+        num_experts=128,
+        top_k=4,
+        expert_size=2880,
+    ),
+    "GPT OSS 20B": DecoderShape(
+        vocab_size=201088,
+        hidden_size=2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        intermediate_size=2880,
+        num_experts=32,
+        top_k=4,
+        expert_size=2880,
+    ),
+}
+"""Published sparse decoders. Every second layer of GPT OSS attends to 128 tokens; here all attend to the sequence."""
+
+
+def _whole_stages(layout: PlanLayout, shape: DecoderShape) -> PlanLayout:
+    """Return the layout with the embedding and the head counted as layers, if the layers do not divide by stages."""
+    missing = -shape.num_layers % layout.num_stages
+    return replace(layout, virtual_layers=(missing // 2, missing - missing // 2))
+
+
+_BRIDGE_CLUSTERS = {
+    "DGX-H100": "h100-dgx",
+    "DGX-B200": "b200-dgx",
+    "DGX-B300": "b300-dgx",
+    "DGX-GB200": "gb200-nvl72",
+    "DGX-GB300": "gb300-nvl72",
+}
+
+
+def _bridge(row: Row) -> Measured | None:
+    """Megatron-Bridge's recipes: no recomputation but of small modules, fused operators, gradients in bf16.
+
+    Adapters (LoRA) and models with other layers than attention and feed-forward are not read.
+    """
+    if "LoRA" in row["model"]:
+        return None
+    if row["model"].startswith("LLAMA"):
+        shape = llama("405" if "405B" in row["model"] else "70")
+    elif row["model"] in _SPARSE:
+        shape = _SPARSE[row["model"]]
+    else:
+        return None
+    if row["model"] == "DeepSeekV3":  # with a layer for multi-token prediction
+        shape = replace(shape, num_layers=62)
+    # Recipes of 26.06 capture whole steps of sparse models in MXFP8, group products, and overlap all-to-alls.
+    release = row["system"].split()[1]
+    is_new = release >= "26.06" and row["precision"] == "MXFP8" and bool(shape.num_experts)
+    degrees = _degrees(row)
+    fsdp = row["sharding"] not in ("", "FSDP 0") or (not shape.num_experts and degrees["tp"] * degrees["pp"] == 1)
+    layout = PlanLayout(
+        **degrees,
+        **_batch(row, degrees["dp"]),
+        stages_per_rank=_number(row, "vp") if degrees["pp"] > 1 else 1,
+        sharding="parameters" if fsdp else "optimizer",
+        reduces_each_microbatch=fsdp,
+        gradient_bytes=2,
+        overlaps_weight_gradients=True,
+        overlaps_tensor=row["precision"] != "NVFP4",
+        pointwise="fused",
+        dtype={"BF16": "bf16", "NVFP4": "fp4"}.get(row["precision"], "fp8"),
+        attention_speed=2,
+        groups_experts=is_new,
+        overlaps_experts=is_new,
+        captured=is_new,
+        deduplicates_nodes=True,
+    )
+    layout = _whole_stages(layout, shape)
+    cluster = _BRIDGE_CLUSTERS[row["gpu"]]
+    return Measured(f"Megatron-Bridge {cluster}", cluster, shape, (layout,), float(row["step_s"]), None, row)
+
+
+def _automodel(row: Row) -> Measured | None:
+    """AutoModel's pre-training recipes: FSDP2 with fp32 masters, eager operators, and a product for each expert.
+
+    Full recomputation and attention of Transformer Engine; GPT OSS without recomputation and with FlexAttention. The
+    benchmark's router gives a token consecutive experts. Experts are split over the ranks that shard the others, if the
+    source gives no degree. Rows of adapters (LoRA), all with Qwen2.5, and models with other layers than attention and
+    feed-forward are not read.
+    """
+    names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B", "Kimi K2": "Kimi_K2"}
+    name = names.get(row["model"], row["model"].replace("-OSS", " OSS"))
+    shape = llama("70") if name == "Llama3 70B" else _SPARSE.get(name)
+    if shape is None:
+        return None
+    degrees = _degrees(row)
+    if shape.num_experts and row["ep"] in ("", "-"):
+        degrees["ep"] = degrees["dp"]
+    is_gpt = name.startswith("GPT")
+    layout = PlanLayout(
+        **degrees,
+        **_batch(row, degrees["dp"]),
+        stages_per_rank=_number(row, "vp"),
+        recompute="none" if is_gpt else "full",
+        attention_speed=1 if is_gpt else 2,
+        deduplicates_nodes=True,
+        adjacent_experts=True,
+        groups_experts=False,
+    )
+    return Measured("AutoModel", "h100-dgx", shape, (layout,), float(row["step_s"]), None, row)
+
+
+def _meta(row: Row) -> Measured:
+    """Llama 3 405B: 16 Mi tokens a step, sequences of 8,192 or, with context parallelism, 131,072 tokens.
+
+    No recomputation with short sequences (Llama Team 2024, https://arxiv.org/abs/2407.21783, section 3.3.2), gradients
+    and optimizer sharded; FLOPs are those of causal attention. Stages per rank are the fastest.
+    """
+    shape = llama("405")
+    length = 131072 if _number(row, "cp") > 1 else 8192
+    degrees: dict[str, Any] = {**_degrees(row), "length": length}
+    base = PlanLayout(
+        **degrees,
+        sharding="gradients",
+        gradient_bytes=4,
+        pointwise="fused",
+        overlaps_weight_gradients=True,
+        attention_speed=2,
+    )
+    size = 2**24 // length
+    tuned = tuple(
+        _whole_stages(replace(base, num_microbatches=size // base.dp, stages_per_rank=v), shape) for v in (1, 2, 4, 8)
+    )
+    flops = shape.flops_per_token(length) * 2**24
+    seconds = flops / (float(row["tflops_gpu"]) * 1e12 * _number(row, "gpus"))
+    return Measured("Meta", "h100-dgx", shape, tuned, seconds, None, row)
+
+
+def _prime(row: Row) -> Measured | None:
+    """prime-rl's supervised fine-tuning of all weights: FSDP2, eager, full recomputation, no expert parallelism.
+
+    Rows of reinforcement learning are not read: the file says that their throughput does not equal tokens over time.
+    """
+    clusters = {"NVIDIA B200": "b200-dgx", "NVIDIA H200": "h200-dgx", "NVIDIA H100 80GB HBM3": "h100-dgx"}
+    cluster = clusters.get(row["gpu"])
+    if not row["system"].endswith("sft") or cluster is None:
+        return None
+    shape = _SPARSE["Qwen3_30B_a3B"]
+    if "-4B-" in row["model"]:
+        shape = DecoderShape(
+            vocab_size=151936,
+            hidden_size=2560,
+            num_layers=36,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            intermediate_size=9728,
+            tie_embeddings=True,
+        )
+    degrees = _degrees(row)
+    layout = PlanLayout(
+        **degrees,
+        **_batch(row, degrees["dp"]),
+        recompute="full",
+        reduces_each_microbatch=True,
+        attention_speed=2 if "flash_attention_3" in row["note"] else 1,
+    )
+    memory = float(row["mem_gib"]) * 2**30
+    return Measured(f"prime-rl {cluster}", cluster, shape, (layout,), float(row["step_s"]), memory, row)
+
+
 _SOURCES: dict[str, Callable[[Row], Measured | None]] = {
+    "Megatron-Bridge": _bridge,
+    "Automodel": _automodel,
+    "glennklockwood": _meta,
+    "prime-rl": _prime,
     "vTrain": _vtrain,
     "calculon": _korthikanti,
     "cases_april2021": _sc21,

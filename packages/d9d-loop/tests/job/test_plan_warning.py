@@ -1,5 +1,6 @@
 """Warning of a job that does not fit into device memory, with the nearest layout that does."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _hardware(folder: Path, *, spare_bytes: float) -> str:
     for part in ("device", "links", "network", "fitted"):
         lines.append(f"[{part}]")
         values = device[part].items()
-        lines += [f"{key} = {value}" for key, value in values if not isinstance(value, dict)]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values if not isinstance(value, dict)]
         lines += [f"peak_flops.{key} = {value}" for key, value in device[part].get("peak_flops", {}).items()]
     path.write_text("\n".join(lines))
     return str(path)

@@ -47,6 +47,7 @@ def test_korthikanti_22b() -> None:
         causal=False,
         dropout=True,
         pointwise="fused",
+        overlaps_weight_gradients=True,
     )
     assert step_time(SHAPE, layout, HARDWARE).total == pytest.approx(1.42, rel=0.1)
 
@@ -101,3 +102,48 @@ def test_eager_pointwise_operators_move_twice_the_bytes_of_fused_ones() -> None:
     gaps = layer_time(SHAPE, replace(LAYOUT, length=1, pointwise="fused"), HARDWARE, sparse=False).forward.pointwise
     assert eager - gaps == pytest.approx(2 * (fused - gaps), rel=0.01)
     assert compiled - gaps == pytest.approx(0.6 * (fused - gaps), rel=0.01)
+
+
+def test_virtual_layers_take_places_of_the_first_and_last_stage() -> None:
+    layout = replace(LAYOUT, pp=4, virtual_layers=(1, 2))
+    assert [layers_of(replace(SHAPE, num_layers=10), layout, rank)[0] for rank in range(4)] == [3, 3, 3, 1]
+
+
+def test_a_captured_graph_does_not_wait_for_the_host() -> None:
+    shape = DecoderShape.gpt(hidden_size=1024, num_layers=24, num_heads=16, vocab_size=51200, length=1024)
+    times = [
+        step_time(shape, PlanLayout(length=1024, captured=each), _with(host_seconds=5e-5)) for each in (False, True)
+    ]
+    assert times[0].launch > times[0].total / 4
+    assert times[1].launch == pytest.approx(0, abs=1e-12)
+
+
+def test_experts_of_all_ranks_are_neither_gathered_nor_reduced() -> None:
+    """With as many expert-parallel as data-parallel ranks, no two ranks hold the same experts."""
+    shape = DecoderShape(
+        vocab_size=32000,
+        hidden_size=1024,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=4096,
+        num_experts=32,
+        top_k=2,
+        expert_size=4096,
+    )
+    dense = replace(shape, num_experts=0, expert_size=0, intermediate_size=1, top_k=0)
+    for sharding in ("parameters", "optimizer"):
+        layout = PlanLayout(dp=16, ep=16, length=1024, sharding=sharding, overlaps_gradients=False)
+        sparse = step_time(shape, layout, HARDWARE).data
+        assert sparse == pytest.approx(step_time(dense, replace(layout, ep=1), HARDWARE).data, rel=0.02)
+
+
+def test_shared_cores_overlap_nothing_and_sharding_costs_copies() -> None:
+    """On a CPU the gathers and scatters of 48 layers and the rest take their whole time, beside hooks and copies."""
+    layout = PlanLayout(dp=4, length=2048, num_microbatches=2, reduces_each_microbatch=True)
+    device = HARDWARE.device.model_copy(update={"overlaps": False, "shard_seconds": 1e-3})
+    hidden = step_time(SHAPE, layout, HARDWARE)
+    exposed = step_time(SHAPE, layout, HARDWARE.model_copy(update={"device": device}))
+    assert exposed.hidden == 0
+    assert exposed.data == pytest.approx(hidden.data + hidden.hidden + 2 * 3 * 49 * 1e-3)

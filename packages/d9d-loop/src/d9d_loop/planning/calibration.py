@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import spawn
 from torch.nn import functional
 
 from d9d_dist import UserError
+from d9d_loop.planning.kernel_time import attention_fill
 from d9d_loop.planning.layer_time import BACKWARD_OPERATORS, FORWARD_OPERATORS
 
 _SECONDS = 1.0
@@ -63,10 +65,11 @@ def _measured(device: torch.device) -> dict[str, Any]:
         module, num_devices = torch.get_device_module(device), torch.accelerator.device_count()
         name, memory = module.get_device_name(device), module.mem_get_info(device)[1]
         num_multiprocessors = module.get_device_properties(device).multi_processor_count
-    link = links_of(device.type, num_devices) if num_devices > 1 else (4.5e11, 2e-6)
+    link = links_of(device.type, num_devices) if num_devices > 1 else (4.5e11, 2e-6, 0.0)
     network = (1e9, 5e-5) if is_cpu else (5e10, 5e-6)
     return {
         "name": name,
+        "relative_error": 0.3 if is_cpu else 0.15,
         "devices_per_node": os.cpu_count() if is_cpu else num_devices,
         "device": {
             "memory_bytes": memory,
@@ -74,6 +77,8 @@ def _measured(device: torch.device) -> dict[str, Any]:
             "peak_flops.bf16": peak,
             "num_multiprocessors": num_multiprocessors,
             "kernel_seconds": layer / _LAYER_KERNELS if is_cpu else 2e-6,
+            "shard_seconds": link[2],
+            "overlaps": not is_cpu,
         },
         "links": {"bandwidth": link[0], "latency": link[1]},
         "network": {"bandwidth": network[0], "latency": network[1]},
@@ -105,20 +110,27 @@ def _toml(values: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def links_of(device_type: str, num_devices: int) -> tuple[float, float]:
-    """Measure the links between the devices of this machine: bandwidth in bytes/s and latency in s.
+def links_of(device_type: str, num_devices: int) -> tuple[float, float, float]:
+    """Measure the links between the devices of this machine.
 
-    Each device has a process, and all gather tensors of two sizes. The equation is that of `collective_time.py`.
+    Each device has a process, and all gather tensors of two sizes. The equation is that of `collective_time.py`. Two
+    processes of a CPU run sharded layers, too: hooks and copies of FSDP take more time there than small gathers.
+
+    Returns:
+        Bandwidth in bytes/s, latency in s, and `Device.shard_seconds`.
     """
     with tempfile.TemporaryDirectory() as folder:
         spawn(_gather_repeatedly, (num_devices, device_type, folder), nprocs=num_devices)
-        small, large = json.loads(Path(folder, "seconds").read_text())
+        small, large, sharded = json.loads(Path(folder, "seconds").read_text())
     share = (num_devices - 1) / num_devices * _GATHERED_BYTES
-    return share / max(large - small, 1e-9), small / (num_devices - 1)
+    return share / max(large - small, 1e-9), small / (num_devices - 1), max(0.0, sharded - small)
 
 
 def _gather_repeatedly(rank: int, num_devices: int, device_type: str, folder: str) -> None:
-    """Write the seconds of an all-gather of little and of much data. Collective over the processes of `links_of`."""
+    """Write the seconds of all-gathers of little and of much data, and of those of sharded layers on a CPU.
+
+    Collective over the processes of `links_of`.
+    """
     device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
     if device_type != "cpu":
         torch.accelerator.set_device_index(rank)
@@ -129,6 +141,7 @@ def _gather_repeatedly(rank: int, num_devices: int, device_type: str, folder: st
         gathered = torch.ones(num_bytes // 4, device=device)
         own = gathered.chunk(num_devices)[rank].clone()
         seconds.append(_seconds(partial(dist.all_gather_into_tensor, gathered, own), repeats=10))
+    seconds.append(_sharded_seconds(device) if device_type == "cpu" else 0.0)
     if rank == 0:
         Path(folder, "seconds").write_text(json.dumps(seconds))
     dist.destroy_process_group()
@@ -146,9 +159,10 @@ def _bandwidth(num_bytes: int, device: torch.device) -> float:
 
 
 def _attention_rate(dtype: torch.dtype, device: torch.device, *, length: int) -> float:
+    """Return the FLOP/s of attention's forward pass on long sequences, from those on sequences of `length`."""
     q = torch.ones(1, 8, length, 128, dtype=dtype, device=device)
     seconds = _seconds(lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True))
-    return 4 * 8 * length**2 * 128 / 2 / seconds
+    return 4 * 8 * length**2 * 128 / 2 / seconds / attention_fill(length, 128)
 
 
 class _Layer(nn.Module):
@@ -169,9 +183,25 @@ class _Layer(nn.Module):
 
 def _layer_seconds(device: torch.device) -> float:
     """Return the time of a small layer's forward and backward: what Python, operators and autograd cost."""
+    layers, run = _small_layers(device)
+    return _seconds(run) / len(layers)
+
+
+def _sharded_seconds(device: torch.device) -> float:
+    """Return the time that FSDP adds to small layers for each gather and scatter; a layer has three."""
+    layers, run = _small_layers(device)
+    plain = _seconds(run, repeats=20)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(layers)
+    return (_seconds(run, repeats=20) - plain) / (3 * len(layers))
+
+
+def _small_layers(device: torch.device) -> tuple[nn.Sequential, Callable[[], object]]:
+    """Return layers, and their forward and backward pass."""
     layers = nn.Sequential(*(_Layer() for _ in range(8))).to(device)
     x = torch.ones(1, 8, 64, device=device, requires_grad=True)
-    return _seconds(lambda: layers(x).sum().backward()) / len(layers)
+    return layers, lambda: layers(x).sum().backward()
 
 
 def _seconds(run: Callable[[], object], *, repeats: int | None = None) -> float:

@@ -12,9 +12,10 @@ adapters. The library is assumed to choose the faster algorithm (NCCL's tuning d
 a rail, C is divided by the oversubscription of the spine. Thakur, Rabenseifner and Gropp 2005,
 https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009, https://doi.org/10.1016/j.parco.2009.09.001.
 
-    all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S / C) + (g - 1) a + (q - 1) A
+    all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S' / C) + (g - 1) a + (q - 1) A
 
-with s >= 1: rows that the busiest rank receives over the mean (routing skew).
+with S' <= S if rows for several ranks of a node cross the network once, and s >= 1: rows that the busiest rank receives
+over the mean (routing skew).
 
     send:          t = a + S / B within a node, A + S / C between nodes
 """
@@ -52,9 +53,24 @@ class Span:
 
 
 def collective_seconds(
-    hardware: Hardware, name: CollectiveName, num_bytes: float, span: Span, *, skew: float = 1.0
+    hardware: Hardware,
+    name: CollectiveName,
+    num_bytes: float,
+    span: Span,
+    *,
+    skew: float = 1.0,
+    network_bytes: float | None = None,
 ) -> float:
-    """Return the time of a collective of a group; `num_bytes` is the size of the larger buffer of one rank."""
+    """Return the time of a collective of a group.
+
+    Args:
+        hardware: The cluster.
+        name: Kind of the collective.
+        num_bytes: Size of the larger buffer of one rank.
+        span: Placement of the group.
+        skew: Rows that the busiest rank of an all-to-all receives over the mean.
+        network_bytes: Size of the buffer for other nodes and the own one, if an all-to-all sends them fewer bytes.
+    """
     size, inside, nodes = span.size, span.per_node, span.num_nodes
     if size == 1 or num_bytes == 0:
         return 0.0
@@ -63,7 +79,8 @@ def collective_seconds(
     if name == "send":
         return alpha + num_bytes / link if nodes == 1 else latency + num_bytes / network
     if name == "all_to_all":
-        within, across = (inside - 1) / size * num_bytes / link, (size - inside) / size * num_bytes / network
+        remote = num_bytes if network_bytes is None else network_bytes
+        within, across = (inside - 1) / size * num_bytes / link, (size - inside) / size * remote / network
         return skew * max(within, across) + (inside - 1) * alpha / 4 + (nodes - 1) * latency / 4
     passes = 2 if name == "all_reduce" else 1
     if nodes == 1:

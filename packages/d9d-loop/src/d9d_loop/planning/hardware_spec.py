@@ -28,6 +28,10 @@ class Device(_Part):
     peak_flops: dict[str, float] = Field(description="FLOP/s of dense matrix products by dtype: bf16, fp8, fp32.")
     num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for the quantization of waves.")
     kernel_seconds: float = Field(default=2e-6, ge=0, description="Seconds from one kernel to the next on the device.")
+    shard_seconds: float = Field(
+        default=0.0, ge=0, description="Seconds of FSDP's hooks and copies for each gather or scatter (CPU)."
+    )
+    overlaps: bool = Field(default=True, description="False if communication takes the cores that compute (CPU).")
     host_bandwidth: float = Field(default=25e9, gt=0, description="Bytes/s between device and host memory.")
 
 

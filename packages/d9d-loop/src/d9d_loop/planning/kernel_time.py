@@ -65,15 +65,19 @@ def attention_seconds(
     device = hardware.device
     waves = ceil(num_tiles / device.num_multiprocessors)
     share = num_tiles / (waves * device.num_multiprocessors)
-    fill = keys / (keys + 256) * head_dim / (head_dim + 32) * 1.25
     rate = (
         peak_of(hardware, "bf16")
         * hardware.fitted.attention_efficiency
-        * min(1.0, fill)
+        * attention_fill(keys, head_dim)
         * share
         * (0.8 if backward else 1.0)
     )
     return flops / rate + device.kernel_seconds
+
+
+def attention_fill(keys: float, head_dim: float) -> float:
+    """Return the speed of attention on sequences of `keys` tokens over that on long ones with heads of 128 elements."""
+    return min(1.0, keys / (keys + 256) * head_dim / (head_dim + 32) * 1.25)
 
 
 def peak_of(hardware: Hardware, dtype: str) -> float:

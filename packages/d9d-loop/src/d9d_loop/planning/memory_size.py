@@ -15,12 +15,12 @@ min(m, p - r) microbatches with 1F1B, and with v stages a rank (Narayanan et al.
 1 + (p - 1) / (p v) times as much on the first.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.plan_layout import PlanLayout
-from d9d_loop.planning.step_model import expert_parameters, layers_of, rank_parameters
+from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.planning.step_model import expert_parameters, expert_shards, layers_of, rank_parameters
 
 CONTEXT_BYTES = 1.5 * 2**30
 FRAGMENTATION = 0.03
@@ -72,13 +72,11 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
     experts = expert_parameters(shape, layout, pipeline_rank)
     dense = rank_parameters(shape, layout, pipeline_rank) - experts
     shards = layout.sharding_ranks
-    # Experts are sharded over the ranks that hold the same experts.
-    expert_shards = max(1, shards * layout.tp // layout.ep) if layout.ep > 1 else shards
 
     def sharded(size: float, *, at: tuple[str, ...]) -> float:
         if layout.sharding not in at:
             return size * (dense + experts)
-        return size * (dense / shards + experts / expert_shards)
+        return size * (dense / shards + experts / expert_shards(layout))
 
     parameters = sharded(layout.stored_weight_bytes, at=("parameters",))
     gradients = sharded(layout.kept_gradient_bytes, at=("parameters", "gradients"))
@@ -118,15 +116,18 @@ def _loss_bytes(layout: PlanLayout) -> float:
 
 def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> float:
     """Return the mean bytes that the backward pass of a layer needs for each token of a rank, in 2-byte numbers."""
-    if layout.recompute_every > 1:
-        whole, again = (replace(layout, recompute_every=1, recompute=kind) for kind in ("none", layout.recompute))
-        difference = activation_bytes_per_token(shape, again, sparse=sparse) - activation_bytes_per_token(
-            shape, whole, sparse=sparse
-        )
-        return activation_bytes_per_token(shape, whole, sparse=sparse) + difference / layout.recompute_every
+    kept = _layer_bytes(shape, layout, layout.recompute, sparse=sparse)
+    if layout.recompute_every == 1:
+        return kept
+    whole = _layer_bytes(shape, layout, "none", sparse=sparse)
+    return whole + (kept - whole) / layout.recompute_every
+
+
+def _layer_bytes(shape: DecoderShape, layout: PlanLayout, recompute: Recompute, *, sparse: bool) -> float:
+    """Return the bytes of a layer with this recomputation for each token of a rank."""
     t, h = layout.tp, shape.hidden_size
     thin = t if layout.sequence_parallel else 1
-    if layout.recompute == "full":
+    if recompute == "full":
         return 2 * h / thin
     heads, kv_heads, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
     if shape.latent is not None:
@@ -134,7 +135,7 @@ def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, spars
     inputs = 2 * 2 * h / thin + 2 * 2 * h / thin + (2 * h / thin if layout.dropout else 0)
     # Context parallelism gathers keys and values of the whole sequence, which attention's backward pass reads.
     attention = 2 * (2 * heads + 2 * kv_heads * layout.cp) * d / t
-    if not layout.flash and layout.recompute == "none":
+    if not layout.flash and recompute == "none":
         attention += 5 * shape.num_heads * layout.length / t
     inner = shape.intermediate_size / t
     if sparse:
@@ -143,7 +144,7 @@ def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, spars
         )
         attention += 2 * shape.top_k * h / t
     wide = 2 * inner * (3 if shape.is_gated else 2)
-    if layout.flash and layout.recompute == "selective":
+    if layout.flash and recompute == "selective":
         wide = 2 * inner * (2 if shape.is_gated else 1) * layout.saved_products
         attention *= (1 + layout.saved_products) / 2  # about half of it is the output of attention's kernel
         inputs *= 0.75 * (1 + layout.saved_products) / 2  # norms are computed again
@@ -164,8 +165,7 @@ def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) ->
     if layout.offload:
         total = min(total, 2 * kept / max(1.0, num_dense + num_sparse))
     if layout.recompute == "full":
-        whole = replace(layout, recompute="none")
-        total += tokens * activation_bytes_per_token(shape, whole, sparse=num_sparse > 0)
+        total += tokens * _layer_bytes(shape, layout, "none", sparse=num_sparse > 0)
         if layout.sequence_parallel and layout.tp > 1:
             # The gathered inputs of attention and feed-forward layer, and the gradient of one.
             total += 3 * tokens * 2 * shape.hidden_size

@@ -19,6 +19,7 @@ class PlanLayout:
         dp: Data-parallel degree, without context parallelism.
         ep: Expert-parallel degree; uses the ranks of dp x cp x tp.
         stages_per_rank: Stages of each pipeline rank (interleaving).
+        virtual_layers: Layers that the embedding and the head count for when layers are split over stages.
         microbatch_size: Samples of a microbatch of one data-parallel rank.
         num_microbatches: Microbatches of a step on each data-parallel rank.
         length: Tokens of a sample.
@@ -31,11 +32,18 @@ class PlanLayout:
         shard_ranks: Ranks that shard it; `None` for all data- and context-parallel ranks.
         sequence_parallel: True if pointwise operators are split over the tensor-parallel ranks.
         flash: True if a fused kernel computes attention; False if scores are stored.
+        attention_speed: Speed of the fused kernel over FlashAttention 2, which PyTorch calls. About 2 on H100 and later
+            for FlashAttention 3 and cuDNN (Shah et al. 2024, https://arxiv.org/abs/2407.08608, figure 5).
         pointwise: How pointwise operators run: as PyTorch's operators, which write intermediate results and casts
             (eager); as kernels written for norms, dropout and activation functions (fused); or fused by a compiler.
-        dtype: Dtype of matrix products: bf16 or fp8.
+        dtype: Dtype of the products of layers: bf16, fp8 or fp4. The head computes in bf16.
         overlaps_gradients: True if the gradient reduction overlaps the backward pass.
-        overlaps_tensor: Share of tensor-parallel communication that is hidden (async TP).
+        overlaps_tensor: True if each tensor-parallel collective overlaps its product in parts (async TP).
+        groups_experts: True if one kernel multiplies all experts of a rank; False if each expert has its own.
+        deduplicates_nodes: True if a token is sent to a node once, however many of its ranks have an expert for it.
+        adjacent_experts: True if the experts of a token are consecutive, as those of a benchmark's router can be.
+        captured: True if kernels run as a captured graph, so that the host limits nothing.
+        overlaps_experts: True if the all-to-alls of experts overlap another microbatch's computation.
         overlaps_pipeline: True if sends between stages overlap computation.
         splits_transfers: True if tensor-parallel ranks send a part of the activations each.
         weight_bytes: Bytes per parameter of the weights that compute, and are gathered.
@@ -61,6 +69,7 @@ class PlanLayout:
     dp: int = 1
     ep: int = 1
     stages_per_rank: int = 1
+    virtual_layers: tuple[int, int] = (0, 0)
     microbatch_size: int = 1
     num_microbatches: int = 1
     length: int = 4096
@@ -71,10 +80,16 @@ class PlanLayout:
     shard_ranks: int | None = None
     sequence_parallel: bool = True
     flash: bool = True
+    attention_speed: float = 1.0
     pointwise: Pointwise = "eager"
     dtype: str = "bf16"
     overlaps_gradients: bool = True
-    overlaps_tensor: float = 0.0
+    overlaps_tensor: bool = False
+    overlaps_experts: bool = False
+    groups_experts: bool = True
+    deduplicates_nodes: bool = False
+    adjacent_experts: bool = False
+    captured: bool = False
     overlaps_pipeline: bool = True
     splits_transfers: bool = True
     weight_bytes: float = 2

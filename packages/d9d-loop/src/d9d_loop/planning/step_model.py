@@ -5,7 +5,7 @@ from functools import cache
 from typing import final
 
 from d9d_dist import StageInfo
-from d9d_loop.planning.collective_time import Span, collective_seconds
+from d9d_loop.planning.collective_time import CollectiveName, Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.kernel_time import pointwise_seconds
@@ -90,11 +90,12 @@ def step_time(
         num_microbatches=m,
         stages_per_rank=layout.stages_per_rank,
         transfer=transfer,
-        overlaps=layout.overlaps_pipeline,
+        overlaps=layout.overlaps_pipeline and hardware.device.overlaps,
     )
     held = rank_parameters(shape, layout, slowest)
     shared = layout.sharding_ranks if layout.sharding != "replicated" else 1
-    optimizer = optimizer_seconds(hardware, layout, held / shared)
+    experts = expert_parameters(shape, layout, slowest)
+    optimizer = optimizer_seconds(hardware, layout, (held - experts) / shared + experts / expert_shards(layout))
     collectives = parts.tensor + parts.expert + parts.context
     return StepTime(
         compute=m * (parts.device - collectives - again.matmul - again.attention - again.pointwise),
@@ -117,7 +118,8 @@ def stage_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -
     seconds = []
     for index in range(layout.num_stages):
         forward = backward = 0.0
-        for layer, count in zip(layers, _stage_layers(shape.num_layers, dense, index, layout.num_stages), strict=True):
+        counts = _stage_layers(shape.num_layers, dense, index, layout.num_stages, layout.virtual_layers)
+        for layer, count in zip(layers, counts, strict=True):
             forward += count * layer.forward.device
             backward += count * (layer.backward.device + layer.recompute.device)
         seconds.append((forward, backward))
@@ -134,14 +136,18 @@ def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tu
     """
     stages = range(pipeline_rank, layout.num_stages, layout.pp)
     dense = shape.num_layers - shape.num_sparse_layers
-    counts = [_stage_layers(shape.num_layers, dense, index, layout.num_stages) for index in stages]
+    counts = [
+        _stage_layers(shape.num_layers, dense, index, layout.num_stages, layout.virtual_layers) for index in stages
+    ]
     return sum(each for each, _ in counts), sum(each for _, each in counts)
 
 
 @cache
-def _stage_layers(num_layers: int, num_dense: int, index: int, num_stages: int) -> tuple[int, int]:
+def _stage_layers(
+    num_layers: int, num_dense: int, index: int, num_stages: int, virtual: tuple[int, int]
+) -> tuple[int, int]:
     """Return the numbers of dense and sparse layers of a stage; the first `num_dense` layers of the model are dense."""
-    layers = StageInfo(index, num_stages).layers(num_layers)
+    layers = StageInfo(index, num_stages).layers(num_layers, virtual_before=virtual[0], virtual_after=virtual[1])
     sparse = len(range(max(layers.start, num_dense), layers.stop))
     return len(layers) - sparse, sparse
 
@@ -163,6 +169,12 @@ def expert_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: in
     """Return the number of a pipeline rank's expert parameters after expert parallelism, before sharding."""
     _, sparse = layers_of(shape, layout, pipeline_rank)
     return sparse * shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
+
+
+def expert_shards(layout: PlanLayout) -> int:
+    """Return the number of ranks that share the state of an expert parameter: those that hold the same experts."""
+    shards = layout.sharding_ranks
+    return max(1, shards * layout.tp // layout.ep) if layout.ep > 1 else shards
 
 
 def _ranks(
@@ -187,7 +199,7 @@ def _rank(
     The host limits layers and the rest apart: it cannot launch far ahead, because the loss and the sends of a
     microbatch synchronize.
     """
-    host = hardware.fitted.host_seconds
+    host = 0.0 if layout.captured else hardware.fitted.host_seconds
     total, again, seconds = PassTime(), PassTime(), 0.0
     for layer, count in zip(layers, layers_of(shape, layout, index), strict=True):
         one = layer.forward + layer.backward + layer.recompute
@@ -226,30 +238,45 @@ def _data_parallel(
     ranks = layout.dp * layout.cp
     if ranks == 1:
         return 0.0, 0.0
-    held = rank_parameters(shape, layout, index)
-    span = Span.of(ranks, layout.tp, hardware.devices_per_node)
-    contends = span.per_node > 1
-    gradients, weights = held * layout.gradient_bytes, held * layout.weight_bytes
+    experts = expert_parameters(shape, layout, index)
+    dense = rank_parameters(shape, layout, index) - experts
+    # The ranks that hold the same experts are fewer.
+    copies, stride = (ranks * layout.tp // layout.ep, layout.ep) if layout.ep > 1 else (ranks, layout.tp)
     m = layout.num_microbatches
     per_layer = sum(layers_of(shape, layout, index)) + 1
+
+    def seconds(name: CollectiveName, per_parameter: float, sizes: tuple[int, int], strides: tuple[int, int]) -> float:
+        spans = (Span.of(max(1, n), each, hardware.devices_per_node) for n, each in zip(sizes, strides, strict=True))
+        pieces = per_layer if layout.sharding == "parameters" else 1
+        return sum(
+            collective_seconds(hardware, name, size * per_parameter / pieces, span) * pieces
+            for size, span in zip((dense, experts), spans, strict=True)
+        )
+
+    overlaps = layout.overlaps_gradients and hardware.device.overlaps
+    contends = Span.of(ranks, layout.tp, hardware.devices_per_node).per_node > 1
     if layout.sharding == "parameters":
-        shard = Span.of(min(ranks, layout.sharding_ranks), layout.tp, hardware.devices_per_node)
-        gather = collective_seconds(hardware, "all_gather", weights / per_layer, shard) * per_layer
-        scatter = collective_seconds(hardware, "reduce_scatter", gradients / per_layer, shard) * per_layer
+        shards = min(ranks, layout.sharding_ranks), min(copies, expert_shards(layout))
+        copies_and_hooks = per_layer * hardware.device.shard_seconds
+        gather = copies_and_hooks + seconds("all_gather", layout.weight_bytes, shards, (layout.tp, stride))
+        scatter = copies_and_hooks + seconds("reduce_scatter", layout.gradient_bytes, shards, (layout.tp, stride))
         is_kept = layout.pp > 1  # a stage keeps its weights during a step
         total = (gather if is_kept else 2 * m * gather) + (1 if layout.keeps_whole_gradients else m) * scatter
-        replicas = ranks // layout.sharding_ranks
-        if replicas > 1:
-            across = Span.of(replicas, layout.tp * layout.sharding_ranks, hardware.devices_per_node)
-            total += collective_seconds(hardware, "all_reduce", gradients / layout.sharding_ranks, across)
+        if ranks > layout.sharding_ranks:
+            strides = layout.tp * shards[0], stride * shards[1]
+            reduced = layout.gradient_bytes / layout.sharding_ranks
+            total += seconds("all_reduce", reduced, (ranks // shards[0], copies // shards[1]), strides)
+        if not overlaps:
+            return total, 0.0
         exposed = exposed_seconds(computation * m, total, first=(gather + scatter) / per_layer, contends=contends)
         return exposed, total - exposed
+    where = (ranks, copies), (layout.tp, stride)
     if layout.sharding == "replicated":
-        total = collective_seconds(hardware, "all_reduce", gradients, span)
+        total = seconds("all_reduce", layout.gradient_bytes, *where)
     else:
-        total = collective_seconds(hardware, "reduce_scatter", gradients, span)
-        total += collective_seconds(hardware, "all_gather", weights, span)
-    if not layout.overlaps_gradients:
+        total = seconds("reduce_scatter", layout.gradient_bytes, *where)
+        total += seconds("all_gather", layout.weight_bytes, *where)
+    if not overlaps:
         return total, 0.0
     exposed = exposed_seconds(computation * 2 / 3, total, first=total / per_layer, contends=contends)
     return exposed, total - exposed
