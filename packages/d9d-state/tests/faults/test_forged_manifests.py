@@ -13,6 +13,7 @@ import torch
 from tiny_checkpoint import begin, tensors
 
 from d9d_state import CheckpointStore, StateError
+from d9d_state.errors import VersionError
 from d9d_state.json_value import dump_json, parse_json
 
 _HOSTILE = [
@@ -93,7 +94,11 @@ def test_forged_manifest_is_refused_or_consistent(tmp_path: Path, exhaustive: bo
     for number in range(20_000 if exhaustive else 500):
         forged, place = _forged(body, choice)
         path.write_bytes(_text(forged))
-        info = store.newest()
+        try:
+            info = store.newest()
+        except VersionError:
+            assert place[0] in ("version", "digests"), f"{place}: number {number} of seed {seed}"
+            continue
         if info is None:
             continue
         loaded = {name: torch.full_like(tensor, -7) for name, tensor in tensors(1).items()}
