@@ -330,7 +330,7 @@ def the_z_loss_is_counted_on_every_rank() -> AbstractContextManager[object]:
     return _with_loss(lambda loss: replace(loss, z_loss=loss.z_loss * dist.get_world_size()))
 
 
-@caught_by("latent,tp=2")
+@caught_by("latent,tp=2", is_nightly=True)
 def labels_are_smoothed_over_the_part_of_a_rank() -> AbstractContextManager[object]:
     vocabulary = d9d_modules.chunked_cross_entropy.VocabularyBlocks
     real = vocabulary.__init__

@@ -200,6 +200,7 @@ def test_the_host_waits_only_where_expected_and_communication_overlaps(names: tu
         _check_layout(name, log)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_planted_faults_are_detected() -> None:
     mutants = {"item": _plant_item, "copy": _plant_copy, "prefetch": _prevent_prefetch}

@@ -100,7 +100,7 @@ def _difference_of_shards(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sample("stages", "sharded")
+@pytest.mark.sample("sharded")
 def test_equals_one_process(layout: str) -> None:
     assert _first_difference(*LAYOUTS[layout]) is None
 
@@ -179,9 +179,8 @@ def _adapters_stay_off() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_peft, "adapters_off", staying)
 
 
-@pytest.mark.parametrize(
-    "bug", [_the_reference_keeps_its_adapters, pytest.param(_adapters_stay_off, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("bug", [_the_reference_keeps_its_adapters, _adapters_stay_off])
 def test_a_deliberate_bug_of_the_reference_is_caught(bug: Callable[[], AbstractContextManager[object]]) -> None:
     assert _difference_of_adapters(ADAPTER_LAYOUTS["sharded"], bug) is not None
 

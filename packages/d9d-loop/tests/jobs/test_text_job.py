@@ -363,6 +363,7 @@ def _run(file: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("job", STARTERS)
+@pytest.mark.sample("sft")
 def test_a_starter_file_is_short_complete_and_runs(job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter
