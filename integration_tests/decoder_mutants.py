@@ -71,7 +71,7 @@ def documents_stay_on_the_first_stage() -> AbstractContextManager[object]:
     return _of_a_decoder(lambda self, places: None if self.stage.is_first else places.pop("document_ids_BL"))
 
 
-@caught_by("llama3,cp_shard=2,method=ring,rows=packed")
+@caught_by("llama3,cp_shard=2,method=ring,rows=packed", is_nightly=True)
 def a_ring_takes_documents_of_other_ranks_for_its_own() -> AbstractContextManager[object]:
     def own_everywhere(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: str) -> Tensor:
         return torch.cat([x] * mesh.size(), dim=dim)
@@ -147,7 +147,7 @@ def interleaved_features_are_rotated_as_halves() -> AbstractContextManager[objec
     )
 
 
-@caught_by("glm4,tp=2")
+@caught_by("glm4,tp=2", is_nightly=True)
 def output_norms_have_the_gradient_of_one_rank() -> AbstractContextManager[object]:
     real = SequenceParallel.has_partial_gradients
     assert real
@@ -172,7 +172,7 @@ def an_encoder_does_not_see_later_positions() -> AbstractContextManager[object]:
     return mock.patch.object(AttentionOptions, "within", lambda self, n: replace(real(self, n), is_causal=True))
 
 
-@caught_by("modernbert,tp=2")
+@caught_by("modernbert,tp=2", is_nightly=True)
 def the_transform_of_a_head_has_the_gradient_of_one_rank() -> AbstractContextManager[object]:
     return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "HeadedDecoder", type(None))
 
@@ -206,7 +206,7 @@ def a_fused_norm_drops_the_residual() -> AbstractContextManager[object]:
     return mock.patch.object(RMSNorm, "forward", forgetful)
 
 
-@caught_by("sinks,tp=2")
+@caught_by("sinks,tp=2", is_nightly=True)
 def a_zero_centred_weight_is_taken_plainly() -> AbstractContextManager[object]:
     real = RMSNorm.forward
 
@@ -299,7 +299,7 @@ def the_last_position_is_pooled_also_where_it_is_padding() -> AbstractContextMan
     return mock.patch.object(d9d_modules.pooling, "_token_at", last)
 
 
-@caught_by("embedder,tp=2")
+@caught_by("embedder,tp=2", is_nightly=True)
 def every_rank_counts_the_gradient_of_pooled_rows() -> AbstractContextManager[object]:
     def partial(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
         return gather_from_axis(x, mesh, dim=dim, gradient="partial")
@@ -330,7 +330,7 @@ def the_z_loss_is_counted_on_every_rank() -> AbstractContextManager[object]:
     return _with_loss(lambda loss: replace(loss, z_loss=loss.z_loss * dist.get_world_size()))
 
 
-@caught_by("latent,tp=2")
+@caught_by("latent,tp=2", is_nightly=True)
 def labels_are_smoothed_over_the_part_of_a_rank() -> AbstractContextManager[object]:
     vocabulary = d9d_modules.chunked_cross_entropy.VocabularyBlocks
     real = vocabulary.__init__

@@ -218,7 +218,7 @@ def each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
     return collectives_replaced(d9d_loop.engine.step_totals, all_reduce=lambda *args, **kwargs: None)
 
 
-@caught_by("dense,cp_shard=2")
+@caught_by("dense,cp_shard=2", is_nightly=True)
 def the_weight_leaves_out_context_parallel_ranks() -> AbstractContextManager[object]:
     real = DistributedContext.group_for
     return mock.patch.object(
@@ -497,7 +497,7 @@ def keys_get_the_gradient_of_their_own_rank_only() -> AbstractContextManager[obj
     return mock.patch.object(d9d_dist.context_parallel.all_gather, "gather_from_axis", equal)
 
 
-@caught_by("dense,cp_shard=2,method=ring")
+@caught_by("dense,cp_shard=2,method=ring", is_nightly=True)
 def a_ring_leaves_out_what_others_hold() -> AbstractContextManager[object]:
     return mock.patch.object(MergedBlocks, "add", return_value=None)
 

@@ -188,10 +188,11 @@ def _check_loss(log: DeviceLog, case: Case) -> None:
     assert max(entry.num_bytes for entry in log.of("collective")) < of_bfloat16
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     "names",
-    [_DEFAULT, *(pytest.param((n,), marks=pytest.mark.full) for n in LAYOUTS if n not in _DEFAULT)],
+    [_DEFAULT, *((n,) for n in LAYOUTS if n not in _DEFAULT)],
     ids=", ".join,
 )
 def test_the_host_waits_only_where_expected_and_communication_overlaps(names: tuple[str, ...]) -> None:
@@ -199,6 +200,7 @@ def test_the_host_waits_only_where_expected_and_communication_overlaps(names: tu
         _check_layout(name, log)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_planted_faults_are_detected() -> None:
     mutants = {"item": _plant_item, "copy": _plant_copy, "prefetch": _prevent_prefetch}

@@ -70,6 +70,7 @@ def test_a_checkpoint_is_loaded_in_another_layout(layouts: str, tmp_path: Path) 
         assert next(differences(found, there, rtol=1e-9), None) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "pipeline_parallel"])
 @pytest.mark.sample("data_parallel_shard")
 def test_restarted_ranks_resume_from_memory_with_the_same_bits(axis: str, tmp_path: Path) -> None:

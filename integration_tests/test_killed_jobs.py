@@ -33,6 +33,7 @@ def _first_error(ended: list[Ended]) -> str:
     return next(each.errors for each in ended if each.code)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.sample("1")

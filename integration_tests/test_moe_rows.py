@@ -381,8 +381,6 @@ def _balanced_with(bug: Bug) -> Generator[None]:
 @pytest.mark.parametrize(("bug", "row"), MUTANTS, ids=lambda each: getattr(each, "__name__", ""))
 @pytest.mark.sample(
     "_gradients_of_weights_stay_with_the_experts-",
-    "_forward_counts-",
-    "_replicas_of_experts_are_not_added_up-",
     "_the_norm_forgets_other_ranks_experts-",
     "_router_losses_are_not_joined-",
 )

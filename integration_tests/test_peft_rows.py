@@ -137,12 +137,7 @@ def one_process(method: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("method", "layout"), [*ROWS, *FAMILY_ROWS])
-@pytest.mark.sample(
-    "dora-tp=2",
-    "experts-ep=2,dp_shard=2",
-    "new tokens-dp_shard=2,tp=2",
-    "ends-pp=4,microbatch=4",
-)
+@pytest.mark.sample("dora-tp=2", "experts-ep=2,dp_shard=2", "ends-pp=4,microbatch=4")
 def test_a_row_equals_one_process(method: str, layout: str) -> None:
     expected = one_process(method)
     found = list(differences(trace(method, layout), expected, rtol=RTOL))

@@ -43,6 +43,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "one", _run(folder, "one").output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", KINDS)
 @pytest.mark.sample("1f1b-2")

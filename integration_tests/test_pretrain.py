@@ -64,6 +64,7 @@ def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
     assert "def " in ended.output
 
 
+@pytest.mark.full
 def test_more_steps_continue_a_run(tmp_path: Path) -> None:
     _run(_tiny(tmp_path, "run", steps=4))
     before = records(tmp_path / "run")
@@ -227,6 +228,7 @@ def test_a_preset_is_the_same_job(tmp_path: Path) -> None:
     assert (tmp_path / "preset" / "loss.png").exists()
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     _run(_tiny(tmp_path, "run", steps=2))
     before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}

@@ -144,19 +144,20 @@ def _difference(kind: str, layout: str, *, streamed: bool = False, around: Aroun
 
 ROWS = (
     ("dense", "dp_shard=2,tp=2,microbatch=2", True),
-    pytest.param("dense", "", False, marks=pytest.mark.full),
-    pytest.param("dense", "dp_replicate=2,dp_shard=2", False, marks=pytest.mark.full),
-    pytest.param("dense", "tp=2,cp_shard=2", True, marks=pytest.mark.full),
-    pytest.param("dense", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2", True, marks=pytest.mark.full),
-    pytest.param("dense", "pp=2,tp=2,schedule=zbv,microbatch=2", False, marks=pytest.mark.full),
-    pytest.param("packed", "dp_shard=2,microbatch=2", False, marks=pytest.mark.full),
-    pytest.param("packed", "pp=2,cp_shard=2,microbatch=2", True, marks=pytest.mark.full),
-    pytest.param("moe", "ep=2,dp_shard=2", True, marks=pytest.mark.full),
-    pytest.param("moe", "tp=2,dp_shard=2", False, marks=pytest.mark.full),
-    pytest.param("moe", "pp=2,ep=2,tp=2,microbatch=2", True, marks=pytest.mark.full),
+    ("dense", "", False),
+    ("dense", "dp_replicate=2,dp_shard=2", False),
+    ("dense", "tp=2,cp_shard=2", True),
+    ("dense", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2", True),
+    ("dense", "pp=2,tp=2,schedule=zbv,microbatch=2", False),
+    ("packed", "dp_shard=2,microbatch=2", False),
+    ("packed", "pp=2,cp_shard=2,microbatch=2", True),
+    ("moe", "ep=2,dp_shard=2", True),
+    ("moe", "tp=2,dp_shard=2", False),
+    ("moe", "pp=2,ep=2,tp=2,microbatch=2", True),
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout", "streamed"), ROWS)
 def test_a_quantised_base_trains_as_its_dequantised_weights(kind: str, layout: str, streamed: bool) -> None:
     assert _difference(kind, layout, streamed=streamed) is None

@@ -59,12 +59,12 @@ LAYOUTS = (
     "pp=2,ep=2,dp_shard=2,microbatch=1",
 )
 PAIRS = [(source, LAYOUTS[(index + by) % len(LAYOUTS)]) for by in (5, 1) for index, source in enumerate(LAYOUTS)]
-SAMPLE = ("", "cp_shard=2", "tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
+SAMPLE = ("", "tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
 """Layouts of the default run, each resumed once in the next."""
 LOST = "lost"
 """Name of runs that save every step in the memory of two hosts, and are interrupted in their last step."""
-SAME = ("tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
-"""Where the layout stays, so do the bits."""
+SAME = ("pp=2,ep=2,dp_shard=2,microbatch=1", "tp=2")
+"""Layouts that are also resumed in themselves, with the same bits. The default run resumes only the first."""
 
 Batch: TypeAlias = Mapping[str, Tensor]
 Job: TypeAlias = tuple[str, Path]
@@ -256,7 +256,7 @@ def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path, exh
         _assert_close(course, one, layout)
     assert len(set(PAIRS)) >= 20
     pairs = PAIRS if exhaustive else zip(SAMPLE, (*SAMPLE[1:], SAMPLE[0]), strict=True)
-    ways = [*pairs, *((layout, layout) for layout in SAME)]
+    ways = [*pairs, *((layout, layout) for layout in (SAME if exhaustive else SAME[:1]))]
     folders = [_left_in_the_middle(runs[source], tmp_path / f"way-{number}") for number, (source, _) in enumerate(ways)]
     jobs = [(target, folder) for (_, target), folder in zip(ways, folders, strict=True)]
     for (source, target), course in zip(ways, _courses(jobs), strict=True):

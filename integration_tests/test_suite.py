@@ -91,6 +91,7 @@ def _lines(suite: pytest.Pytester, *arguments: str) -> list[str]:
     return [line for line in result.outlines if "seeds" in line]
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["suite", "suite_without_torch"])
 @pytest.mark.sample("suite_without_torch")
@@ -104,6 +105,7 @@ def test_seeds_and_order_change_only_on_demand(name: str, request: pytest.Fixtur
     assert _lines(suite, "--randomly-seed=7") == drawn
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-n2")
@@ -125,6 +127,7 @@ def test_a_lane_is_all_its_cases(suite_without_torch: pytest.Pytester) -> None:
     suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--lane", "oracle").assert_outcomes()
 
 
+@pytest.mark.full
 def test_a_sample_names_existing_cases(suite_without_torch: pytest.Pytester) -> None:
     suite_without_torch.makepyfile(WITHOUT_TORCH.replace('sample("b")', 'sample("c")'))
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--collect-only")

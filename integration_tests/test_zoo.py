@@ -29,18 +29,12 @@ LAYOUTS = (
 """The meshes of one, two and four ranks. Models that carry no plan are not tried with tensor parallelism."""
 
 SAMPLE = (
-    "lstm, time first",
     "embedding with padding",
     "batch norm, cumulative",
     "frozen layers",
-    "spectral norm",
-    "own parameters",
     "tied weights",
-    "gradient of gradients",
     "mixed dtypes",
-    "complex",
     "Python's and NumPy's random numbers",
-    "embedding with a largest norm",
 )
 
 LIBRARY_SAMPLE = ("transformers:qwen3", "timm:test_vit")

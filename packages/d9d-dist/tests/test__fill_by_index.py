@@ -189,7 +189,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sample("2 shards", "2 replicas x 2 shards", "columns over tp")
+@pytest.mark.sample("2 shards", "columns over tp")
 def test_all_ways_to_write_give_the_values_of_one_process(layout: str) -> None:
     kind, degrees = LAYOUTS[layout]
     seed = 1 if " x rows" in layout else 2  # if several axes split a dim, they must divide it

@@ -304,6 +304,7 @@ def _odd_gradients(degrees: dict[str, int]) -> tuple[dict[str, torch.Tensor], di
     ],
     ids=str,
 )
+@pytest.mark.sample("{'data_parallel_shard': 2}", "{'data_parallel_replicate': 2, 'data_parallel_shard': 2}")
 def test_parameters_that_fsdp_cannot_shard_are_replicated(degrees: dict[str, int]) -> None:
     expected, _ = _odd_gradients({})
     assert expected.keys() >= {"temperature", "odd.scale", "odd.empty", "odd.small.weight", "odd.tied.bias"}

@@ -201,6 +201,7 @@ def _compiled_and_not() -> list[Tensor]:
         return [tensor for loss in losses for tensor in (loss.detach(), *torch.autograd.grad(loss, x))]
 
 
+@pytest.mark.full
 def test_compiles_in_one_graph() -> None:
     for loss, gradient, compiled_loss, compiled_gradient in run_ranks(_compiled_and_not):
         assert torch.equal(compiled_loss, loss)

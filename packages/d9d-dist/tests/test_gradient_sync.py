@@ -97,6 +97,7 @@ def _accumulate() -> list[list[Gradients]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.sample("2")
 def test_microbatches_on_ranks_equal_one_process(world_size: int) -> None:
     ranks = run_ranks(_accumulate, world_size=world_size)
     for index, (_, num_microbatches, _) in enumerate(CASES):

@@ -45,6 +45,7 @@ def _counted(model: str | Qwen3Params, mesh: MeshConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "num_parameters"), [("qwen3-1.7b", 1_720_574_976), ("llama3.2-1b", 1_235_814_400)])
+@pytest.mark.sample("llama3.2-1b-1235814400")
 def test_a_model_of_a_billion_parameters_on_1024_ranks(model: str, num_parameters: int) -> None:
     mesh = MeshConfig(data_parallel_shard=128, context_parallel_shard=2, tensor_parallel=4)
     (counted,) = run_ranks(_counted, model, mesh, world_size=1)

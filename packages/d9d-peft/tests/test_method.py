@@ -162,6 +162,7 @@ def test_copied_model_has_its_own_adapters() -> None:
     assert torch.equal(copied(TOKENS), model(TOKENS))
 
 
+@pytest.mark.full
 def test_compiles_like_the_model_without_adapters() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     inject(Stack(LoRA("0"), DoRA("1")), model)

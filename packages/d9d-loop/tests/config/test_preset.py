@@ -76,6 +76,7 @@ def _write(folder: Path, project: str) -> Path:
     return preset
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_file_alone_starts_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

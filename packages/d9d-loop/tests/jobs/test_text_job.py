@@ -278,6 +278,7 @@ def test_invalid_packing_is_refused(changes: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.sample("lora")
 def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     run = _train(_config(folder, tmp_path, "sft", adapter={"kind": kind, "rank": 4, "alpha": 8.0}))
@@ -291,6 +292,7 @@ def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_pat
     assert (merged - before).abs().max() > 1e-4
 
 
+@pytest.mark.full
 def test_a_base_is_quantised_while_it_is_loaded(folder: Path, tmp_path: Path) -> None:
     peft, blocks = pytest.importorskip("peft"), pytest.importorskip("d9d_peft.block_format")
     adapter = {"rank": 4, "alpha": 8.0, "base": "nf4", "block_size": 8}
@@ -342,6 +344,7 @@ def test_a_new_model_of_a_family_learns_bytes(folder: Path, tmp_path: Path) -> N
     assert _load("pretrain", run / "export").config.vocab_size == 257
 
 
+@pytest.mark.full
 def test_samples_of_a_table_equal_those_of_json_lines(folder: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.load_dataset("json", data_files=str(folder / "labelled.jsonl"), split="train")
@@ -360,6 +363,7 @@ def _run(file: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("job", STARTERS)
+@pytest.mark.sample("sft")
 def test_a_starter_file_is_short_complete_and_runs(job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter

@@ -98,6 +98,7 @@ def test_graph_breaks_are_named_and_change_nothing(tmp_path: Path, capfd: pytest
         assert_trees_close(trained, eager, rtol=1e-12)
 
 
+@pytest.mark.full
 def test_a_checkpointed_module_that_changes_itself_is_one_graph(tmp_path: Path) -> None:
     eager, _ = _train(tmp_path / "eager", None, 1, _Changing)
     compiled, num_graphs = _train(tmp_path / "compiled", "aot_eager", 1, _Changing)

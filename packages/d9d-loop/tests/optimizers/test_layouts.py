@@ -198,6 +198,7 @@ def test_every_optimizer_resumes_with_the_same_bits(tmp_path: Path) -> None:
         _assert_same(resharded, expected)
 
 
+@pytest.mark.full
 def test_every_optimizer_resumes_sharded_with_the_same_bits(tmp_path: Path) -> None:
     mesh = {"data_parallel_shard": 2}
     expected = run_ranks(_save_midway, tmp_path, mesh, world_size=2)[0]

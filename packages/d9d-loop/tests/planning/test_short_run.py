@@ -118,6 +118,7 @@ def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], 
 
 @pytest.mark.parametrize("mesh", [{"data_parallel_shard": 4}, {"pipeline_parallel": 2, "data_parallel_shard": 2}])
 @pytest.mark.parametrize("reduces", [False, True], ids=["once", "each microbatch"])
+@pytest.mark.sample("each microbatch-mesh1")
 def test_a_few_microbatches_have_the_memory_and_the_collectives_of_all(
     mesh: dict[str, int], reduces: bool, tmp_path: Any
 ) -> None:

@@ -55,7 +55,7 @@ def _is_in_time(rank: Rank) -> bool:
     ],
     ids=["task", "model", "data", "data in a worker", "killed data worker", "event handler"],
 )
-@pytest.mark.sample("task", "killed data worker")
+@pytest.mark.sample("task")
 def test_an_error_of_a_rank_is_named_on_the_others(fault: str, sections: dict[str, Any], expected: str) -> None:
     ended = _run(fault, 1, **sections)
     assert [rank.code for rank in ended] == [1, 1]
@@ -114,6 +114,7 @@ def test_a_rank_that_has_nothing_to_infer_waits_for_all_batches_of_another() -> 
     assert [rank.code for rank in run_forked(infers_slowly, 0)] == [0, 0]
 
 
+@pytest.mark.full
 def test_a_second_stop_signal_ends_the_rank_and_names_it() -> None:
     ended = _run("is asked twice", 1, resilience={"stop": {"repeat_seconds": 0.3}})
     assert ended[1].code == 128 + 15
@@ -135,6 +136,7 @@ def test_a_non_finite_gradient_on_one_rank_is_reported_by_all() -> None:
     assert all(re.search(where, rank.errors) for rank in ended), ended
 
 
+@pytest.mark.full
 def test_a_tracker_that_is_down_is_named_without_delay() -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard, which is optional")
     ended = _run("tracker is down", 0, trackers=[{"kind": "tensorboard"}])

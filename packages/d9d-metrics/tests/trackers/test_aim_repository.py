@@ -46,6 +46,7 @@ def series(sequence: Any) -> dict[int, Any]:
     return dict(zip(map(int, steps), values, strict=True))
 
 
+@pytest.mark.full
 def test_values_can_be_read_and_a_run_is_resumed(repository: Path) -> None:
     from aim.storage.context import Context
     from matplotlib.figure import Figure
@@ -78,6 +79,7 @@ def test_values_can_be_read_and_a_run_is_resumed(repository: Path) -> None:
     run.close()
 
 
+@pytest.mark.full
 def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) -> None:
     from aim.storage.context import Context
 

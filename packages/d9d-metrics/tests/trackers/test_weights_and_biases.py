@@ -90,6 +90,7 @@ def test_values_can_be_read_and_a_run_is_resumed(tmp_path: Path) -> None:
     assert [row["_step"] for row in history(tmp_path) if "loss" in row] == [3, 4, 5]
 
 
+@pytest.mark.full
 def test_config_builds_a_tracker_with_a_spool(tmp_path: Path) -> None:
     chosen = WandbTrackerConfig(project="test", mode="offline", tags=("a",), group="g")
     tracker = chosen.build(tmp_path)

@@ -67,7 +67,8 @@ class LinearScaling(_FactorScaling):
 class DynamicNtkScaling(_FactorScaling):
     """Dynamic NTK scaling, whose base grows with the sequence length: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
 
-    The base is `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`.
+    The base is `theta * (1 + factor * (length - original) / original) ** (rotary_dim / (rotary_dim - 2))` for sequences
+    longer than `original`, and `theta` for all others.
 
     Attributes:
         factor: Growth rate of the base; above 0.
@@ -84,8 +85,9 @@ class DynamicNtkScaling(_FactorScaling):
             UserError: If `rotary_dim` is 2, for which the base is undefined.
         """
         _require_pairs(rotary_dim)
-        growth = self.factor * length.clamp(min=self.original_max_positions) / self.original_max_positions
-        base = theta * (growth - (self.factor - 1)) ** (rotary_dim / (rotary_dim - 2))
+        excess = (length - self.original_max_positions).clamp(min=0)
+        growth = 1 + self.factor * excess / self.original_max_positions  # a difference of two quotients would cancel
+        base = theta * growth ** (rotary_dim / (rotary_dim - 2))
         return plain_frequencies(base, rotary_dim=rotary_dim, device=length.device)
 
 

@@ -27,7 +27,7 @@ def test_newest_is_the_previous_or_the_new_checkpoint(
     shutil.copytree(tmp_path / "start", folder)
     count = count_calls(folder, work)
     assert count > 35
-    for at in points(count, stride=2):
+    for at in points(count, stride=5):
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "start", folder)
         assert run_killed(work, at=at), f"call {at}"
@@ -46,7 +46,7 @@ def test_first_save_is_complete_or_absent(
 ) -> None:
     outcomes: set[int | None] = set()
     count = count_calls(tmp_path, lambda: save(CheckpointStore(tmp_path / "counted" / "checkpoints"), 1))
-    for at in points(count, stride=2):
+    for at in points(count, stride=5):
         store = CheckpointStore(tmp_path / str(at) / "checkpoints")
         assert run_killed(lambda store=store: save(store, 1), at=at), f"call {at}"
         outcomes.add(step_of_newest(store))

@@ -66,7 +66,7 @@ def test_a_rank_is_killed_at_any_call(
 
 @_MODES
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.sample("0-background", "1-foreground")
+@pytest.mark.sample("1-foreground")
 def test_error_on_a_rank_at_any_call_raises_on_all(
     tmp_path: Path, start: Path, rank: int, background: bool, points: Callable[..., Sequence[int]]
 ) -> None:

@@ -58,7 +58,11 @@ def _mxfp4(shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def _int4(shape: tuple[int, int], group: int) -> dict[str, Tensor]:
-    packed = torch.randint(-(2**31), 2**31, (shape[0], shape[1] // 8), dtype=torch.int64).to(torch.int32)
+    codes = torch.randint(16, shape)
+    codes[:, ::group] = torch.tensor([0, 1, 15])[
+        torch.randint(3, (shape[0], shape[1] // group))
+    ]  # -8, -7, 7: the scale
+    packed = (codes.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(dim=-1).to(torch.int32)
     scales = (torch.rand(shape[0], shape[1] // group) + 0.1).bfloat16()
     return {"w_packed": packed, "w_scale": scales, "w_shape": torch.tensor(shape)}
 

@@ -1,5 +1,6 @@
 """Console tracker: one aligned line per step."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, final
@@ -13,16 +14,17 @@ _STEP_WIDTH = 8
 _VALUE_WIDTH = 11
 
 
-def _print_and_flush(line: str) -> None:
-    """Print and flush: Python buffers output to a pipe."""
-    print(line, flush=True)
+def _print_line(line: str) -> None:
+    """Write a line to standard output at once, so that lines that other threads print do not mix with this one."""
+    sys.stdout.write(f"{line}\n")  # `print` writes the newline separately
+    sys.stdout.flush()  # Python buffers output to a pipe
 
 
 @final
 class ConsoleTracker:
     """Tracker that writes lines like `step       10  loss     2.50000`, with fixed-width columns."""
 
-    def __init__(self, write: Callable[[str], object] = _print_and_flush) -> None:
+    def __init__(self, write: Callable[[str], object] = _print_line) -> None:
         """Set the function that writes a line without newline; `tqdm.write` keeps a progress bar intact."""
         self._write = write
 
