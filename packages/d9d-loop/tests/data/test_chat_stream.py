@@ -75,7 +75,7 @@ def test_a_token_file_gives_the_same_rows(tmp_path: Path) -> None:
         assert torch.equal(first["mask"], second["mask"])
     row = PackedSamples(file, row_length=LONGEST)[0]
     assert (row["labels"] == -100).sum() > 50
-    with pytest.raises(UserError, match="the token file has loss masks, which windows ignore"):
+    with pytest.raises(UserError, match="the token file has loss masks, which TokenWindows would ignore"):
         TokenWindows(file, length=8)
     assert TokenFile(tmp_path / "chats").manifest.about["dropped"] == 0
 

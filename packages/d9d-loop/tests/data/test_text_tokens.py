@@ -102,7 +102,7 @@ def test_an_unusable_tokenizer_is_reported(tmp_path: Path, tokenizer: Path) -> N
         main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--train-vocab-size=300"])
     with pytest.raises(UserError, match=r"vocab_size = 256; expected at least 257"):
         train_tokenizer(TEXTS, vocab_size=256)
-    with pytest.raises(UserError, match=r"--held-out 1.0; expected a fraction from 0 to below 1"):
+    with pytest.raises(UserError, match=r"--held-out 1.0; expected a fraction of at least 0 and less than 1"):
         main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--held-out=1"])
 
 

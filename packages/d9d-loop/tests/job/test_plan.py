@@ -123,7 +123,7 @@ def test_a_schedule_has_to_exist_for_the_microbatches(tmp_path: Path, world: Cal
 def test_a_model_that_is_not_cut_into_stages_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
     message = (
-        r"the 2 stages that the model provider builds do not add up to its whole model:\n"
+        r"the 2 stages that the model provider builds do not match its whole model:\n"
         r"  weight is on the stages 0, 1, although the model does not tie it\n(.|\n)*"
         r"build\(stage\) must build only the layers of its stage (.|\n)*"
     )
@@ -251,7 +251,7 @@ def test_a_run_keeps_the_order_of_its_samples(
 def test_a_run_keeps_its_data(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 2)
     message = (
-        r"the run in .* was started with other training data, or in another order:\n"
+        r"the run in .* was started with other training data, or with another order of the data:\n"
         r"  data\.indexed\.samples was 8, and now is 9\n"
     )
     with pytest.raises(UserError, match=message):
@@ -307,7 +307,7 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
         ({"local_every": 5}, "got checkpoint.local_every without checkpoint.local_folder", False),
         ({"local_folder": "disk"}, "got checkpoint.local_folder without checkpoint.local_every", False),
         ({"memory_every": 100}, "checkpoint.memory_every = 100 is not less than checkpoint.every = 100", False),
-        ({"replicas": 2}, "checkpoint.replicas = 2 has no effect; expected memory_every or local_every", False),
+        ({"replicas": 2}, "checkpoint.replicas = 2 has no effect without memory_every or local_every", False),
         ({"keep_every": 150}, "checkpoint.keep_every = 150 is not a multiple of checkpoint.every = 100", False),
         ({"keep_every": 200, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", False),
         ({"keep_best": 1, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", True),
