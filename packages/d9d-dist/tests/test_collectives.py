@@ -196,7 +196,7 @@ def _are_equal(found: list[Tensor] | None, expected: list[Tensor]) -> bool:
 
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool], ids=str)
-def test_tensors_of_different_shapes(dtype: torch.dtype, device: Device) -> None:
+def test_all_gather_variadic_returns_tensors_of_different_shapes(dtype: torch.dtype, device: Device) -> None:
     assert run_ranks(_variadic, dtype, world_size=3, device=device) == [[True] * 10] * 3
 
 
@@ -281,13 +281,13 @@ def _mismatch(kind: str) -> str:
         (
             "dtype",
             "rank 1 of the group has a torch.int64 tensor with 1 dims, but rank 0 has torch.float32 with 1; "
-            "expected the same on all ranks. Also give empty tensors the dtype and the number of dims of the other "
+            "expected the same dtype and number of dims on all ranks the dtype and the number of dims of the other "
             "ranks.",
         ),
         (
             "dims",
             "rank 1 of the group has a torch.float32 tensor with 2 dims, but rank 0 has torch.float32 with 1; "
-            "expected the same on all ranks. Also give empty tensors the dtype and the number of dims of the other "
+            "expected the same dtype and number of dims on all ranks the dtype and the number of dims of the other "
             "ranks.",
         ),
         ("many", "got tensors of 17 dims; expected at most 16. Reshape them first."),

@@ -218,9 +218,7 @@ class _Forgetful(nn.Module):
 def test_uninitialized_tensors_are_listed() -> None:
     with torch.device("meta"):
         model = nn.Sequential(_Forgetful())
-    with pytest.raises(
-        ValueError, match=r"not set by any reset_parameters: 0\.weight, 0\.mask\. Add to each module that"
-    ):
+    with pytest.raises(ValueError, match=r"not set by any reset_parameters: 0\.weight, 0\.mask\. In each module that"):
         materialize(model, device=CPU, seed=0)
 
 

@@ -40,7 +40,7 @@ def test_a_share_ends() -> None:
 
 
 def test_refuses_shards_that_are_not_there() -> None:
-    with pytest.raises(UserError, match="shard = 2 of num_shards = 2; expected 0 to 1"):
+    with pytest.raises(UserError, match="shard = 2, num_shards = 2; expected shard from 0 to"):
         ShardedSamples("abc", shard=2, num_shards=2)
     with pytest.raises(UserError, match="the data are empty"):
         ShardedSamples("", shard=0, num_shards=2)

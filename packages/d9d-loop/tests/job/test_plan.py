@@ -208,7 +208,7 @@ def test_a_checkpoint_must_be_of_the_same_model(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 2)
     message = (
         r".*step-00000002 is a checkpoint of a different model:\n.*weight is .*\[2, 3\].* in the checkpoint, "
-        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration that it was saved with, or another run folder\."
+        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration of the run that saved it, or another run folder\."
     )
     _refused(tmp_path, message, model=lambda stage: nn.Linear(3, 4))
 

@@ -43,7 +43,7 @@ class ModelWeights:
         version = self._version()
         for each in weights:
             yield each
-            del each  # it may be a view that keeps its group in memory while the next one is gathered
+            del each  # this view may keep its group in memory while the next one is gathered
             if self._version() != version:
                 raise UserError(
                     "the weights changed while weights() was iterated, so the result would mix two steps; expected no "

@@ -100,7 +100,7 @@ class LocalTier:
                 kept = None if self._open is None else self._open.found
                 writer.overwrite(self._reader(ctx, group).forget_other_steps(kept, since=self._resumed_from))
             copies, wait_copied = self._staging.copy(local_parts(tensors, plan, rank), plan, rank)
-        except Exception as error:  # any error: the other ranks learn it in the background
+        except Exception as error:  # any error: the background save reports it to the other ranks
             problem = f"step {step} could not be copied to host memory: {describe(error)}"
         self._is_settled = problem is None
         save = TierSave(f"{self._life}-{step}", run_id, step, mesh_shape(ctx), plan, *texts)
