@@ -75,7 +75,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("degrees", "message"), REFUSED.values(), ids=REFUSED)
-def test_refuses(degrees: dict[str, int], message: str) -> None:
+def test_refuses_impossible_degrees(degrees: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         MeshConfig(**degrees).resolve(2)
 

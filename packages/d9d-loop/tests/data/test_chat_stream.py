@@ -81,7 +81,7 @@ def test_a_token_file_gives_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("too_long", "count"), [("drop", 1), ("truncate", 2)])
-def test_long_conversations(too_long: TooLong, count: int) -> None:
+def test_long_conversations_are_truncated_or_dropped(too_long: TooLong, count: int) -> None:
     samples = IndexedStream([chat("a", "b" * 300), chat("a", "b"), chat("a" * 300, "b")], seed=0, epochs=1)
     stream = ChatStream(samples, chat_tokenizer(), max_length=100, too_long=too_long)
     entries = stream.cursor().take(10)

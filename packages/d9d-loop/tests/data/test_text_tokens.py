@@ -43,7 +43,7 @@ def _write_texts(folder: Path) -> None:
     (folder / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_trains_a_tokenizer_and_writes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_texts(tmp_path)
     tokenizer, output = tmp_path / "new" / "tokenizer.json", tmp_path / "tokens"
     paths = [str(tmp_path / "texts"), str(tmp_path / "texts.jsonl"), "--field", "body"]

@@ -158,7 +158,9 @@ def test_context_parallelism_needs_a_task_that_cuts_batches(
         ),
     ],
 )
-def test_batches_must_divide(tmp_path: Path, batch: dict[str, int], message: str, world: Callable[[int], None]) -> None:
+def test_refuses_a_batch_that_does_not_divide(
+    tmp_path: Path, batch: dict[str, int], message: str, world: Callable[[int], None]
+) -> None:
     world(4)
     _refused(tmp_path, message, batch=batch, mesh={"data_parallel_shard": 4})
 

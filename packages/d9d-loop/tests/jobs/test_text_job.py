@@ -443,7 +443,9 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
         ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],
 )
-def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+def test_mistakes_in_a_configuration_are_refused(
+    change: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change})).train()
 

@@ -173,9 +173,9 @@ class LocalTier:
             if self.replicas >= len(self._hosts):
                 found = f"{len(self._hosts)} host" + ("s" if len(self._hosts) > 1 else "")
                 raise UserError(
-                    f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job see one such folder "
-                    f"on each of {found}; expected more hosts than replicas. Set replicas to {len(self._hosts) - 1}, "
-                    "or use a folder that hosts do not share."
+                    f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job see such a folder on "
+                    f"{found} only; expected more hosts than replicas. Set replicas to {len(self._hosts) - 1}, or use "
+                    "a folder that hosts do not share."
                 )
         return group
 
