@@ -167,7 +167,7 @@ def local_region(tensor: Tensor, name: str = "a tensor", *, coordinate: Sequence
     positions = local_positions(tensor, name, coordinate=coordinate)
     if not all(map(_is_consecutive, positions)):
         raise UserError(
-            f"{name} has the placements {tensor.placements}, with which this rank's rows are not consecutive; "
+            f"{name} has the placements {tensor.placements}, which give this rank rows that are not consecutive; "
             "expected one region per rank. Redistribute it to Shard placements."
         )
     return Region(tuple(int(places[0]) if len(places) else 0 for places in positions), tuple(map(len, positions)))

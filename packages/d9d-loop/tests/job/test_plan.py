@@ -316,7 +316,7 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
         ({"keep_best": 1}, "checkpoint.keep_best = 1 by 'loss', but there are no evaluation data", False),
         (
             {"keep_best": 1, "best_by": "x"},
-            "checkpoint.keep_best = 1 by 'x', but evaluations give loss; expected",
+            "checkpoint.keep_best = 1 by 'x', but evaluations measure loss; expected",
             True,
         ),
         ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is not a multiple of evaluation.every = 100", True),
@@ -343,7 +343,7 @@ def test_a_value_within_a_metric_may_say_how_good_a_checkpoint_is(tmp_path: Path
     check("quality/f1")
     check("quality/best/recall")
     with pytest.raises(
-        UserError, match=r"by 'quality', but evaluations give loss, quality/best/recall, quality/f1; exp"
+        UserError, match=r"by 'quality', but evaluations measure loss, quality/best/recall, quality/f1; exp"
     ):
         check("quality")
 

@@ -98,7 +98,7 @@ def test_an_error_at_any_call(tmp_path: Path, kind: str, fresh: bool, points: Ca
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "replaced"])
-def test_power_loss_leaves_a_complete_export(
+def test_power_loss_leaves_the_old_or_the_new_export(
     tmp_path: Path, fresh: bool, exhaustive: bool, points: Callable[..., Sequence[int]]
 ) -> None:
     root = tmp_path / "root"
