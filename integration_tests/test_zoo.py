@@ -58,7 +58,7 @@ REFUSED_UNUSUAL = {
     "traced": "is a module of torch.jit; expected Python modules",
     "dynamically quantized": "in the state dict; expected tensors only",
     "queue of negatives": _BUFFERS,
-    "sparse graph": "are sparse tensors; expected dense ones",
+    "sparse graph": "are sparse tensors; expected dense tensors",
     "weight is a property": "expected nn.Module as the first base class",
     "weight captured by a function": "project holds layer.weight",
     "attribute shares memory": "table holds embed.weight",

@@ -64,4 +64,4 @@ def test_export_to_a_folder_that_hosts_do_not_share_is_refused_before_the_first_
     assert [rank.code for rank in ended] == [ExitCode.USER_ERROR] * 2, ended
     for rank in ended:
         assert "is not seen by rank 1 on host1" in rank.errors
-        assert "hosts that share no folder need export = false" in rank.errors
+        assert "set export = false if the hosts share no folder" in rank.errors

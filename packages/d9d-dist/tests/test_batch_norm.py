@@ -198,7 +198,7 @@ def _refused() -> list[str]:
 def test_a_layer_with_other_statistics_is_refused_by_name() -> None:
     for messages in run_ranks(_refused, world_size=2):
         for name, message in zip(("OfHalves", "OfItsOwn"), messages, strict=True):
-            assert message.startswith(f"{name} does not compute the statistics of its input by one call of F.batch")
+            assert message.startswith(f"{name} does not compute the statistics of its input with one call of F.batch")
 
 
 def _half() -> tuple[torch.dtype, torch.dtype, bool]:

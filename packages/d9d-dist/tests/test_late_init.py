@@ -172,7 +172,9 @@ def test_a_size_with_misleading_placements_is_refused() -> None:
     messages = run_ranks(_sizes_that_do_not_fit, 7, world_size=6)
     assert any(message != "fits" for message in messages)
     for message in messages:
-        assert message == "fits" or message.startswith("weight has the shape (7, 2), and this rank holds ")
+        assert message == "fits" or message.startswith(
+            "weight has the shape (7, 2), and this rank has a shard of shape "
+        )
     assert run_ranks(_sizes_that_do_not_fit, 12, world_size=6) == ["fits"] * 6
 
 
@@ -218,9 +220,7 @@ class _Forgetful(nn.Module):
 def test_uninitialized_tensors_are_listed() -> None:
     with torch.device("meta"):
         model = nn.Sequential(_Forgetful())
-    with pytest.raises(
-        ValueError, match=r"not set by any reset_parameters: 0\.weight, 0\.mask\. Add to each module that"
-    ):
+    with pytest.raises(ValueError, match=r"not set by any reset_parameters: 0\.weight, 0\.mask\. In each module that"):
         materialize(model, device=CPU, seed=0)
 
 

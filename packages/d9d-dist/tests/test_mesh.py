@@ -64,7 +64,7 @@ REFUSED = {
     "two rests": (
         {"data_parallel_replicate": -1, "data_parallel_shard": -1},
         "mesh.data_parallel_replicate and mesh.data_parallel_shard are -1; expected at most one, which takes the "
-        "remaining ranks. Set a number for all but one.",
+        "remaining ranks. Set a number for the others.",
     ),
     "experts that do not divide a stage": (
         {"data_parallel_shard": 2, "expert_parallel": 3},
@@ -75,7 +75,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("degrees", "message"), REFUSED.values(), ids=REFUSED)
-def test_refuses(degrees: dict[str, int], message: str) -> None:
+def test_refuses_impossible_degrees(degrees: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         MeshConfig(**degrees).resolve(2)
 

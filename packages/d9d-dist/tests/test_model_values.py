@@ -146,7 +146,7 @@ def test_parameters_outside_of_the_registries_are_refused(keep: Callable[[nn.Lin
 def test_sparse_buffers_are_refused() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("edges", torch.eye(2).to_sparse())
-    with pytest.raises(UserError, match="edges are sparse tensors; expected dense ones"):
+    with pytest.raises(UserError, match="edges are sparse tensors; expected dense tensors"):
         built_values(model)
 
 

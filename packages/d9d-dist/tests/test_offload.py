@@ -204,7 +204,7 @@ def test_tensors_are_offloaded_and_onloaded_alternately() -> None:
 def test_refuses_memory_that_torch_does_not_own() -> None:
     x, foreign = torch.ones(2), torch.from_numpy(np.ones(4))
     with pytest.raises(
-        UserError, match=r"got a tensor of shape \(4,\) whose memory torch does not own, such as that of a NumP"
+        UserError, match=r"got a tensor of shape \(4,\) whose memory belongs to another library, such as NumP"
     ):
         offload_tensor(x, foreign)
     assert x.tolist() == [1, 1]

@@ -237,7 +237,7 @@ def _partial_region() -> None:
 
 
 def test_partial_placement_is_refused() -> None:
-    with pytest.raises(Exception, match=r"weight has the placements .*; expected Shard and Replicate only"):
+    with pytest.raises(Exception, match=r"weight has the placements .*; expected only Shard and Replicate"):
         run_ranks(_partial_region)
 
 

@@ -94,7 +94,7 @@ def test_layers_that_the_plan_does_not_name_stay_whole() -> None:
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(UserError, match="BertForMaskedLM carries no tensor-parallel plan"):
+    with pytest.raises(UserError, match="BertForMaskedLM has no tensor-parallel plan"):
         tensor_plan(_model("BertForMaskedLM", hidden_size=8, num_attention_heads=2), 2)
 
 

@@ -154,7 +154,7 @@ def test_balanced_accuracy_excludes_classes_without_samples() -> None:
     assert metric.compute()["recall"].item() == pytest.approx((1 / 2 + 2 / 3) / 6)
 
 
-def test_custom_score() -> None:
+def test_custom_score_is_computed_from_the_counts() -> None:
     def specificity(counts):  # noqa: ANN001, ANN202 - as a user would write it
         return counts.true_negative / (counts.true_negative + counts.false_positive)
 

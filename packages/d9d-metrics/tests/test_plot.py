@@ -74,7 +74,7 @@ def test_error_names_the_values_of_the_file(tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=2, values=("nll", "lr"))
     with pytest.raises(
         UserError,
-        match=r"got panels \[\['loss'\]\], of which .* has no values; expected names from \['lr', 'nll'\]",
+        match=r"got panels \[\['loss'\]\], but .* has no values for them; expected names from \['lr', 'nll'\]",
     ):
         plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "loss.png", panels=[["loss"]])
     assert not (tmp_path / "loss.png").exists()

@@ -8,7 +8,7 @@ from d9d_modules.cross_entropy import CrossEntropy
 
 
 @given(st.floats(0.0, 0.1), st.floats(0.0, 0.9), st.integers(0, 2**16))
-def test_is_the_equation(z_loss: float, label_smoothing: float, seed: int) -> None:
+def test_cross_entropy_equals_its_equation(z_loss: float, label_smoothing: float, seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 7, dtype=torch.float64, generator=draws)
     labels = torch.tensor([0, 6, -100, 3, 3])

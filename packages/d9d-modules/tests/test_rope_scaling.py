@@ -57,7 +57,7 @@ def _compare(scaling: RotaryScaling, expected: tuple[Tensor, float], *, length: 
 
 @settings(max_examples=15)
 @given(factor=FACTORS, length=LENGTHS, partial=st.sampled_from([0.25, 1.0]))
-def test_linear(factor: float, length: int, partial: float) -> None:
+def test_linear_scaling_agrees_with_transformers(factor: float, length: int, partial: float) -> None:
     expected = _expected("linear", {"factor": factor}, length=length, partial=partial, original=16)
     _compare(LinearScaling(factor=factor), expected, length=length, partial=partial)
 

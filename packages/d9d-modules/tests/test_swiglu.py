@@ -8,7 +8,7 @@ from d9d_modules import GeGLU, SwiGLU
 from d9d_modules.swiglu import silu_mul
 
 
-def test_is_the_equation() -> None:
+def test_swiglu_equals_its_equation() -> None:
     block = SwiGLU(6, 10, init_std=1.0).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     gate = x @ block.gate_proj.weight.T

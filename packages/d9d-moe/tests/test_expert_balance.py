@@ -127,7 +127,7 @@ def test_bias_updates_balance_the_load() -> None:
     assert load_statistics(counts["0"]).max_over_mean <= 1.3
 
 
-def test_statistics() -> None:
+def test_statistics_of_even_and_skewed_loads() -> None:
     even = load_statistics(torch.tensor([3, 3, 3, 3]))
     assert (even.max_over_mean.item(), even.entropy.item()) == pytest.approx((1.0, 1.0))
     skewed = load_statistics(torch.tensor([0, 12, 0, 0]))

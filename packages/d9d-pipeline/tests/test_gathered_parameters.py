@@ -97,5 +97,5 @@ def test_gradients_are_reduced_once_or_in_each_microbatch() -> None:
 
 def test_split_backwards_cannot_be_reduced_in_each_microbatch() -> None:
     program = build(ZeroBubble1P(), num_ranks=1, num_microbatches=MICROBATCHES)
-    with pytest.raises(UserError, match="a schedule with split backward passes; expected whole ones"):
+    with pytest.raises(UserError, match="a schedule with split backward passes; expected a schedule"):
         Executor(program, {0: nn.Linear(1, 1)}, reduce_each_microbatch=True)

@@ -498,7 +498,7 @@ class Bounded(Schedule):
 def test_build_verifies_the_bound_of_a_schedule() -> None:
     assert build(Bounded(), num_ranks=2, num_microbatches=4).num_microbatches == 4
     with pytest.raises(
-        ProgramError, match=r"expected at most max_activations = 4\. Raise max_activations, or use a schedule"
+        ProgramError, match=r"expected at most max_activations = 4\. Increase max_activations, or use a schedule"
     ):
         build(Bounded(), num_ranks=2, num_microbatches=5)
 

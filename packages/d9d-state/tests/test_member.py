@@ -57,7 +57,7 @@ def test_regular_files_only(tmp_path: Path, make: Callable[[Path], None], kind: 
         open_member(folder, "made")
 
 
-def test_devices() -> None:
+def test_device_files_are_refused() -> None:
     with pytest.raises(UserError, match="/dev/zero is a special file; expected a regular file"):
         open_member(Path("/dev"), "zero")
 

@@ -14,7 +14,7 @@ def _write_index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_opens_a_model_of_one_file(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     folder = ModelFolder.open(tmp_path)
     assert folder.tensors == {"a": TensorInfo((2,), torch.float32)}

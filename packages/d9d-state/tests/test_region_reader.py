@@ -100,7 +100,7 @@ def test_truncated_file_raises(tmp_path: Path) -> None:
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 4)
     with (
         RegionReader(folder) as reader,
-        pytest.raises(StateError, match=r"model\.safetensors ends before a does; it has changed since its header"),
+        pytest.raises(StateError, match=r"model\.safetensors ends before the end of a; the file has changed since"),
     ):
         reader.read_into("a", Region((0,), (100,)), torch.zeros(100))
 

@@ -72,5 +72,5 @@ def test_files_without_tensors(tmp_path: Path) -> None:
 
 
 def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128; cast the tensor"):
+    with pytest.raises(ValueError, match=r"safetensors files do not support torch\.complex128; cast the tensor"):
         write_safetensors(tmp_path / "file.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})

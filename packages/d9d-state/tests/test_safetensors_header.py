@@ -97,7 +97,7 @@ def _write(path: Path, header: bytes, num_data_bytes: int) -> Path:
         ({"a": _entry(0, 2), "__metadata__": {"format": 1}}, 2, "after byte .* it has"),
         ({"a": _entry(0, 2), "__metadata__": []}, 2, "after byte .* it has"),
         ([], 0, "it is not a JSON object"),
-        (b"{%s,%s}" % (_A, _A), 1, "it repeats names: it has 2 tensors with 1 names"),
+        (b"{%s,%s}" % (_A, _A), 1, "its names are not unique: it has 2 tensors with 1 names"),
         (b'{%s,"\\u0061":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}' % _A, 1, "invalid offset for tensor `a`"),
         (b'{"__metadata__":{},"__metadata__":{},%s}' % _A, 1, "duplicate field `__metadata__`"),
         (b"{%s}" % _A.replace(b"a", b"__metadata__", 1), 1, "invalid type"),

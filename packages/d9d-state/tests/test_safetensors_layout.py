@@ -26,7 +26,7 @@ def test_header_contains_the_layout(tmp_path: Path) -> None:
 
 
 def test_unsupported_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128; cast the tensor"):
+    with pytest.raises(ValueError, match=r"safetensors files do not support torch\.complex128; cast the tensor"):
         FileLayout.of({"a": TensorInfo((1,), torch.complex128)})
 
 

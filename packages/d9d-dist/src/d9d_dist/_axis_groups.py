@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# Size and stride (in ranks) of each axis that a group spans, slowest first. Equal splits have equal values.
+# Size and stride (in ranks) of each axis that a group spans, slowest first. Equal splits of the ranks are equal tuples.
 _Split = tuple[tuple[int, int], ...]
 
 

@@ -24,7 +24,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks, a new tensor. One all-reduce."""
-    if torch.compiler.is_compiling():  # torch 2.11 gives zero gradients through the collective in place
+    if torch.compiler.is_compiling():  # in torch 2.11, gradients through the in-place collective are zero
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(tensor.detach().contiguous(), "sum", group.group_name))
     total = tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -36,6 +36,6 @@ def _check_alike(kinds: list[tuple[torch.dtype, int]]) -> None:
         if (dtype, num_dims) != usual:
             raise UserError(
                 f"rank {rank} of the group has a {dtype} tensor with {num_dims} dims, but rank "
-                f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same on all ranks. Also give "
-                "empty tensors the dtype and the number of dims of the other ranks."
+                f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same dtype and number of dims "
+                "on all ranks, also for empty tensors."
             )

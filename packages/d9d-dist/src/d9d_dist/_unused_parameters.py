@@ -69,7 +69,7 @@ class UnusedParameters:
         if not group.reduce_grads:
             return
         gradients = {id(parameter): _gradient(parameter) for parameter in group.fsdp_params}
-        # Before torch 2.15 FSDP lacks reduce_scatter_unused_params, and all gradients of a group have one dtype.
+        # Before torch 2.15, FSDP has no reduce_scatter_unused_params, and all gradients of a group have one dtype.
         by_hand = not hasattr(group, "reduce_scatter_unused_params")
         dtype = next((gradient.dtype for gradient in gradients.values() if gradient is not None), None)
         for parameter in group.fsdp_params:

@@ -67,9 +67,9 @@ def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
             output = own_forward(self, input, *args, **kwargs)
         if isinstance(self, _BatchNorm) and self.training and not statistics.is_exact:
             raise UserError(
-                f"{kind.__name__} does not compute the statistics of its input by one call of F.batch_norm, so they "
+                f"{kind.__name__} does not compute the statistics of its input with one call of F.batch_norm, so they "
                 "cannot be computed over all data-parallel ranks; expected a torch batch norm or one that calls "
-                "F.batch_norm(input, ...). Replace it by such a module or a group norm, or put it into eval mode."
+                "F.batch_norm(input, ...). Replace the module by such a batch norm or a group norm, or call eval()."
             )
         return output
 
@@ -191,7 +191,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var, count = ctx.saved_tensors
         dims = _all_but_channels(x)
         wide, dy = x.to(mean.dtype), gradients[0].to(mean.dtype)
-        if torch.is_grad_enabled():  # For the second derivative, the statistics must be functions of the input.
+        if torch.is_grad_enabled():  # second derivatives need statistics that are functions of the input
             mean = sum_over_ranks(wide.sum(dims), ctx.group) / count
             var = sum_over_ranks((wide - _over_channels(mean, x)).square().sum(dims), ctx.group) / count
         scale = (var + ctx.eps).rsqrt()
@@ -199,7 +199,7 @@ class _Normalize(torch.autograd.Function):
         own = torch.cat((dy.sum(dims), (dy * normal).sum(dims)))
         dx = None
         if ctx.needs_input_grad[0]:
-            # Sums of dy and of dy * x'. They exclude the weight, which `factor` includes.
+            # Means of dy and of dy * x'. They do not include the weight, which `factor` contains.
             mean_dy, mean_dy_normal = (sum_over_ranks(own, ctx.group) / count).chunk(2)
             factor = scale if weight is None else scale * weight
             dx = _over_channels(factor, x) * (
@@ -208,7 +208,7 @@ class _Normalize(torch.autograd.Function):
             dx = dx.to(x.dtype)
         dbias, dweight = own.chunk(2)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        # The bias has the dtype of the weight; without a weight, that of the accumulation, as in torch's layers.
+        # The bias has the dtype of the weight; without a weight, the dtype of the accumulation, as in torch's layers.
         dtype = mean.dtype if weight is None else weight.dtype
         return (
             dx,

@@ -45,7 +45,7 @@ def gather_in_blocks(tensor: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tenso
                 else torch.empty(block.sizes, dtype=tensor.dtype, device=local.device)
             )
             for number, axis in enumerate(axes):
-                # Ranks that differ from the owner only in this and the earlier axes have the block after this axis.
+                # After this broadcast, the ranks with the owner's coordinates on all later axes have the block.
                 if all(mine[later] == owner[later] for later in axes[number + 1 :]):
                     dist.broadcast(buffer, group=mesh.get_group(axis), group_src=owner[axis])
             block.of(full).copy_(buffer)

@@ -190,7 +190,9 @@ def _check_all_to_all(
         raise UserError(f"got {given} only; expected both send_sizes and receive_sizes, or neither for equal sizes.")
     for name, sizes in (("send_sizes", send_sizes), ("receive_sizes", receive_sizes)):
         if len(sizes) != num_ranks:
-            raise UserError(f"got {len(sizes)} {name} in a group of {num_ranks} ranks; expected one for each rank.")
+            raise UserError(
+                f"got {len(sizes)} {name} in a group of {num_ranks} ranks; expected one size for each rank."
+            )
     if sum(send_sizes) != tensor.shape[0]:
         raise UserError(
             f"got send_sizes = {list(send_sizes)}, {sum(send_sizes)} rows in total, with a tensor of shape "

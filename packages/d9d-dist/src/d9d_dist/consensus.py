@@ -17,10 +17,10 @@ from d9d_dist.collectives import all_gather, host_device
 from d9d_dist.errors import UserError
 
 _MAX_BYTES = 1 << 28  # bytes of JSON per rank
-_MAX_PROBLEM = 4000  # characters of each problem's text if the ranks' problems differ
+_MAX_PROBLEM = 4000  # maximum length of a problem's text, in characters, if the ranks' problems differ
 _RANKS_SHOWN = 8
 _SIZE_BYTES, _HEAD = 8, 512
-_INLINE = _HEAD - _SIZE_BYTES  # bytes of a text that are sent with its size, without a second collective
+_INLINE = _HEAD - _SIZE_BYTES  # a text of up to this many bytes is sent with its size, in a single collective
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> list[Any]:

@@ -198,8 +198,8 @@ class DistributedContext:
         rank = int(first_failed)
         if rank < self.world_size and not failed:
             raise RuntimeError(
-                f"rank {rank} failed in code that it runs before the other ranks, so this rank stops too; see the "
-                f"traceback of rank {rank}."
+                f"rank {rank} failed in code that it runs first, before all other ranks, so this rank stops too; see "
+                f"the traceback of rank {rank}."
             )
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ def _fully_shard(
         mark_as_kept_gathered(module)
     module.register_forward_hook(_refuse_second_derivatives)
     module.set_gradient_divide_factor(1.0)
-    # Otherwise a factor of 1 is applied by a pre-multiplied sum, which gloo does not support.
+    # Otherwise FSDP applies the factor 1 as a pre-multiplied sum, which gloo does not support.
     module.set_force_sum_reduction_for_comms(True)
 
 

@@ -77,7 +77,7 @@ def parallelize_experts(
             shard_dim=lambda each: _dims_to_shard(each, replicate.size())[0],
         )
         return
-    if replicate.size() > 1 or mesh.size() == 1:  # on one rank too, for the dtype
+    if replicate.size() > 1 or mesh.size() == 1:  # on a single rank too, because this also sets the dtype
         distribute_parameters(module, replicate, {}, default=Replicate())
     dtypes = precision or Precision()
     for owner in owners:

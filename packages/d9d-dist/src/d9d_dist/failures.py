@@ -19,8 +19,8 @@ from d9d_dist.peers import peers_here
 FIRST_FAILURE = "d9d/first_failure"
 """Store key with the first failure: the rank, a line break and the error message."""
 
-_NUM_READ = "d9d/num_failure_read"  # number of ranks that need the store no more; ended ranks are included
-_LONGEST = 500  # characters; longer messages are truncated
+_NUM_READ = "d9d/num_failure_read"  # number of ranks that are done with the store, including ended ranks
+_LONGEST = 500  # maximum length of a message in characters; longer messages are truncated
 _CAUSE_SECONDS = 1.0  # time limit for finding the cause of a failed collective
 _STORE_SECONDS = 5.0  # time limit for all requests of a report, and for keeping the store
 _POLL_SECONDS = 0.02
@@ -102,7 +102,7 @@ def describe_lost_store(place: str) -> str:
 
 
 def leave_store(store: dist.Store, *, world_size: int, is_host: bool) -> None:
-    """Mark that this rank needs the store no more. A rank that hosts it waits for the others, for up to 5 seconds."""
+    """Mark this rank as done with the store. The rank that hosts the store waits for the others, up to 5 seconds."""
 
     def leave() -> None:
         num_read = store.add(_NUM_READ, 1)

@@ -26,8 +26,8 @@ def set_grad_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> No
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < _FIRST_VERSION:
         raise UserError(
-            f"gradients of their own dtype need torch 2.15, and this is {torch.__version__}; expected a newer torch. "
-            "Upgrade it, or set no dtype of gradients."
+            f"gradients with a dtype of their own need torch 2.15 or newer, and this is torch {torch.__version__}. "
+            "Upgrade torch, or remove the gradient dtype."
         )
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_floating_point():

@@ -172,7 +172,7 @@ def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
         for index in missing:
             counts[index].zero_()
         dist.all_reduce(counts, group=group)
-        # Reading the counts synchronizes the host, so a rank that used all parameters skips it.
+        # Reading the counts is a host-device synchronization. A rank that used all parameters does not need them.
         numbers = counts.tolist() if missing else [1] * len(slots)
         used.update(id(slot) for slot, number in zip(slots, numbers, strict=True) if number)
     return [[id(slot) in used for slot in bucket.slots] for bucket in buckets]

@@ -87,7 +87,7 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
     dtypes = {gradient.dtype for gradient in gradients}
     if any(dtype.is_complex for dtype in dtypes):
         gradients = _without_conjugate_views(parameters)
-    # A factor of the gradients' dtype uses the fused kernel; below float32 it would be inexact.
+    # A factor in the gradients' dtype uses the fused kernel; a 16-bit factor would be inexact.
     dtype = reduce(torch.promote_types, {dtype.to_real() for dtype in dtypes}, torch.float32)
     if isinstance(factor, torch.Tensor):
         factor = factor.to(dtype)

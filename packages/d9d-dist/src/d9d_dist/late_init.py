@@ -84,7 +84,7 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
                 initializer.fill(module, canonical_name(f"{module_name}."))
     if unset := initializer.unset():
         raise ValueError(
-            f"not set by any reset_parameters: {', '.join(unset)}. Add to each module that owns one of them a method "
+            f"not set by any reset_parameters: {', '.join(unset)}. In each module that owns one of them, define "
             "reset_parameters(self) that initializes it in place, for example with torch.nn.init."
         )
 

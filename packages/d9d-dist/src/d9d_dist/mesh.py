@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 
 class MeshConfig(BaseModel):
-    """Degrees of parallelism, whose product is the number of ranks. One degree may be -1: all ranks that remain.
+    """Degrees of parallelism. Their product, without `expert_parallel`, is the number of ranks.
 
-    By default these are `data_parallel_shard`: without any key, a job shards its parameters over all of its ranks.
+    One degree may be -1, which stands for all remaining ranks. By default this is `data_parallel_shard`, so a job
+    without any key shards its parameters over all of its ranks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,14 +43,15 @@ class MeshConfig(BaseModel):
         description="Number of ranks that shard the parameters, each with its own samples; -1: all remaining ranks.",
     )
     context_parallel_shard: int = Field(
-        default=1, description="Number of ranks that shard each sequence, and the parameters."
+        default=1, description="Number of ranks that shard each sequence and the parameters."
     )
     context_parallel_replicate: int = Field(
         default=1, description="Number of ranks that shard each sequence, with replicated parameters."
     )
     tensor_parallel: int = Field(default=1, description="Number of ranks that shard each layer's matrices (axis tp).")
     expert_parallel: int = Field(
-        default=1, description="Number of ranks that shard the experts; reuses the dp x cp x tp ranks."
+        default=1,
+        description="Number of ranks that shard the experts, out of the data-, context- and tensor-parallel ranks.",
     )
 
     @field_validator("*")
@@ -67,13 +69,13 @@ class MeshConfig(BaseModel):
         """
         degrees = {name: getattr(self, name) for name in type(self).model_fields if name != "expert_parallel"}
         if "data_parallel_shard" not in self.model_fields_set and list(degrees.values()).count(-1) > 1:
-            degrees["data_parallel_shard"] = 1  # the -1 that was set takes the remaining ranks
+            degrees["data_parallel_shard"] = 1  # another degree was set to -1 and takes the remaining ranks
         rest = [name for name, degree in degrees.items() if degree == -1]
         known = prod(degree for degree in degrees.values() if degree != -1)
         if len(rest) > 1:
             raise UserError(
                 f"mesh.{' and mesh.'.join(rest)} are -1; expected at most one, which takes the remaining ranks. "
-                "Set a number for all but one."
+                "Set a number for the others."
             )
         if rest and world_size % known == 0:
             degrees[rest[0]] = world_size // known

@@ -44,8 +44,9 @@ def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, to
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
     if sparse := [name for name, tensor in found.items() if tensor.layout != torch.strided]:
         raise UserError(
-            f"{', '.join(sparse)} are sparse tensors; expected dense ones, because checkpoints and shards have no "
-            "sparse layout. Register the indices and values as dense buffers, and make the sparse tensor in forward."
+            f"{', '.join(sparse)} are sparse tensors; expected dense tensors, because checkpoints and shards do not "
+            "support sparse layouts. Register the indices and values as dense buffers, and create the sparse tensor in "
+            "forward."
         )
     if ignore_meta:
         found = {name: tensor for name, tensor in found.items() if not tensor.is_meta}
@@ -169,7 +170,7 @@ def _touch_in_background(tensors: Sequence[torch.Tensor]) -> Generator[None]:
     """
 
     def touch() -> None:
-        if sys.platform.startswith("linux"):  # elsewhere, threads have no priorities of their own
+        if sys.platform.startswith("linux"):  # on other systems a thread has no priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for tensor in tensors:
             if tensor.device.type == "cpu":
@@ -255,7 +256,7 @@ class _Transfer:
         step = min(max(_BLOCK_BYTES // (row_bytes * len(begins)), 1), num_sent)
         for offset in range(0, num_sent, step):
             size = min(step, num_sent - offset)
-            # The last rows of a rank with fewer rows than others are sent together with rows of another rank.
+            # For a rank with fewer rows than others, the last message also contains rows of another rank.
             starts = [min(begin + offset, num_rows - size) for begin in begins]
             parts = None
             if source is not None:
@@ -314,8 +315,8 @@ def _check_replaceable(model: nn.Module) -> None:
     if scripted:
         raise UserError(
             f"{', '.join(name or 'the model' for name in scripted[:1])} is a module of torch.jit; expected Python "
-            "modules, because sharded parameters cannot replace those of a script. Use the module that was scripted or "
-            "traced."
+            "modules, because sharded parameters cannot replace those of a scripted module. Use the original Python "
+            "module."
         )
     hooked = [
         canonical_name(name)
@@ -324,8 +325,8 @@ def _check_replaceable(model: nn.Module) -> None:
     ]
     if hooked:
         raise UserError(
-            f"{', '.join(hooked)} have hooks (register_hook); expected none, because sharded parameters replace those "
-            "that were built. Change the gradients in forward, or in a handler of GradientsReady."
+            f"{', '.join(hooked)} have hooks (register_hook); expected none, because sharded parameters replace the "
+            "original ones and have no such hooks. Change the gradients in forward, or in a handler of GradientsReady."
         )
 
 
@@ -366,8 +367,9 @@ def _check_no_stale_reference(model: nn.Module, before: Mapping[int, str]) -> No
             "modules keep parameters or buffers outside of their registries, such as in lists, dicts, views or "
             "functions:\n"
             + "\n".join(lines)
-            + "\nOn several ranks sharded parameters replace the registered ones, and others would not be trained. Use "
-            "nn.ParameterList, nn.ParameterDict, or access the tensor by its registered attribute in forward."
+            + "\nOn several ranks, sharded parameters replace only the registered ones; the others would not be "
+            "trained. Use nn.ParameterList, nn.ParameterDict, or access the tensor by its registered attribute in "
+            "forward."
         )
 
 

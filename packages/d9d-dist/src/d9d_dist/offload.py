@@ -133,8 +133,8 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
         raise UserError(f"got a tensor of shape {tuple(tensor.shape)} that is already offloaded; onload it first.")
     if not storage.resizable():
         raise UserError(
-            f"got a tensor of shape {tuple(tensor.shape)} whose memory torch does not own, such as that of a NumPy "
-            "array; expected a tensor whose memory can be freed. Clone it first."
+            f"got a tensor of shape {tuple(tensor.shape)} whose memory belongs to another library, such as NumPy; "
+            "expected a tensor whose memory torch can free. Clone the tensor first."
         )
     return storage
 

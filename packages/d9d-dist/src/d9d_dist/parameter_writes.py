@@ -112,7 +112,7 @@ def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
             for name, (each, _, total) in kept.items()
             if name not in names and total is not None
         }
-        if pairs:  # one wait of the host for all parameters
+        if pairs:  # one host-device synchronization for all parameters
             found = torch.stack(list(pairs.values())).tolist()
             names += [name for name, (first, second) in zip(pairs, found, strict=True) if first != second]
         before.clear()
@@ -147,8 +147,8 @@ def refuse_sparse_gradient(name: str, parameter: torch.Tensor) -> None:
         handle.remove()
         if gradient.layout != torch.strided:
             raise UserError(
-                f"the gradient of {canonical_name(name)} is sparse; expected a dense one, which norms, reductions and "
-                "optimizers need. Set sparse=False in the call that reads the rows."
+                f"the gradient of {canonical_name(name)} is sparse; expected a dense gradient, which norms, reductions "
+                "and optimizers need. Set sparse=False in the call that reads the rows."
             )
 
     handle = parameter.register_hook(check)

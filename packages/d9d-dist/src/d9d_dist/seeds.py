@@ -8,7 +8,7 @@ import torch
 
 from d9d_dist.context import DistributedContext
 
-# Ranks that differ on one of these axes compute different activations; ranks that differ on tp compute the same ones.
+# Ranks that differ on one of these axes compute different activations. Ranks that differ only on tp do not.
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate")
 
 

@@ -137,8 +137,8 @@ def local_positions(tensor: Tensor, name: str = "a tensor", *, coordinate: Seque
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
             raise UserError(
-                f"{name} has the placements {tensor.placements}; expected Shard and Replicate only. Sum it over the "
-                "ranks (redistribute) first."
+                f"{name} has the placements {tensor.placements}; expected only Shard and Replicate. Sum the tensor "
+                "over the ranks first, with redistribute."
             )
         if isinstance(placement, Shard | _StridedShard):
             dim = placement.dim
@@ -149,10 +149,10 @@ def local_positions(tensor: Tensor, name: str = "a tensor", *, coordinate: Seque
     held = tuple(tensor.to_local().shape)
     if list(coordinate) == list(mine) and held != tuple(map(len, positions)):
         raise UserError(
-            f"{name} has the shape {tuple(tensor.shape)}, and this rank holds {held}, but its placements say "
-            f"{tuple(map(len, positions))}: the size does not divide by the axes that split one dim, each rounding up "
-            "by itself. torch cannot put such a parameter together again. Choose a size that is a multiple of their "
-            "product, or lower a degree."
+            f"{name} has the shape {tuple(tensor.shape)}, and this rank has a shard of shape {held}, but the "
+            f"placements imply {tuple(map(len, positions))}: several axes shard one dim whose size their product does "
+            "not divide. torch cannot gather such a parameter. Choose a size that is a multiple of the product, or "
+            "lower a degree."
         )
     return positions
 

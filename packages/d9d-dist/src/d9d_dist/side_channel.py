@@ -56,9 +56,9 @@ class SideChannel:
         publish_failure(self._root, rank, text, num_ended=num_ended)
 
     def leave(self) -> None:
-        """Mark that this process, which is about to exit, needs the store no more.
+        """Mark this process as done with the store, before it exits.
 
-        A rank that hosts the store waits until all ranks have called this or have ended, for up to 5 seconds.
+        The rank that hosts the store waits until all ranks have called this or have ended, for up to 5 seconds.
         """
         leave_store(self._root, world_size=self._world_size, is_host=self._is_host)
 

@@ -105,7 +105,7 @@ class SplitBackward:
             gradients: Gradients of the outputs; `None` means 1 for a scalar output.
         """
         assert self._later is None, "one backward pass at a time"
-        # With tensors instead of edges, torch would dispatch backward to active modes and disable them meanwhile.
+        # Given tensors instead of edges, torch would dispatch backward to active modes, and disable these modes.
         edges = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in outputs]
         self._later = later = DeferredWeightGrads()
         try:

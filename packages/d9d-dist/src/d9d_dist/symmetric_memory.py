@@ -20,13 +20,15 @@ def enable_symmetric_memory(mesh: DeviceMesh, *, setting: str) -> None:
     """
     only_axis(mesh, example="tp")
     (axis,), group, device = axis_names(mesh), mesh.get_group(), torch.device(mesh.device_type)
-    advice = f"Expected devices that NVLink connects. Do not set {setting}."
+    advice = f"Expected devices connected by NVLink. Remove {setting}."
     if symmetric_memory._SymmetricMemory.get_backend(device) is None:
         raise UserError(
             f"{setting}: kernels must access the memory of the other ranks of the {axis} axis, which torch does not "
             f"support for devices of the type {device.type}. {advice}"
         )
-    if not symmetric_memory.is_symm_mem_enabled_for_group(group.group_name):  # newer versions of torch enable it
+    if not symmetric_memory.is_symm_mem_enabled_for_group(
+        group.group_name
+    ):  # newer versions of torch enable every group
         symmetric_memory.enable_symm_mem_for_group(group.group_name)  # ty: ignore[deprecated]
     try:
         symmetric_memory.rendezvous(symmetric_memory.empty([1], device=device), group)

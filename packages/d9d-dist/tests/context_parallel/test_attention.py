@@ -64,7 +64,7 @@ def test_equals_each_query_computed_alone(
 
 
 @pytest.mark.parametrize(("length", "has_documents"), [(9, False), (4, False), (4, True)])
-def test_bfloat16(length: int, has_documents: bool) -> None:
+def test_bfloat16_error_is_that_of_naive_attention(length: int, has_documents: bool) -> None:
     documents = _documents(9) if has_documents else None
     inputs = _inputs(length, 9, (4, 2, 8), torch.bfloat16)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
@@ -121,7 +121,7 @@ def test_a_prefix_under_selective_checkpointing() -> None:
 
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize(("batch", "length", "key_length"), [(0, 3, 3), (2, 0, 0), (2, 0, 3)])
-def test_empty_rows(batch: int, length: int, key_length: int, has_documents: bool) -> None:
+def test_empty_rows_have_zero_gradients(batch: int, length: int, key_length: int, has_documents: bool) -> None:
     shapes = [(batch, length, 4, 8)] + 2 * [(batch, key_length, 2, 8)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     documents = torch.zeros(batch, key_length, dtype=torch.int64) if has_documents else None

@@ -270,7 +270,7 @@ def _messages() -> list[str]:
         return messages
 
 
-def test_messages() -> None:
+def test_invalid_calls_are_refused() -> None:
     odd = "got 3 positions on this rank; expected an even number: .* Split the sequences with ContextSplit"
     expected = [
         "no submodule of Linear is a HasAttention; expected .* attribute attention_function. Add it to your attention",

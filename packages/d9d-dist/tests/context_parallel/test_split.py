@@ -115,7 +115,7 @@ def _messages() -> list[str]:
         return messages
 
 
-def test_messages() -> None:
+def test_invalid_calls_are_refused() -> None:
     expected = [
         r"the tensor \['labels'\]\[0\] has length 9; expected a multiple of 4, for two chunks per rank of the 2 "
         r"context-parallel ranks. Pad sequences, with ignored labels, to 12\.",

@@ -166,7 +166,7 @@ def _mixed() -> None:
 
 
 def test_tensors_of_two_devices_are_an_error() -> None:
-    with pytest.raises(RankError, match=r"cat.out got tensors on fakegpu, and on the CPU those of shapes \[\(4,\)\]"):
+    with pytest.raises(RankError, match=r"cat.out got tensors on fakegpu, and CPU tensors of shapes \[\(4,\)\]"):
         _run(_mixed)
 
 

@@ -56,7 +56,7 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
     rules: Mapping[str, str] = model.tp_plan or {}
     if not rules:
         raise UserError(
-            f"mesh.tensor_parallel = {degree}, and {type(model).__name__} carries no tensor-parallel plan; expected 1. "
+            f"mesh.tensor_parallel = {degree}, but {type(model).__name__} has no tensor-parallel plan; expected 1. "
             "Shard the model with mesh.data_parallel_shard instead, or write a ModelProvider."
         )
     plan: dict[str, TensorStyle] = {}
@@ -80,7 +80,7 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
         whole[f"the layers of {type(model).__name__}"] = [f"a plan that names only {', '.join(rules)}"]
     for name, module in model.named_modules():
         if type(module).__name__ == "Gemma4Model" and module.config.get_text_config().hidden_size_per_layer_input:
-            # It reads the row of the padding token outside of the embedding.
+            # The model also reads the padding token's row of this weight outside of the embedding's forward.
             plan.pop(f"{name}.language_model.embed_tokens", None)
             plan[name] = _ReadsParameters(("language_model.embed_tokens",))
     return TensorPlan(_without_undivided(model, plan, degree), whole)

@@ -22,9 +22,10 @@ from d9d_loop.elastic_rendezvous import QuickRendezvous, register
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.node_files import describe_lost_host, take_slow_host, write_lost_host, write_spare
 
-# For failing ranks: they look for the first failure, close trackers, and rank 0 keeps the store for 5 seconds.
+# Time for failing ranks to look for the first failure and to close trackers. Rank 0 keeps the store for 5 seconds.
 _END_SECONDS: Final = 10.0
-_STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)  # a rank that has saved; others may not be done
+# Exit codes of a rank that runs (None) or has ended without a failure: other ranks may still be saving.
+_STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 _POLL_SECONDS = 0.02
 
 

@@ -40,7 +40,7 @@ BACKEND: Final = "c10d-quick"
 _POLL_SECONDS = 0.1
 _LEAVE_SECONDS = 3.0  # time for spare nodes to notice the end of a job
 _YIELD_SECONDS = 30.0  # time for a spare node to replace a slow one, which then joins again
-_NODES_PER_SECOND = 256  # above 25 nodes, each one polls less often, which limits the load on the store
+_NODES_PER_SECOND = 256  # polls of all nodes together; above 25 nodes, each node polls less often
 
 
 def register() -> None:
@@ -103,7 +103,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
             while self._this_node in holder.state.redundancy_list:
                 holder.state.redundancy_list.remove(self._this_node)
                 holder.mark_dirty()
-                holder.sync()  # if another node has written, its state replaces this one
+                holder.sync()  # if another node has written a state, it replaces this node's copy
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that can join if the ranks are restarted."""
@@ -196,7 +196,7 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
             case _Action.SYNC | _Action.KEEP_ALIVE:
                 is_late = state.complete and len(state.participants) >= size
                 if is_late and ctx.node in state.wait_list:
-                    return _Action.REMOVE_FROM_WAIT_LIST  # torch then adds it to the redundancy list
+                    return _Action.REMOVE_FROM_WAIT_LIST  # torch then adds the node to the redundancy list
         return action
 
 

@@ -51,11 +51,11 @@ class BatchTask(ABC):
         """
 
     def stand_in(self, batch: Any) -> Any:
-        """Return a batch of no weight with the shapes of `batch`, for a rank that has fewer microbatches than others.
+        """Return a batch with the shapes of `batch` as a stand-in, for a rank with fewer microbatches than others.
 
-        Ranks run equally many microbatches, because their collectives meet. The loss of a stand-in is 0, and its
-        outputs are dropped. The default is the batch itself; override this method if the model counts tokens, and set
-        the token mask to 0. Called with a batch before its split for context parallelism.
+        All ranks run the same number of microbatches, because their collectives must match. The loss of a stand-in is
+        0, and its outputs are dropped. The default is the batch itself; override this method if the model counts
+        tokens, and set the token mask to 0. Called with a batch before its split for context parallelism.
         """
         return batch
 

@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--warm",
         action="store_true",
-        help="Fork ranks from a process on this node that has imported their modules. Restarts then take no imports, "
-        "and a node that waits as a spare has imported them already.",
+        help="Fork ranks from a process of this node that has already imported the modules of the script. Restarted "
+        "ranks and spare nodes then start without the time of these imports.",
     )
     options = parser.parse_args(arguments)
     # With the shared store, a node keeps the address of the ranks' store over restarts, and a node that replaces

@@ -20,7 +20,7 @@ from pathlib import Path
 COMMAND = "D9D_WARM_COMMAND"
 """Environment variable with the command of the ranks for the fork server, without arguments, as a JSON list."""
 
-# Modules that a job imports after its start, besides those that scripts import.
+# Modules that a job imports after its start, in addition to the imports of its script.
 _LATE_IMPORTS = (
     "torch._dynamo",
     "torch.distributed.run",

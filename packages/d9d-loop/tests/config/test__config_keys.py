@@ -67,7 +67,9 @@ def test_union_members_are_listed() -> None:
         ((), (), []),
     ],
 )
-def test_follows_a_location(location: tuple[str | int, ...], keys: tuple[str | int, ...], siblings: list[str]) -> None:
+def test_locate_finds_the_key_of_a_pydantic_location(
+    location: tuple[str | int, ...], keys: tuple[str | int, ...], siblings: list[str]
+) -> None:
     place = locate(Top, location)
     assert place.keys == keys
     assert [key.name for key in place.siblings] == siblings

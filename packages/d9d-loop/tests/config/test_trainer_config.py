@@ -27,7 +27,7 @@ def test_only_fields_without_a_sensible_default_are_required() -> None:
     assert config.trackers == (JsonlTrackerConfig(),)
 
 
-def test_is_frozen() -> None:
+def test_configurations_are_frozen() -> None:
     config = validate_config(MyConfig, JOB)
     with pytest.raises(ValidationError, match="frozen"):
         config.text.length = 3  # ty: ignore[invalid-assignment]  (what is tested)

@@ -43,7 +43,7 @@ def test_files_and_folders_give_the_rows_of_samples_and_tokenizers(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("kind", "last"), [("pairs", "d"), ("scored_pairs", "<|im_end|>")])
-def test_pairs(kind: Literal["pairs", "scored_pairs"], last: str) -> None:
+def test_pairs_end_with_the_token_of_their_kind(kind: Literal["pairs", "scored_pairs"], last: str) -> None:
     stream = ChatData(PAIRS, tokenizer=chat_tokenizer(), row_length=200, kind=kind).training(seed=0)
     row = stream.read(stream.cursor().take(1)[0])
     rejected = row["input_ids"][row["documents"] == 1]

@@ -75,13 +75,13 @@ def test_a_token_file_gives_the_same_rows(tmp_path: Path) -> None:
         assert torch.equal(first["mask"], second["mask"])
     row = PackedSamples(file, row_length=LONGEST)[0]
     assert (row["labels"] == -100).sum() > 50
-    with pytest.raises(UserError, match="the token file has loss masks, which windows ignore"):
+    with pytest.raises(UserError, match="the token file has loss masks, which TokenWindows would ignore"):
         TokenWindows(file, length=8)
     assert TokenFile(tmp_path / "chats").manifest.about["dropped"] == 0
 
 
 @pytest.mark.parametrize(("too_long", "count"), [("drop", 1), ("truncate", 2)])
-def test_long_conversations(too_long: TooLong, count: int) -> None:
+def test_long_conversations_are_truncated_or_dropped(too_long: TooLong, count: int) -> None:
     samples = IndexedStream([chat("a", "b" * 300), chat("a", "b"), chat("a" * 300, "b")], seed=0, epochs=1)
     stream = ChatStream(samples, chat_tokenizer(), max_length=100, too_long=too_long)
     entries = stream.cursor().take(10)

@@ -86,7 +86,11 @@ SPLITS = "{% for message in messages %}{{ message.role }}:{{ message.content }}<
             chat("a", "b"),
             r"a syntax error in line",
         ),
-        ("{{ raise_exception('no system') }}", chat("a", "b"), r"refuses messages with the roles user.*: no system"),
+        (
+            "{{ raise_exception('no system') }}",
+            chat("a", "b"),
+            r"cannot render messages with the roles user.*: no system",
+        ),
         (
             "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}<|im_end|>"
             "{% endif %}{% endfor %}",

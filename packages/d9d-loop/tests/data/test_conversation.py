@@ -63,10 +63,10 @@ def test_tool_calls_have_objects_as_arguments() -> None:
         ({"messages": ["hi"]}, r"message 0 is a str; expected an object with role and content"),
         ({"messages": [{"role": "user"}]}, r"message 0 has the keys role; expected role, and content or tool_calls"),
         ({"conversations": [{"from": "bot", "value": "a"}]}, r"message 0 is from 'bot'; expected one of system, human"),
-        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"message 1 has weight 0.5; expected 0, which excludes it"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"message 1 has weight 0.5; expected 1, or 0 to exclude it"),
         ({"messages": [USER], "tools": "{"}, r"tools is not JSON"),
         ({"messages": [USER], "tools": {}}, r"tools is a dict; expected a list of JSON schemas"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, r"which is not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, r"which are not JSON"),
     ],
 )
 def test_other_samples_are_refused(sample: dict[str, Any], message: str) -> None:

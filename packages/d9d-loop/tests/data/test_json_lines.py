@@ -14,7 +14,7 @@ def test_lines_of_several_files_in_order(tmp_path: Path) -> None:
     lines = JsonLines([one, other])
     assert [lines[index]["n"] for index in range(len(lines))] == list(range(6))
     assert lines[3]["text"] == "ééé"
-    with pytest.raises(IndexError, match="line 6 of 6"):
+    with pytest.raises(IndexError, match="line 6 is out of range: the files have 6 lines"):
         lines[6]
 
 

@@ -130,12 +130,12 @@ def test_packed_rows_contain_the_source_of_each_position(tmp_path: Path) -> None
         ([], "the first phase of a mixture must have start = 0"),
         ([Phase({"web": 1}, start=5)], "the first phase of a mixture must have start = 0"),
         ({"web": 1, "books": 2}, "weights for books; expected names of sources: web, code, math"),
-        ({"web": -1.0, "code": 2}, "expected none below 0, and at least one above"),
-        ({"web": 0}, "expected none below 0, and at least one above"),
-        ({"web": float("nan")}, "expected none below 0, and at least one above"),
+        ({"web": -1.0, "code": 2}, "expected finite weights of 0 or more, at least one of them above 0"),
+        ({"web": 0}, "expected finite weights of 0 or more, at least one of them above 0"),
+        ({"web": float("nan")}, "expected finite weights of 0 or more, at least one of them above 0"),
         (
             [Phase({"web": 1}), Phase({"web": 1}, 9, ramp=5), Phase({"code": 1}, 12)],
-            "from 9 on with a ramp of 5 is foll",
+            "start = 9, ramp = 5 is foll",
         ),
     ],
 )

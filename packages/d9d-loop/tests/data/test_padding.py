@@ -50,5 +50,5 @@ def test_collates_dictionaries() -> None:
 
 
 def test_a_sample_without_a_key_is_refused() -> None:
-    with pytest.raises(UserError, match="a sample has no labels, only input_ids; expected every key"):
+    with pytest.raises(UserError, match="a sample lacks the keys labels; it has input_ids"):
         PaddingCollate({"input_ids": 0, "labels": -100})([{"input_ids": [1]}])

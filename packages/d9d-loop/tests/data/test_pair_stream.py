@@ -64,7 +64,7 @@ def test_the_last_token_may_be_an_input() -> None:
         assert row["labels"][is_own][-1] == -100
 
 
-def test_long_pairs() -> None:
+def test_long_pairs_are_refused_dropped_or_truncated() -> None:
     with pytest.raises(UserError, match=r"a conversation has \d+ positions; expected at most max_length"):
         _stream(max_length=80).cursor().take(1)
     dropped = _stream(max_length=85, too_long="drop", epochs=1).cursor().take(100)

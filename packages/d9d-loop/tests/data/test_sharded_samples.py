@@ -35,12 +35,12 @@ def test_shares_are_all_of_the_data(*, total: int, num_shards: int, layout: Layo
 def test_a_share_ends() -> None:
     share = ShardedSamples("abc", shard=0, num_shards=2)
     assert [share[index] for index in range(len(share))] == ["a", "c"]
-    with pytest.raises(IndexError, match="sample 2 of a shard of 2"):
+    with pytest.raises(IndexError, match="sample 2 is out of range: the shard has 2 samples"):
         share[2]
 
 
 def test_refuses_shards_that_are_not_there() -> None:
-    with pytest.raises(UserError, match="shard = 2 of num_shards = 2; expected 0 to 1"):
+    with pytest.raises(UserError, match="shard = 2, num_shards = 2; expected shard from 0 to"):
         ShardedSamples("abc", shard=2, num_shards=2)
     with pytest.raises(UserError, match="the data are empty"):
         ShardedSamples("", shard=0, num_shards=2)

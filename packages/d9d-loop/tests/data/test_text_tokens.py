@@ -43,7 +43,7 @@ def _write_texts(folder: Path) -> None:
     (folder / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_trains_a_tokenizer_and_writes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_texts(tmp_path)
     tokenizer, output = tmp_path / "new" / "tokenizer.json", tmp_path / "tokens"
     paths = [str(tmp_path / "texts"), str(tmp_path / "texts.jsonl"), "--field", "body"]
@@ -102,7 +102,7 @@ def test_an_unusable_tokenizer_is_reported(tmp_path: Path, tokenizer: Path) -> N
         main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--train-vocab-size=300"])
     with pytest.raises(UserError, match=r"vocab_size = 256; expected at least 257"):
         train_tokenizer(TEXTS, vocab_size=256)
-    with pytest.raises(UserError, match=r"--held-out 1.0; expected a fraction from 0 to below 1"):
+    with pytest.raises(UserError, match=r"--held-out 1.0; expected a fraction of at least 0 and less than 1"):
         main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--held-out=1"])
 
 

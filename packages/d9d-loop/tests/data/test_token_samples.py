@@ -12,13 +12,13 @@ def test_windows_predict_each_token_once(tmp_path: Path) -> None:
     rows = [windows[index] for index in range(len(windows))]
     assert [row["input_ids"].tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert [row["labels"].tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    with pytest.raises(IndexError, match="window 3 of 3"):
+    with pytest.raises(IndexError, match="window 3 is out of range: there are 3 windows"):
         windows[3]
 
 
 @pytest.mark.parametrize("length", [0, 3])
 def test_there_are_tokens_for_a_window(tmp_path: Path, length: int) -> None:
-    with pytest.raises(UserError, match=f"length = {length} of 3 tokens; expected 1 to the number"):
+    with pytest.raises(UserError, match=f"length = {length}, and the file has 3 tokens; expected at least 1"):
         TokenWindows(write_tokens(tmp_path / "tokens", [[1, 2, 3]]), length=length)
 
 

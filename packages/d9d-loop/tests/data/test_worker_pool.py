@@ -91,7 +91,7 @@ def test_fewer_jobs_than_workers() -> None:
         ("exits", r"data worker 1 \(process \d+\) exited with 3 at sample 13 \(position 13 of the global order\)\.$"),
         pytest.param(
             "hangs",
-            r"data worker 1 \(process \d+\) has taken more than 5 s for a batch; it is at sample 13 \(position",
+            r"data worker 1 \(process \d+\) has not finished a batch after 5 s; it is at sample 13 \(position",
             marks=pytest.mark.full,
         ),
         (

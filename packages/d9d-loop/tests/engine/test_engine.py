@@ -361,14 +361,16 @@ def test_wrong_calls_are_refused(ctx: DistributedContext) -> None:
     engine = _engine(model, _sgd(model), ctx)
     with pytest.raises(UserError, match=r"got step\(\) without gradients; expected forward_backward\(\) before"):
         engine.step()
-    with pytest.raises(UserError, match="got no batches on any rank; expected at least one"):
+    with pytest.raises(UserError, match="no rank passed a batch; expected at least one"):
         engine.forward_backward([], LOSS)
 
 
 def test_stand_ins_and_batch_norms_are_refused(ctx: DistributedContext) -> None:
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     engine = _engine(model, _sgd(model), ctx)
-    with pytest.raises(UserError, match="the model has batch norms in training mode, whose statistics would count st"):
+    with pytest.raises(
+        UserError, match="the model has batch norms in training mode, whose statistics would include st"
+    ):
         engine.accumulate([_batch(0), _batch(1)], LOSS, num_own=1)
     model[0].eval()
     engine.accumulate([_batch(0), _batch(1)], LOSS, num_own=1)

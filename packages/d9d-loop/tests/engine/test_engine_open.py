@@ -88,7 +88,7 @@ def test_accumulated_gradients_cannot_be_saved(tmp_path: Path) -> None:
 def test_an_engine_of_parts_has_no_checkpoints(ctx: Any) -> None:
     model = nn.Linear(3, 2)
     engine = Engine(model, torch.optim.SGD(model.parameters()), ctx=ctx, task=TASK)
-    with pytest.raises(UserError, match=r"this engine has no checkpoints; expected one of Engine\.open"):
+    with pytest.raises(UserError, match=r"this engine has no checkpoints; create it with Engine\.open"):
         engine.save()
 
 

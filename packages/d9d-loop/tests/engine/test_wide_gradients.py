@@ -72,7 +72,7 @@ def test_sums_over_microbatches_calls_and_ranks_are_exact(kind: str, axis: str) 
 
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig(learning_rate=0.5), StochasticAdamWConfig(learning_rate=0.5)])
-def test_one_process(ctx: DistributedContext, optimizer: OptimizerSettings) -> None:
+def test_gradients_accumulate_in_float32_in_one_process(ctx: DistributedContext, optimizer: OptimizerSettings) -> None:
     seen, trained = _gradients(ctx, "plain", optimizer)
     for gradient in seen:
         torch.testing.assert_close(gradient, torch.full((2, 4), 4 * (1 + 2 * SMALL)), rtol=ROUNDING, atol=0)

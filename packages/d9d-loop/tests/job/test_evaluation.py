@@ -103,7 +103,7 @@ def test_a_stream_of_samples_is_evaluated_like_a_dataset(ctx: DistributedContext
         assert evaluate() == evaluate()
 
 
-def test_can_be_repeated(ctx: DistributedContext) -> None:
+def test_repeated_evaluations_give_equal_values(ctx: DistributedContext) -> None:
     evaluate = _evaluator(_Net(), ctx)
     assert evaluate() == evaluate()
 

@@ -193,7 +193,7 @@ def test_frozen_parameters_may_be_omitted(tmp_path: Path, ctx: DistributedContex
         other.optimizer.state[other.model.bias]["exp_avg"], job.optimizer.state[job.model.bias]["exp_avg"]
     )
     other.work()
-    assert other.state.rewind().step == 1
+    assert other.state.roll_back().step == 1
     assert torch.equal(other.model.bias, job.model.bias)
 
 
@@ -205,7 +205,7 @@ def test_other_initial_weights_are_refused(tmp_path: Path, ctx: DistributedConte
     other.initial += 1e-3
     with pytest.raises(
         UserError,
-        match=r"step-00000001 has only trainable parameters, and the frozen parameters .* the same initial_weights",
+        match=r"step-00000001 has only trainable parameters, and this job's frozen .* original initial_weights",
     ):
         other.restore()
 
@@ -216,7 +216,7 @@ def test_changed_frozen_parameters_are_refused(tmp_path: Path, ctx: DistributedC
     job.model.weight.data += 1
     for save in (job.state.prepare, lambda: job.state.save(Record(1))):
         with pytest.raises(
-            UserError, match=r"checkpoint.trainable_only = true, but .* no longer have their initial values"
+            UserError, match=r"checkpoint.trainable_only = true, but .* do not have their initial values"
         ):
             save()
     assert not list(tmp_path.glob("step-*"))

@@ -123,7 +123,7 @@ def test_a_schedule_has_to_exist_for_the_microbatches(tmp_path: Path, world: Cal
 def test_a_model_that_is_not_cut_into_stages_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
     message = (
-        r"the 2 stages that the model provider builds do not add up to its whole model:\n"
+        r"the 2 stages that the model provider builds do not match its whole model:\n"
         r"  weight is on the stages 0, 1, although the model does not tie it\n(.|\n)*"
         r"build\(stage\) must build only the layers of its stage (.|\n)*"
     )
@@ -158,7 +158,9 @@ def test_context_parallelism_needs_a_task_that_cuts_batches(
         ),
     ],
 )
-def test_batches_must_divide(tmp_path: Path, batch: dict[str, int], message: str, world: Callable[[int], None]) -> None:
+def test_refuses_a_batch_that_does_not_divide(
+    tmp_path: Path, batch: dict[str, int], message: str, world: Callable[[int], None]
+) -> None:
     world(4)
     _refused(tmp_path, message, batch=batch, mesh={"data_parallel_shard": 4})
 
@@ -208,7 +210,7 @@ def test_a_checkpoint_must_be_of_the_same_model(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 2)
     message = (
         r".*step-00000002 is a checkpoint of a different model:\n.*weight is .*\[2, 3\].* in the checkpoint, "
-        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration that it was saved with, or another run folder\."
+        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration of the run that saved it, or another run folder\."
     )
     _refused(tmp_path, message, model=lambda stage: nn.Linear(3, 4))
 
@@ -251,7 +253,7 @@ def test_a_run_keeps_the_order_of_its_samples(
 def test_a_run_keeps_its_data(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 2)
     message = (
-        r"the run in .* was started with other training data, or in another order:\n"
+        r"the run in .* was started with other training data, or with another order of the data:\n"
         r"  data\.indexed\.samples was 8, and now is 9\n"
     )
     with pytest.raises(UserError, match=message):
@@ -307,14 +309,14 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
         ({"local_every": 5}, "got checkpoint.local_every without checkpoint.local_folder", False),
         ({"local_folder": "disk"}, "got checkpoint.local_folder without checkpoint.local_every", False),
         ({"memory_every": 100}, "checkpoint.memory_every = 100 is not less than checkpoint.every = 100", False),
-        ({"replicas": 2}, "checkpoint.replicas = 2 has no effect; expected memory_every or local_every", False),
+        ({"replicas": 2}, "checkpoint.replicas = 2 has no effect without memory_every or local_every", False),
         ({"keep_every": 150}, "checkpoint.keep_every = 150 is not a multiple of checkpoint.every = 100", False),
         ({"keep_every": 200, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", False),
         ({"keep_best": 1, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", True),
         ({"keep_best": 1}, "checkpoint.keep_best = 1 by 'loss', but there are no evaluation data", False),
         (
             {"keep_best": 1, "best_by": "x"},
-            "checkpoint.keep_best = 1 by 'x', but evaluations give loss; expected",
+            "checkpoint.keep_best = 1 by 'x', but evaluations measure loss; expected",
             True,
         ),
         ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is not a multiple of evaluation.every = 100", True),
@@ -341,7 +343,7 @@ def test_a_value_within_a_metric_may_say_how_good_a_checkpoint_is(tmp_path: Path
     check("quality/f1")
     check("quality/best/recall")
     with pytest.raises(
-        UserError, match=r"by 'quality', but evaluations give loss, quality/best/recall, quality/f1; exp"
+        UserError, match=r"by 'quality', but evaluations measure loss, quality/best/recall, quality/f1; exp"
     ):
         check("quality")
 

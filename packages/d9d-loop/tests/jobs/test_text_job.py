@@ -260,13 +260,13 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts": ["a"]}, r"prompts are set, but nothing is evaluated; expected dataset.held_out"),
+        ({"prompts": ["a"]}, r"prompts are set, but there are no evaluation data; expected dataset.held_out"),
         ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft or pretrain"),
-        ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* expected dataset.packing = true"),
+        ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* dataset.packing = true"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
         (
             {"model": {"folder": "x", "dtype": "bfloat16"}, "dataset": {"files": ["x"], "packing": True}},
-            r"model.dtype is for models of transformers, but dataset.packing = true uses",
+            r"model.dtype applies to models of transformers, but dataset.packing = true uses",
         ),
     ],
 )
@@ -377,7 +377,7 @@ def test_a_starter_file_is_short_complete_and_runs(job: str, folder: Path, tmp_p
     few = ["--embedding.group", "2"] if job == "embed" else []
     run_ranks(_run, tmp_path / f"{job}.toml", [*where, *model, *sizes, *few, "--batch.global_size", "4"], world_size=1)
     assert (tmp_path / job / "export" / "model.safetensors").is_file()
-    with pytest.raises(UserError, match=r"exists already; expected no file of this name"):
+    with pytest.raises(UserError, match=r"already exists; rename or remove it first"):
         write_starter(job, tmp_path)
 
 
@@ -447,7 +447,9 @@ def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path
         ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],
 )
-def test_mistakes(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+def test_mistakes_in_a_configuration_are_refused(
+    change: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         text_trainer(_config(folder, tmp_path, **{"job": "pretrain", **change})).train()
 
@@ -529,7 +531,7 @@ def test_numbers_of_the_command_line_are_entries_of_the_model(tmp_path: Path) ->
 
 
 def test_only_jobs_that_embed_have_an_embedding(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"embedding is set, but job = sft; expected it with job = embed only"):
+    with pytest.raises(ValueError, match=r"embedding is set, but job = sft; expected job = embed"):
         _config(folder, tmp_path, "sft", embedding={})
 
 

@@ -145,7 +145,7 @@ def test_router_losses_are_averaged_as_the_losses_of_tokens(average: Average) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip_low": 0.0}, "clip_low = 0.0 and clip_high = None; expected numbers above 0"),
+        ({"clip_low": 0.0}, "clip_low = 0.0 and clip_high = None; expected both above 0"),
         ({"max_ratio": 1.1}, r"max_ratio = 1.1 with clipping = 'clip'; expected a number above 1 \+ clip_high = 1.2"),
         ({"average": "constant"}, "max_length = None with average = 'constant'"),
         ({"max_length": 5}, "max_length = 5 with average = 'tokens'"),

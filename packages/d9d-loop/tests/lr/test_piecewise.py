@@ -63,16 +63,19 @@ def test_percentages_fill_the_job_within_one_step(parts: list[int], num_steps: i
         ),
         (
             [ConstantPhase(steps=9)],
-            "take 9 steps, but the job has 10, which leaves a gap of 1; expected none. Omit the",
+            "take 9 steps, but the job has 10; expected 10. Omit the",
         ),
-        ([ConstantPhase(percent=50), ConstantPhase(steps=4)], "leaves a gap of 1"),
+        (
+            [ConstantPhase(percent=50), ConstantPhase(steps=4)],
+            "take 9 steps, but the job has 10; expected 10",
+        ),
         (
             [ConstantPhase(steps=9), ConstantPhase(percent=20)],
-            "take 11 steps, but the job has 10: they extend beyond its",
+            "take 11 steps, but the job has 10; expected 10. Shorten",
         ),
         (
             [ConstantPhase(steps=10), ConstantPhase()],
-            "take 10 steps and the remaining ones, but the job has 10: they extend",
+            "take 10 steps, but the job has 10; expected fewer, because one phase takes the remaining steps",
         ),
         (
             [ConstantPhase(percent=60), ConstantPhase(percent=40.1)],

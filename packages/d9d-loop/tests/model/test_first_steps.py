@@ -61,7 +61,7 @@ def _messages(how: str) -> tuple[int, str, str]:
     [
         ("number", "0.mean: the values differ between ranks after the first step", ""),
         ("tensor", "0.queue: the values differ between ranks after the first step", ""),
-        ("list", "", "d9d: forward changes 0.history by each rank's own part of the batch"),
+        ("list", "", "d9d: forward updates 0.history from each rank's own part of the batch"),
         ("inspected", "", ""),
         ("equal", "", ""),
     ],

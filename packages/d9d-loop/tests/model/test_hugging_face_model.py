@@ -395,7 +395,7 @@ def _refusal(folder: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None)
             "llama",
             {"context_parallel_shard": 2},
             None,
-            "the context-parallel degree = 2, and LlamaForCausalLM has no plan for it; expected 1. Shard the model",
+            "the context-parallel degree is 2, but LlamaForCausalLM does not support context parallelism; expected",
         ),
         (
             "llama",
@@ -407,7 +407,7 @@ def _refusal(folder: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None)
             "bert",
             {"tensor_parallel": 2},
             "auto",
-            "mesh.tensor_parallel = 2, and BertForMaskedLM carries no tensor-parallel plan; expected 1. Shard the",
+            "mesh.tensor_parallel = 2, but BertForMaskedLM has no tensor-parallel plan; expected 1. Shard the",
         ),
         (
             "llama",

@@ -130,7 +130,7 @@ def test_a_configuration_file_names_any_of_them() -> None:
         ({"groups": [{"pattern": "("}]}, "optimizer.groups.0: pattern = '(' is not a regular expression: missing ), "),
         (
             {"groups": [{"learning_rate": 1, "optimizer": {}}]},
-            "optimizer.groups.0: learning_rate and weight_decay must be set in the group's optimizer",
+            "optimizer.groups.0: the group has an optimizer; set learning_rate and weight_decay",
         ),
         ({"kind": "sgd", "nesterov": True}, "optimizer: nesterov = true, but momentum = 0; expected momentum above 0."),
     ],

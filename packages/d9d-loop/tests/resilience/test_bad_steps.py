@@ -172,7 +172,7 @@ def test_a_step_is_rolled_back_once(ctx: DistributedContext) -> None:
 
 
 def test_the_number_of_rollbacks_is_limited(ctx: DistributedContext) -> None:
-    _, verdicts, _ = _steps([_NAN, _NAN, _NAN], ctx, non_finite="rewind", max_rewinds=2)
+    _, verdicts, _ = _steps([_NAN, _NAN, _NAN], ctx, non_finite="rewind", max_rollbacks=2)
     assert _decisions(verdicts) == ["rewind", "rewind", "stop"]
 
 

@@ -146,10 +146,13 @@ def test_perplexity_and_accuracy_are_those_of_a_plain_loop(byte_run: Path, capsy
     [
         (["nowhere", "--prompt", "a"], "nowhere does not exist; expected the folder of a run or of a model"),
         ([".", "--prompt", "a"], r"\. has no config\.json; expected a folder in Hugging Face layout, or a run folder"),
-        (["adapters", "--prompt", "a"], "adapters holds adapters without their base model; .* Merge them"),
+        (["adapters", "--prompt", "a"], "adapters contains adapters without their base model; .* Merge them"),
         (["run", "--prompt", "a"], r"run is a run without an export; expected run/export/config\.json"),
-        (["words", "--prompt", "a"], r"words has no tokenizer .* vocabulary of 7 tokens is not that of bytes"),
-        (["bytes", "--prompt", "a" * 40], "the conversation has 40 tokens; the model supports 32 with the answer"),
+        (["words", "--prompt", "a"], r"words has no tokenizer .* vocabulary of 7 tokens is not the byte vocabulary"),
+        (
+            ["bytes", "--prompt", "a" * 40],
+            "the conversation has 40 tokens; the model supports 32, including the answer",
+        ),
         (["bytes", "--prompt", "a", "--system", "b"], "--system needs a chat template, which the tokenizer of bytes"),
         (["bytes", "--prompt", ""], "the prompt '' has no tokens"),
         (["bytes", "--max-new-tokens", "0"], "--max-new-tokens 0; expected at least 1"),
@@ -175,8 +178,8 @@ def test_mistakes_in_a_chat_get_one_message(
     [
         (["bytes"], "expected either --data .* or --tasks"),
         (["bytes", "--data", "none.txt"], r"none\.txt does not exist"),
-        (["bytes", "--data", "empty.txt"], r"empty\.txt holds no text"),
-        (["bytes", "--data", "a.txt"], "the texts have less than two tokens each"),
+        (["bytes", "--data", "empty.txt"], r"empty\.txt contains no text"),
+        (["bytes", "--data", "a.txt"], "every text has fewer than two tokens"),
         (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 3: expected a JSON object with text in the field 'text'"),
         (["bytes", "--data", "a.txt", "--length", "0"], "--length 0, --limit None; expected at least 1"),
         (["bytes", "--tasks", "hellaswag"], "--tasks needs lm-eval, which is not installed"),

@@ -20,5 +20,7 @@ def test_scores_may_have_a_dim_of_one() -> None:
 
 
 def test_outputs_that_are_no_scores_of_positions_are_refused() -> None:
-    with pytest.raises(UserError, match=r"the model returned \(1, 2\); expected a score for each position, \(1, 4\)"):
+    with pytest.raises(
+        UserError, match=r"the model returned scores of shape \(1, 2\); expected \(1, 4\), one score for each position"
+    ):
         RewardTask().loss(torch.randn(1, 2), BATCH)

@@ -49,7 +49,7 @@ class Accumulator:
             UserError: If a count gets a tensor of floating dtype, or a number that is not an integer.
         """
         if self.reduction == "sum":
-            # In float64, without a converted copy.
+            # Adds in float64, without a converted copy of the value.
             self.value.add_(value.detach() if isinstance(value, Tensor) and value.requires_grad else value)
             return
         is_tensor = isinstance(value, Tensor)
@@ -84,7 +84,7 @@ class Accumulator:
         length, num_used = self.value.numel(), (~self.value.isnan()).sum()
         is_new = ~operand.isnan()
         positions = torch.where(is_new, num_used + is_new.cumsum(0) - 1, length).clamp_(max=length)
-        # An extra element after the last one receives the values that are dropped.
+        # An extra last element receives the values to drop.
         self.value.copy_(torch.cat([self.value, self.value.new_empty(1)]).scatter_(0, positions, operand)[:length])
 
 

@@ -143,7 +143,7 @@ class ModelFlops(Metric):
         """
         self._flops.update(flops)
         self._possible.update(self._peak * seconds)
-        # Times add up on one rank; the maximum is taken over ranks.
+        # Times are summed on each rank; the metric takes their maximum over ranks.
         self._seconds.update(self._seconds.value.clamp(min=0) + seconds)
 
     def compute(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _COLORS = ("#2a6fbb", "#d9622b", "#3a8f5c", "#8058a5")
 _GRAY = "#5a5a5a"
 _MIN_POINTS_TO_SMOOTH = 100  # a noisy curve with at least this many points is smoothed
-_WINDOWS_PER_CURVE = 40  # the smoothing window reaches 1/40 of the curve to each side
+_WINDOWS_PER_CURVE = 40  # the smoothing window extends by 1/40 of the curve to each side
 _MAX_MARKED_POINTS = 40  # curves with fewer points have markers
 
 
@@ -48,8 +48,8 @@ def plot_metrics(
     if not drawn:
         known = sorted({name for record in records for name in record} - {"step", "time"})
         raise UserError(
-            f"got panels {[list(p) for p in panels]}, of which {metrics_path} has no values; expected names from "
-            f"{known}. Pass some of them as panels."
+            f"got panels {[list(p) for p in panels]}, but {metrics_path} has no values for them; expected names from "
+            f"{known}. Pass some of these names as panels."
         )
     figure = _new_figure(height=2.4 + 1.8 * len(drawn))
     heights = [3.0] + [1.2] * (len(drawn) - 1)

@@ -23,7 +23,7 @@ class Throughput(Metric):
     def update(self, items: Tensor | float, seconds: float) -> None:
         """Add the number of items, e.g. tokens, that this rank processed in `seconds`: a number or a scalar tensor."""
         self._items.update(items)
-        # Times add up on one rank; the maximum is taken over ranks.
+        # Times are summed on each rank; the metric takes their maximum over ranks.
         self._seconds.update(self._seconds.value.clamp(min=0) + seconds)
 
     def compute(self) -> Tensor:

@@ -216,7 +216,7 @@ def _backward_kernel(
         unit = x * inverse_rms
         if WITH_WEIGHT:
             part += tl.sum(grad * unit, axis=0)
-        # Load the weight from the cache for each row. In registers, it would halve the programs that run at once.
+        # Reload the weight for each row: keeping it in registers would halve the occupancy.
         weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
         if ZERO_CENTERED:
             weight += 1.0

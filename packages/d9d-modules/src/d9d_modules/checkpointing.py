@@ -49,8 +49,8 @@ def default_saved_operators() -> frozenset[Operator]:
     return frozenset(operators)
 
 
-# FSDP of a module inside a checkpointed block marks its all-gathers in the profiler. The recomputation can have other
-# marks than forward, and must not look for their saved results.
+# FSDP of a module inside a checkpointed block records its all-gathers with profiler operators. The recomputation may
+# run other profiler operators than forward, so their results must not be saved.
 SAC_IGNORED_OPS.update(
     {
         torch.ops.profiler._record_function_enter_new.default,
@@ -82,7 +82,8 @@ def checkpoint_activations(
         case "none":
             return
         case "full":
-            # An instance attribute shadows the class's forward. Module hooks, FSDP's too, do not run in the recompute.
+            # An instance attribute shadows the class's forward. Module hooks, including FSDP's, do not run in the
+            # recomputation.
             module.forward = partial(_checkpointed, module.forward)
         case "selective":
             operators = default_saved_operators() if keep is None else frozenset(keep)

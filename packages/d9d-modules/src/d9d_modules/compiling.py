@@ -37,7 +37,8 @@ def compile_layers(layers: nn.ModuleDict, *, async_tensor_parallel: DeviceMesh |
             raise UserError(f"async_tensor_parallel: got backend = {backend!r}; expected 'inductor'.")
         enable_symmetric_memory(async_tensor_parallel, setting="async_tensor_parallel")
         options["options"] = {**(options.get("options") or {}), "_micro_pipeline_tp": True}
-    # Without it torch compiles no checkpointed layer that sets its local parameters, as under tensor parallelism.
+    # Without this option, checkpointed layers that assign their own attributes in forward run eagerly, for example
+    # under tensor parallelism.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
     for layer in layers.values():
         layer.compile(**options)

@@ -66,7 +66,7 @@ class CachedContext:
         self._mixers = [layer.attention for layer in model.modules() if isinstance(layer, DecoderLayer)]
         self._heads = [module for module in model.modules() if isinstance(module, LanguageModelHead)]
         self._length = 0
-        # Padding of the last pass is written behind the last position.
+        # The last pass writes its padding after the last position.
         capacity = min(capacity, max_context) + multiple - 1
         self._caches: list[MixerCache] = [
             mixer.start_cache(capacity) for mixer in self._mixers if isinstance(mixer, SupportsCache)

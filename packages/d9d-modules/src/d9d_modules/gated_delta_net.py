@@ -133,7 +133,7 @@ class GatedDeltaNet(nn.Module):
             log_decay_BLH = log_decay_BLH.masked_fill(is_padding_L[:, None], 0.0)
             beta_BLH = beta_BLH.masked_fill(is_padding_L[:, None], 0.0)
             state_BHKV = self._cache.state
-            # One position is too short for chunks.
+            # A single position does not need the chunked kernel.
             backend = "sequential" if length == 1 and backend is None else backend
         q_BLGK, k_BLGK, v_BLHV = (x[:, x.shape[1] - length :] for x in self._convolved(features, conv_ids))
         read_BLHV, state_BHKV = gated_delta_rule(

@@ -108,7 +108,7 @@ class LanguageModelHead(VocabularySplits):
         weights_VD, bias_V = self._weights(), self._parameters["bias"]
         if bias_V is None:
             return hidden_BLD, weights_VD
-        # Eight features keep the rows of 16-bit weights aligned.
+        # Append eight features instead of one, which keeps the rows of 16-bit weights aligned.
         ones = F.pad(torch.ones_like(hidden_BLD[..., :1]), (0, 7))
         column = F.pad(bias_V.unsqueeze(-1), (0, 7))
         return torch.cat([hidden_BLD, ones], dim=-1), [torch.cat([weights_VD[0], column], dim=-1)]

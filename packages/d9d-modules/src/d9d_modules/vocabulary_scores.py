@@ -66,7 +66,7 @@ def _score_tile(
             label_t += (x_tv.gather(-1, own_t1) * is_own_t1).squeeze(-1)
             log_p_tv = x_tv.log_softmax(dim=-1)
             block_lse_t = x_tv.amax(dim=-1) - log_p_tv.amax(dim=-1)
-            # A probability of 0 adds 0: without the clamp it would be 0 * -inf.
+            # A probability of 0 must contribute 0 to the entropy. Without the clamp, the product would be NaN.
             log_p_tv.clamp_(min=torch.finfo(log_p_tv.dtype).min)
             block_entropy_t = -(log_p_tv.exp() * log_p_tv).sum(dim=-1)
             if lse_t is None or entropy_t is None:

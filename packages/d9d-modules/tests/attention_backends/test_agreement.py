@@ -128,7 +128,7 @@ def test_sdpa(case: Case) -> None:
     ],
     ids=["window, documents, sinks", "softcap, documents", "bidirectional, window, mask"],
 )
-def test_flex_forward(case: Case) -> None:
+def test_flex_forward_agrees_with_eager(case: Case) -> None:
     inputs, rest = _call(case, "cpu")
     with torch.no_grad():
         assert _serves(FlexBackend(), case, inputs, rest["documents_BS"])

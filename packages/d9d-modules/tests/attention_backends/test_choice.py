@@ -102,7 +102,7 @@ def test_only_plain_attention_is_standard_sdpa(settings: dict[str, Any], is_stan
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("batch", "length", "key_length"), [(0, 3, 3), (2, 0, 0), (2, 0, 3)])
-def test_empty_rows(batch: int, length: int, key_length: int, has_sinks: bool) -> None:
+def test_empty_rows_have_outputs_and_gradients(batch: int, length: int, key_length: int, has_sinks: bool) -> None:
     sinks = torch.zeros(4, requires_grad=True)
     attend = chosen_attention(
         AttentionOptions(), sinks=(lambda: sinks) if has_sinks else None, environment=NO_ENVIRONMENT

@@ -20,7 +20,7 @@ def _request(device: str, dtype: torch.dtype, *, head_dim: int = 64, needs_gradi
     )
 
 
-def test_rejections() -> None:
+def test_rejection_names_the_unsupported_feature() -> None:
     flex = FlexBackend()
     assert flex.rejection(_request("cpu", torch.float32)) == "has no backward on cpu"
     assert flex.rejection(_request("cpu", torch.float64, needs_gradient=False)) is None

@@ -15,7 +15,7 @@ def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:
     return AttentionRequest(device=torch.device(device), **settings)
 
 
-def test_rejections() -> None:
+def test_rejection_names_the_unsupported_feature() -> None:
     sdpa, window = SdpaBackend(), AttentionOptions(window=3)
     assert sdpa.rejection(_request(options=window, has_documents=True, has_prefix_keys=True)) is None
     assert sdpa.rejection(_request(has_sinks=True, has_prefix_keys=True)) is None
@@ -86,7 +86,7 @@ def test_rows_with_equal_documents_share_the_calls(is_equal: bool) -> None:
         torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-12, atol=1e-12)
 
 
-def test_on_meta() -> None:
+def test_attention_runs_on_meta() -> None:
     q, k, v = (torch.empty(2, 6, heads, 8, device="meta") for heads in (4, 2, 2))
     for documents, sinks in (
         (None, None),

@@ -131,7 +131,7 @@ def test_async_tensor_parallelism_is_refused_without_compilation_and_without_cud
     for message in run_ranks(_parallelize_async, {}, world_size=2):
         assert message.startswith("async_tensor_parallel needs compiled layers; got compile_blocks = False.")
     for message in run_ranks(_parallelize_async, {"compile_blocks": True}, world_size=2):
-        assert "torch does not support for devices of the type cpu. Expected devices that NVLink connects." in message
+        assert "torch does not support for devices of the type cpu. Expected devices connected by NVLink." in message
 
 
 def test_every_second_block_is_checkpointed_if_enabled() -> None:
@@ -164,8 +164,8 @@ def _pooled() -> str:
 
 def test_pooled_heads_reject_context_parallelism() -> None:
     message = (
-        "head, a ClassificationHead, pools whole rows, but 2 context-parallel ranks shard each sequence; expected one. "
-        "Set the degree to 1, or use other parallelism."
+        "head, a ClassificationHead, pools whole rows, but 2 context-parallel ranks shard each sequence; expected one "
+        "context-parallel rank. Set the degree to 1, or shard the model on another axis."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2
 

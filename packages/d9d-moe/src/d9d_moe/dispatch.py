@@ -90,6 +90,6 @@ def sort_by_expert(experts_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     Rows with an index of `num_experts` or more come last and are not counted. No host-device synchronization.
     """
     sorted_N, order_N = experts_N.sort(stable=True)
-    # searchsorted, because torch.bincount synchronizes with the device.
+    # Use searchsorted, because torch.bincount is a host-device synchronization.
     starts = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
     return order_N, starts.diff()

@@ -157,7 +157,7 @@ def _missing(size: int, dtype: torch.dtype) -> int:
 def _grouped_mm(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
     num_outputs = weight_GIO.shape[2]
     inner, outer = (_missing(size, x_NI.dtype) for size in weight_GIO.shape[1:])
-    if inner or outer:  # zeros add nothing to a product
+    if inner or outer:  # pad with zeros, which do not change the product
         x_NI, weight_GIO = F.pad(x_NI, (0, inner)), F.pad(weight_GIO, (0, outer, 0, inner))
     y_NO = F.grouped_mm(x_NI, weight_GIO, offs=counts_G.cumsum(0, dtype=torch.int32))
     return y_NO[:, :num_outputs] if outer else y_NO

@@ -51,8 +51,9 @@ def group_names(
     without_adapter = [output for output in part.outputs if output not in shapes]
     if without_adapter:
         raise UserError(
-            f"{name} comes from {shorten(list(part.inputs))} of the base checkpoint, as {shorten(without_adapter)} "
-            "does, which has no adapter; expected adapters in all weights of the parameter. Widen the target."
+            f"{name} and {shorten(without_adapter)} come from the same tensors of the base checkpoint, "
+            f"{shorten(list(part.inputs))}, but {shorten(without_adapter)} has no adapter; expected adapters in all of "
+            "these parameters. Widen the target."
         )
     # The inverse of the mapper, applied to numbered rows, shows which tensor holds which group and which rows.
     numbers: dict[str, Tensor] = {}

@@ -12,7 +12,7 @@ Target: TypeAlias = str | type[nn.Module] | tuple[type[nn.Module], ...]
 """Regular expression that is searched in qualified names (`re.search`), or one or several module types."""
 
 _MAX_NAMES = 8
-# Child layers whose weights torch uses without calling the layer, and the effect of an adapter there.
+# Child layers whose weights torch uses without calling the layer, and the consequence for an adapter of the layer.
 _NOT_CALLED: Mapping[type[nn.Module], tuple[tuple[str, ...], str]] = {
     nn.MultiheadAttention: (("out_proj",), "would have no effect"),
     nn.TransformerEncoderLayer: (("linear1", "linear2"), "would be skipped in evaluation, by the fast path"),

@@ -100,7 +100,7 @@ def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
         yield
         return
     _free_gathered(model)
-    parameters = _tuned(model)  # the sharded parameters: while FSDP holds gathered ones, it registers those
+    parameters = _tuned(model)  # the sharded parameters, which FSDP replaces by gathered ones during forward
     own = {name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()}
     _copy(parameters, values)
     try:

@@ -36,7 +36,9 @@ NF4_VALUES = (
 """Values of the codes 0 to 15 of NF4, from the appendix E of the paper."""
 
 _INT8_MAX = 127.0
-_MOST_ELEMENTS = 1 << 20  # of a weight at a time: the intermediate results take about 16 bytes each
+_MOST_ELEMENTS = (
+    1 << 20
+)  # maximum number of elements to quantize at once; each needs about 16 bytes of temporary memory
 
 
 def quantize_blocks(weight_OI: Tensor, block_format: BlockFormat, block_size: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +77,7 @@ def dequantize_blocks(codes: Tensor, scale_bytes: Tensor, block_format: BlockFor
     if block_format == "int8":
         normal_OI = codes.view(torch.int8).to(wide) / _INT8_MAX
     else:
-        # One lookup for both elements of a byte needs fewer index bytes than one for each.
+        # One lookup for both elements of a byte needs fewer index bytes than one lookup for each element.
         values = torch.tensor(NF4_VALUES, dtype=wide, device=codes.device)
         pairs = torch.cartesian_prod(values, values)
         normal_OI = pairs[codes.int()].flatten(-2)

@@ -112,7 +112,7 @@ def update_of(layer: nn.Module) -> Update | None:
     if isinstance(layer, nn.Linear):
         return _adapted_linear
     if isinstance(layer, nn.Embedding):
-        # A renormalized table is changed by the lookup itself.
+        # With max_norm, the lookup itself changes the weight.
         return _adapted_embedding if layer.max_norm is None else None
     if isinstance(layer, HasTokenLoss) and layer._parameters.get("weight") is not None:
         return _adapted_head

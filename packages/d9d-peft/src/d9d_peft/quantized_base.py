@@ -123,8 +123,8 @@ def quantize_base(
         codes, scales = quantize_blocks(weight.detach(), block_format, block_size)
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
         layer.add_module(_CHILD, QuantizedWeight(scales, block_format, block_size))
-        # The instance attribute shadows the class's forward, and that of an adapter.
-        # Hooks on saved tensors and replaced parameters are not compiled.
+        # The instance attribute shadows the class's forward, and the forward of an adapter.
+        # torch.compile does not support hooks on saved tensors and replaced parameters.
         layer.forward = torch.compiler.disable(partial(_dequantized_forward, layer, layer.forward))
         layer.reset_parameters = partial(_refuse_reset, names[0])
     quantised = {name for mapper in mappers for name in mapper.inputs}
@@ -161,7 +161,7 @@ def _dequantized_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        # FSDP has gathered the layer's parameters again.
+        # In backward, FSDP has gathered the layer's parameters again.
         again = layer._parameters["weight"]
         assert again is not None
         assert isinstance(quantized, QuantizedWeight)

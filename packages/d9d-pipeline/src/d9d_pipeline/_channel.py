@@ -83,8 +83,8 @@ class Channel:
                 self._send_description(description, peer)
         elif known != description:
             raise UserError(
-                f"got a message of {description}, but {known} earlier for inputs of the same shapes; expected a "
-                "stage's output shapes and dtypes to depend only on those of its inputs. Pad outputs that vary."
+                f"got a message of {description}, but {known} earlier for inputs of the same shapes; expected the "
+                "shapes and dtypes of a stage's outputs to depend only on those of its inputs. Pad outputs that vary."
             )
         while self._pending_sends and self._pending_sends[0][0].is_completed():
             self._pending_sends.popleft()

@@ -37,7 +37,7 @@ def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int
         for action, (_, end) in zip(ranks[rank], times[rank], strict=False)
         for part in parts(action)
     ]
-    ended.sort(key=itemgetter(0))  # by the common clock; a stable sort, so ties have one order on all ranks
+    ended.sort(key=itemgetter(0))  # by simulated end time; the sort is stable, so ties have the same order on all ranks
     placed: list[list[tuple[float, int, Action]]] = [
         [(start, 1, action) for action, (start, _) in zip(actions, spans, strict=False)]
         for actions, spans in zip(ranks, times, strict=True)

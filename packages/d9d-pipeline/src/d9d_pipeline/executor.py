@@ -123,8 +123,8 @@ class Executor:
         self._program, self._group = program, group
         if reduce_each_microbatch and program.splits:
             raise UserError(
-                "got reduce_each_microbatch = True and a schedule with split backward passes; expected whole ones, "
-                "because FSDP cannot reduce the deferred weight gradients. Choose another schedule, such as 1F1B."
+                "got reduce_each_microbatch = True and a schedule with split backward passes; expected a schedule "
+                "without them, because FSDP cannot reduce deferred weight gradients. Choose one, such as 1F1B."
             )
         accumulates = program.num_microbatches > 1 and not reduce_each_microbatch
         self._stages = {
@@ -169,8 +169,8 @@ class Executor:
         """Run all actions and complete all sends; return start and end of each action if there is a stopwatch."""
         if len(inputs) != self._program.num_microbatches:
             raise UserError(
-                f"got inputs for {len(inputs)} microbatches; expected {self._program.num_microbatches}, as the program "
-                "was built for. Pass one Inputs per microbatch."
+                f"got inputs for {len(inputs)} microbatches; expected {self._program.num_microbatches}, the number of "
+                "the program. Pass one Inputs per microbatch."
             )
         step = _Step(inputs, self._kinds(inputs), on_output, stopwatch)
         marks: list[tuple[Mark, Mark]] = []
@@ -274,7 +274,7 @@ class Executor:
         if not self._stages[stage].trains:
             return
         if loss is None or not loss.requires_grad:
-            # Skipping the backward instead would leave other ranks waiting in its collectives.
+            # Raise instead of skipping the backward, because other ranks would wait in its collectives.
             raise UserError(
                 f"got a loss of microbatch {microbatch} that does not require a gradient; expected a loss computed "
                 "from the model's output. Multiply the output by a mask instead of returning a constant, and leave "

@@ -28,14 +28,14 @@ _KINDS: dict[type[Part], tuple[str, str]] = {
     BackwardWeight: ("backward, weights", "#cc79a7"),
 }
 _PALEST = 0.6  # fraction of white in the color of a rank's first stage, if it holds several
-_ROW_HEIGHT = 0.86  # of a rank's boxes; ranks are 1.0 apart
-_TRANSFER_HEIGHT = 0.14  # of the boxes of transfers
+_ROW_HEIGHT = 0.86  # height of a rank's boxes; the distance of two ranks is 1.0
+_TRANSFER_HEIGHT = 0.14  # height of the boxes of transfers
 _ROW_INCHES, _MARGIN_INCHES = 0.42, 0.8
 _BOX_INCHES = 0.22  # width of a short action
 _MIN_INCHES, _MAX_INCHES = 8.0, 26.0  # width of the figure
 _LEGEND_ENTRY_INCHES = 1.25
 _POINTS_PER_INCH = 72
-_MIN_FONT_POINTS = 4.0  # smallest readable number
+_MIN_FONT_POINTS = 4.0  # font size of the smallest readable numbers
 
 
 def plot_program(program: Program, target: Target, *, title: str = "") -> None:

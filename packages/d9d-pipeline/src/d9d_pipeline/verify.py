@@ -79,8 +79,8 @@ def verify(program: Program, *, max_activations: int | None = None) -> Verified:
     if max_activations is not None and max(peaks) > max_activations:
         raise ProgramError(
             f"rank {peaks.index(max(peaks))} holds the activations of {max(peaks)} (stage, microbatch) pairs at a "
-            f"time; expected at most max_activations = {max_activations}. Raise max_activations, or use a schedule "
-            "that takes it as an argument: OneForwardOneBackward, Interleaved or ZeroBubble1P."
+            f"time; expected at most max_activations = {max_activations}. Increase max_activations, or use a schedule "
+            "with this argument: OneForwardOneBackward, Interleaved or ZeroBubble1P."
         )
     return Verified(peaks)
 

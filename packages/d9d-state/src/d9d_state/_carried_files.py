@@ -58,7 +58,7 @@ def _merged_config(carried: bytes, own: JsonValue, tensors: Iterable[TensorInfo]
             f"{source / CONFIG_NAME}: {error}. Expected the config.json of a Hugging Face model."
         ) from error
     if not isinstance(theirs, Mapping):
-        raise UserError(f"{source / CONFIG_NAME} holds {type(theirs).__name__}; expected a JSON object.")
+        raise UserError(f"{source / CONFIG_NAME} contains a {type(theirs).__name__}; expected a JSON object.")
     if own is not None and (not isinstance(own, Mapping) or own.get("model_type") != theirs.get("model_type")):
         return own
     kept = {key: value for key, value in theirs.items() if own is None or key not in _DROPPED_CONFIG_KEYS}

@@ -94,7 +94,7 @@ class Export:
     def _close(self) -> None:
         assert not self._open, f"incomplete files: {', '.join(self._open)}"
         for plan in self._plan:
-            if not plan.tensors and self._is_first:  # a model without tensors still has one file
+            if not plan.tensors and self._is_first:  # a model without tensors also needs one file
                 self._begin(plan)
                 self._open.pop(plan.name).close()
 

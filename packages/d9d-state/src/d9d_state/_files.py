@@ -21,7 +21,7 @@ from d9d_state.object_path import ObjectPath
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_BLOCK = 1 << 22  # bytes hashed and written at a time; advice on each 256 KiB takes 1.4 times the processor time
+_BLOCK = 1 << 22  # bytes hashed and written at a time; blocks of 256 KiB would take 1.4 times the CPU time
 
 
 def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
@@ -92,7 +92,7 @@ def make_folder(path: AnyPath) -> None:
         make_folder(path.parent)
         try:
             os.mkdir(path)  # noqa: PTH102
-        except FileExistsError:  # another rank of this host was faster
+        except FileExistsError:  # another rank of this host created the folder first
             if not path.is_dir():
                 raise
         fsync_folder(path.parent)

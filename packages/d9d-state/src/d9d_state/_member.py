@@ -112,7 +112,9 @@ def as_folder(folder: str | AnyPath) -> AnyPath:
 def as_local(path: AnyPath) -> Path:
     """Return a path of the file system; raise `UserError` for one in an object store."""
     if isinstance(path, ObjectPath):
-        raise UserError(f"{path} is in an object store; expected a folder. Use `root`, or copy it to a disk.")
+        raise UserError(
+            f"{path} is in an object store; expected a local folder. Use `root`, or copy the folder to a disk."
+        )
     return path
 
 

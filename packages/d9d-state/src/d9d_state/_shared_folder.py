@@ -39,7 +39,7 @@ def sharing_problem(
     name, problem = f".shared-{uuid.uuid4().hex}", None
     if is_main(ctx):
         problem = _attempt_to_make(folder / name)
-    # Two rounds in all, because saves between distant hosts wait for each one.
+    # Use only two collectives in total, because each one adds a round trip between distant hosts.
     name, problem = gather_json([name, problem], group)[0]
     if problem is not None:
         agree(problem if is_main(ctx) else None, group, error=StateError)

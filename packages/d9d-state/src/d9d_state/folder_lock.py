@@ -90,7 +90,7 @@ class FolderLock:
         lock: ref[FolderLock] = ref(self)
         os.register_at_fork(after_in_child=partial(_close_in_child, lock))
         holder = dump_json({"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id})
-        with suppress(OSError):  # the content only informs people; flock() above holds the lock
+        with suppress(OSError):  # the content is for error messages only; the lock is the flock() above
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder, 0)
 

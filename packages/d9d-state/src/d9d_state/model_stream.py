@@ -48,13 +48,13 @@ def gathered_weights(
     check_complete(mapper, parts)
     mine, tensors = part_of(parts, ctx), module_tensors(model)
     for group in groups_of(mapper, mine):
-        with torch.no_grad():  # as a decorator it would keep the last tensor
+        with torch.no_grad():  # not as a decorator, which would keep the last tensor
             outputs = mapper.apply({name: gather_in_blocks(tensors[name]) for name in group.inputs})
         while outputs:
             name, tensor = outputs.popitem()
             if name in mine.tensors:
                 yield name, tensor
-            del tensor  # it may be a view that keeps the group in memory while the next one is gathered
+            del tensor  # this view may keep the group in memory while the next one is gathered
 
 
 def weight_shards(model: nn.Module, load_mapper: StateMapper | None = None) -> Iterator[tuple[str, Tensor, Region]]:

@@ -201,7 +201,7 @@ class ObjectPath:
                 return work()
             except _FINAL:
                 raise
-            except Exception as error:  # clients of stores raise errors of their own
+            except Exception as error:  # the clients of object stores raise exception classes of their own
                 if attempt == _ATTEMPTS - 1:
                     raise UnreadableError(f"{self} could not be reached in {_ATTEMPTS} attempts: {error}") from error
             time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311

@@ -25,7 +25,7 @@ from d9d_state.tensor_info import TensorInfo
 
 _BLOCK = 1 << 22  # bytes per read, and size of the buffer if one is needed
 _GAP = 1 << 12  # bytes; gaps of up to a page between wanted runs are read too, since disks return whole pages
-_OBJECT_GAP = 1 << 16  # bytes; a request to an object store takes longer than the transfer of these
+_OBJECT_GAP = 1 << 16  # bytes; a request to an object store takes longer than the transfer of so many bytes
 
 
 @final
@@ -100,7 +100,9 @@ class RegionReader:
                 while position < end:
                     count = reader.read_into(raw[position:end], position + shift)
                     if count == 0:
-                        raise StateError(f"{path} ends before {name} does; it has changed since its header was read.")
+                        raise StateError(
+                            f"{path} ends before the end of {name}; the file has changed since its header was read."
+                        )
                     position += count
         except OSError as error:
             raise StateError(f"{name} cannot be read from {path}: {error.strerror or error}.") from error

@@ -69,7 +69,7 @@ _METADATA = re.compile(
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a dtype; raise `ValueError` if there is none."""
     if dtype not in _NAME_OF_DTYPE:
-        raise ValueError(f"safetensors files cannot hold {dtype}; cast the tensor to another dtype first.")
+        raise ValueError(f"safetensors files do not support {dtype}; cast the tensor to another dtype first.")
     return _NAME_OF_DTYPE[dtype]
 
 
@@ -119,7 +119,7 @@ def read_header(path: AnyPath) -> dict[str, StoredTensor]:
             names = opened.offset_keys()
             infos = {name: _info(name, opened.get_slice(name)) for name in names}
         if len(names) != num_tensors:
-            raise ValueError(f"it repeats names: it has {num_tensors} tensors with {len(names)} names.")
+            raise ValueError(f"its names are not unique: it has {num_tensors} tensors with {len(names)} names.")
     except (OSError, RuntimeError) as error:
         raise StateError(f"{path} cannot be opened: {error}") from error
     except (ValueError, SafetensorError) as error:

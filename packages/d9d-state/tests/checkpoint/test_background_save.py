@@ -110,7 +110,7 @@ def test_argument_errors_are_raised_immediately(tmp_path: Path) -> None:
     _save(store, 1, _tensors(1.0))
     with pytest.raises(UserError, match="step-00000001 exists and is complete"):
         _save(store, 1, _tensors(1.0))
-    with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128"):
+    with pytest.raises(ValueError, match=r"safetensors files do not support torch\.complex128"):
         store.save(2, {"a": torch.ones(1, dtype=torch.complex128)}, background=True)
 
 

@@ -95,7 +95,7 @@ def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
         ),
         (lambda body: body.update(step=-1), "got -1; expected an integer of 0 or more"),
         (lambda body: body.update(step=True), "got True; expected an integer of 0 or more"),
-        (lambda body: body.update(metric="good"), "got the metric 'good'; expected a number or null"),
+        (lambda body: body.update(metric="good"), "got metric = 'good'; expected a finite float or null"),
         (lambda body: body.pop("run_id"), "got the keys digests, files, format"),
     ],
 )
@@ -134,7 +134,7 @@ def test_manifest_symlink_is_refused(tmp_path: Path) -> None:
 
 
 def test_error_names_unsupported_manifest_version(tmp_path: Path) -> None:
-    for version, advice in ((4, "Install a newer one"), (2, "Load it with the d9d-state version that saved it")):
+    for version, advice in ((4, "Install a newer d9d-state"), (2, "Load it with the d9d-state version that saved it")):
         (tmp_path / "manifest.json").write_bytes(with_digest({**_manifest().body(), "version": version}))
         message = f"manifest.json: it has format version {version}; this d9d-state reads version 3. {advice}"
         with pytest.raises(VersionError, match=message):
@@ -143,7 +143,7 @@ def test_error_names_unsupported_manifest_version(tmp_path: Path) -> None:
 
 def test_error_names_unsupported_digests(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(with_digest({**_manifest().body(), "digests": "BLAKE4"}))
-    message = r"its digests are BLAKE4; this d9d-state reads XXH3-128\. Install a newer one\."
+    message = r"its digests are BLAKE4; this d9d-state reads XXH3-128\. Install a newer d9d-state\."
     with pytest.raises(VersionError, match=message):
         Manifest.read(tmp_path)
 

@@ -125,5 +125,5 @@ def test_inconsistent_tensors_raise_on_every_rank(found: list[dict[str, Any]]) -
     )
     assert "a [4] float32 cannot be assembled from the ranks' shards: its chunks contain 2 of 4 elements" in hole
     assert partial.startswith("ranks 0, 1, 2, 3: ")
-    assert dtype.startswith("rank 1: safetensors files cannot hold torch.complex128")
+    assert dtype.startswith("rank 1: safetensors files do not support torch.complex128")
     assert kind == "rank 2: a is of type int; expected a tensor. Pass other values in state=."

@@ -161,4 +161,4 @@ def test_checkpoint_of_different_model_lists_all_differences(tmp_path: Path) -> 
         "  scale is [2] float32 in the checkpoint, [] float32 in the model",
         "  unused is [2] float64 in the checkpoint, [2] float32 in the model",
     }
-    assert lines[-1] == "Use the configuration that it was saved with, or another run folder."
+    assert lines[-1] == "Use the configuration of the run that saved it, or another run folder."

@@ -98,7 +98,9 @@ def test_an_error_at_any_call(tmp_path: Path, kind: str, fresh: bool, points: Ca
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "replaced"])
-def test_power_loss(tmp_path: Path, fresh: bool, exhaustive: bool, points: Callable[..., Sequence[int]]) -> None:
+def test_power_loss_leaves_the_old_or_the_new_export(
+    tmp_path: Path, fresh: bool, exhaustive: bool, points: Callable[..., Sequence[int]]
+) -> None:
     root = tmp_path / "root"
     before = _begin(root, fresh=fresh)
     start, recording = read_tree(root), Recording(root)

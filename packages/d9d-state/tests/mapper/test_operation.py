@@ -23,7 +23,7 @@ class _Double:
         return "double"
 
 
-def test_custom_operation() -> None:
+def test_custom_operation_infers_and_applies() -> None:
     mapper = sequential(leaf(_Double(), ["a"], ["b"]), transpose("b"))
     assert mapper.infer({"a": TensorInfo((2, 3), torch.float16)}) == {"b": TensorInfo((6, 2), torch.float16)}
     assert mapper.apply({"a": torch.ones(2, 3)})["b"].shape == (6, 2)

@@ -25,7 +25,9 @@ def test_cost_of_a_shard_depends_on_its_size() -> None:
 
 def test_shard_index_out_of_range_is_refused() -> None:
     for num_shards, index in ((2, 2), (2, -1), (0, 0)):
-        with pytest.raises(ValueError, match=f"got shard {index} of {num_shards}; expected 0 <= index < num_shards"):
+        with pytest.raises(
+            ValueError, match=f"got index = {index}, num_shards = {num_shards}; expected 0 <= index < num_shards"
+        ):
             identity("a").shard(num_shards, index)
 
 

@@ -89,7 +89,7 @@ def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_
     elif documents_BS is None and length == key_length:
         out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True)
     elif documents_BS is None and has_flash_kernel(q_BLHK):
-        # torch's own causal_lower_right fails under dispatch modes, and so under selective checkpointing.
+        # torch's own causal_lower_right fails under dispatch modes, which selective checkpointing uses.
         out_BHLK = prefix_attention(q_BHLK, k_BGSK, v_BGSK)
     else:
         mask = _mask(length, key_length, documents_BS, device=q_BLHK.device)

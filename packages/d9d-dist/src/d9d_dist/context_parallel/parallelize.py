@@ -110,7 +110,7 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
         _check_supports_sequence_sharding(module, mesh.size())
-    # Not isinstance: from Python 3.12 on it does not see an attribute that is a submodule.
+    # hasattr instead of isinstance, which from Python 3.12 on does not see an attribute that is a submodule.
     having = {name: each for name, each in module.named_modules() if hasattr(each, "attention_function")}
     found = cast("dict[str, HasAttention]", having)
     stateful = [each for each in module.modules() if isinstance(each, HasContextMesh)]
@@ -138,6 +138,6 @@ def _check_supports_sequence_sharding(module: nn.Module, num_ranks: int) -> None
         if isinstance(each, RequiresFullSequence) and each.full_sequence_reason is not None:
             raise UserError(
                 f"{name or 'the module'}, a {type(each).__name__}, {each.full_sequence_reason}, but {num_ranks} "
-                "context-parallel ranks shard each sequence; expected one. Set the degree to 1, or use other "
-                "parallelism."
+                "context-parallel ranks shard each sequence; expected one context-parallel rank. Set the degree to "
+                "1, or shard the model on another axis."
             )

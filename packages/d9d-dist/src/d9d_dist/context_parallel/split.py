@@ -103,7 +103,7 @@ class ContextSplit:
         num_ranks = self._mesh.size()
         if _size(leaf, dim, path) % 2:
             raise UserError(
-                f"{_name(path)} has length {leaf.shape[dim]}; expected a multiple of 2: each rank holds two equal "
+                f"{_name(path)} has length {leaf.shape[dim]}; expected a multiple of 2: each rank has two equal "
                 "chunks of a sequence. Join the result of `split`."
             )
         return to_natural_order(gather_from_axis(leaf, self._mesh, dim=dim, gradient=gradient), num_ranks, dim=dim)

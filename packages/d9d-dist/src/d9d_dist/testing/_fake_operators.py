@@ -15,11 +15,11 @@ from d9d_dist.testing.device_log import DeviceEntry
 NAME = "fakegpu"
 """Type of the device."""
 
-# Operators whose result sizes depend on values: an accelerator computes the size, and the host waits for it.
+# Operators whose result sizes depend on values: an accelerator computes the size, and the host waits for the size.
 _SIZES_FROM_VALUES = frozenset(
     {"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 )
-# Operators that C++ decomposes, and that have one kernel on an accelerator.
+# Operators that torch's C++ code decomposes, although an accelerator has a single kernel for each of them.
 _ONE_KERNEL = ("_chunk_cat", "_chunk_cat.out", "_grouped_mm", "_fused_rms_norm", "_fused_rms_norm_backward")
 _SDPA = "_scaled_dot_product_fused_attention_overrideable"
 _OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("_fake_operators.py", "_fake_ranks.py"))
@@ -106,7 +106,7 @@ class Operators:
         elsewhere = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim() > 0]
         if on_device and elsewhere:
             raise RuntimeError(
-                f"{operator} got tensors on {NAME}, and on the CPU those of shapes "
+                f"{operator} got tensors on {NAME}, and CPU tensors of shapes "
                 f"{[tuple(each.shape) for each in elsewhere]}; expected all on one device. Called from {_stack()[:4]}."
             )
         return on_device

@@ -44,7 +44,9 @@ def record_triton_launches(operators: Operators) -> None:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         misplaced = [tuple(each.shape) for each in tensors if each.device.type != NAME]
         if misplaced:
-            raise RuntimeError(f"Triton kernel {kernel.__name__} got tensors of other devices, of shapes {misplaced}.")
+            raise RuntimeError(
+                f"Triton kernel {kernel.__name__} got tensors on another device, with shapes {misplaced}."
+            )
         operators.put(f"triton:{kernel.__name__}", 0, sum(each.nbytes for each in tensors), tensors)
 
     driver.set_active(NoDriver())

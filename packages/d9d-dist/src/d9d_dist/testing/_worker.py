@@ -67,8 +67,8 @@ def serve(connection: Connection, log: str) -> None:
         except (EOFError, OSError):
             return
         connection.send_bytes(pickle.dumps(_run(call)))
-        # Process groups in reference cycles of models keep their threads, each of which wakes up 100 times per second;
-        # dozens of such groups would load the machine. gc.freeze() excludes imported objects.
+        # Process groups in reference cycles keep their threads, each of which wakes up 100 times per second. Dozens of
+        # such groups would slow down the machine. gc.freeze() excludes imported objects.
         gc.collect()
         if len(sys.modules) > num_modules:
             num_modules = len(sys.modules)

@@ -58,7 +58,7 @@ class FakeAccelerator:
             UserError: If a tool to compile is missing, or the machine has an accelerator.
         """
         if (reason := why_no_fake_accelerator()) is not None:
-            raise UserError(f"got a machine without the fake accelerator; expected one that can compile it: {reason}.")
+            raise UserError(f"the fake accelerator is not available on this machine: {reason}.")
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _device_module())
         installed = cls(_compiled())
@@ -143,7 +143,7 @@ def _compiled() -> Any:
     from torch.utils import cpp_extension  # noqa: PLC0415 - slow, and not needed for a cached library
 
     folder.mkdir(parents=True, exist_ok=True)
-    # Not in a shared folder: torch's lock of a build that was killed would never be released.
+    # Use a temporary folder: in a shared one, torch's lock would remain if the build is killed.
     with tempfile.TemporaryDirectory(dir=folder) as build:
         cpp_extension.load(
             name, [str(_SOURCE)], extra_cflags=["-O0", "-g0"], build_directory=build, is_python_module=False

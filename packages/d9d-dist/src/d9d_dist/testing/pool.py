@@ -38,7 +38,7 @@ _LOG_TAIL_CHARACTERS = 8_000
 _VICTIM = (
     "failed before this rank: "  # note that `DistributedContext` adds to the error of a rank that did not fail first
 )
-# Modules that test files import, and therefore all ranks.
+# Modules that test files import, and so do the ranks that run their functions.
 _SLOW_MODULES = ("hypothesis", "peft", "pytest", "transformers.modeling_utils")
 _GLOO_CONNECT_ERROR = "Gloo connectFullMesh failed"
 

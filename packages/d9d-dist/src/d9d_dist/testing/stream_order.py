@@ -16,7 +16,7 @@ class StreamOrder:
     """
 
     def __init__(self, log: DeviceLog) -> None:
-        # A clock has the number of complete operations of each stream.
+        # A vector clock: the number of completed operations of each stream.
         now: dict[int, dict[int, int]] = {}
         at_event: dict[int, dict[int, int]] = {}
         self._work: list[tuple[DeviceEntry, dict[int, int]]] = []

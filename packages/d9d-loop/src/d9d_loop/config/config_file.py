@@ -65,8 +65,8 @@ def _parse(path: Path, included_by: Sequence[Path]) -> _Values:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         where = "" if path.is_absolute() else f", relative to {Path.cwd()}"
-        where += f", which {included_by[-1]} includes" if included_by else ""
-        raise UserError(f"configuration file {path} cannot be read: {why}. Check the path{where}.") from None
+        source = f", included by {included_by[-1]}," if included_by else ""
+        raise UserError(f"configuration file {path}{source} cannot be read: {why}. Check the path{where}.") from None
     try:
         values = _PARSERS[path.suffix](text)
     except UserError:
@@ -74,7 +74,7 @@ def _parse(path: Path, included_by: Sequence[Path]) -> _Values:
     except (ValueError, RecursionError) as error:
         raise UserError(f"configuration file {path} cannot be parsed: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"configuration file {path} holds {type(values).__name__}; expected sections and keys.")
+        raise UserError(f"configuration file {path} contains a {type(values).__name__}; expected sections and keys.")
     return values
 
 

@@ -28,8 +28,8 @@ class InferenceConfig(JobConfig):
     mesh: MeshConfig = MeshConfig.model_validate({})
     precision: PrecisionName = Field(
         default="auto",
-        description="Dtype of forward: bfloat16 with float32 parameters, or that of the "
-        "parameters; auto: bfloat16 on accelerators.",
+        description="Dtype of forward. bfloat16: with float32 parameters. parameters: the dtype of the parameters. "
+        "auto: bfloat16 on accelerators, parameters on CPUs.",
     )
     data: WorkerConfig = WorkerConfig()
     resilience: HangConfig = HangConfig()

@@ -47,13 +47,13 @@ class ScheduleConfig(BaseModel):
 
     warmup: Literal["short", "long"] | None = Field(
         default=None,
-        description="Warm-up forwards of zb1p with several stages per rank: short holds fewer in-flight "
+        description="Warm-up forwards of zb1p with several stages per rank: short keeps fewer in-flight "
         "activations, long overlaps transfers better; by default short.",
     )
     max_activations: PositiveInt | None = Field(
         default=None,
-        description="Maximum number of in-flight activations of a rank, in (stage, microbatch) pairs, of 1f1b, "
-        "interleaved_1f1b and zb1p; by default as many as the schedule needs to run without stalls.",
+        description="Maximum number of in-flight activations of a rank, counted in (stage, microbatch) pairs; only for "
+        "1f1b, interleaved_1f1b and zb1p. By default as many as the schedule needs to run without stalls.",
     )
 
     def build(self) -> Schedule:

@@ -23,8 +23,8 @@ from d9d_state import Retention
 TrainingPrecision: TypeAlias = Annotated[
     PrecisionName,
     Field(
-        description="Dtype of forward and backward: bfloat16 with float32 parameters and gradient sums, or that of the "
-        "parameters; auto: bfloat16 on accelerators."
+        description="Dtype of forward and backward. bfloat16: with float32 parameters and gradient sums. parameters: "
+        "the dtype of the parameters. auto: bfloat16 on accelerators, parameters on CPUs."
     ),
 ]
 InitialWeights: TypeAlias = Annotated[
@@ -103,13 +103,13 @@ class GradientConfig(Section):
     )
     dtype: Literal["float32"] | None = Field(
         default=None,
-        description="dtype in which gradients accumulate over microbatches and ranks; by default that of each "
+        description="Dtype in which gradients accumulate over microbatches and ranks; by default the dtype of each "
         "parameter. Needs torch 2.15.",
     )
     reduce_each_microbatch: bool = Field(
         default=False,
-        description="Reduce the gradients of sharded parameters after each microbatch: memory of a shard instead of a "
-        "whole gradient, for one reduction per microbatch instead of one per step.",
+        description="Reduce the gradients of sharded parameters after each microbatch instead of once per step. This "
+        "needs memory only for gradient shards, but more communication.",
     )
 
 
@@ -118,13 +118,13 @@ class PlanConfig(Section):
 
     hardware: str | None = Field(
         default=None,
-        description="Cluster of the job: a name such as h100-dgx, or a TOML file of `d9d-plan --calibrate`; null: "
-        "unknown.",
+        description="Hardware of the job: a name such as h100-dgx, or a TOML file written by `d9d-plan --calibrate`; "
+        "null: unknown.",
     )
     warn: bool = Field(
         default=True,
-        description="If the hardware is known, print a warning if the job does not fit, with the nearest layout that "
-        "does.",
+        description="Print a warning if the job does not fit into the memory of the known hardware, with the nearest "
+        "layout that fits.",
     )
 
 
@@ -133,7 +133,7 @@ class LocalTierConfig(Section):
 
     memory_every: PositiveInt | None = Field(
         default=None,
-        description="Steps between saves in the memory of the hosts, which survive the job's processes; null: none.",
+        description="Steps between saves in host memory, which remain when the job's processes exit; null: none.",
     )
     local_every: PositiveInt | None = Field(
         default=None, description="Steps between saves in `local_folder`; null: none."
@@ -144,7 +144,7 @@ class LocalTierConfig(Section):
     replicas: int = Field(
         default=1,
         ge=0,
-        description="Number of other hosts that keep a copy of each rank's part of saves in memory and `local_folder`.",
+        description="Number of other hosts that store a copy of each rank's part of these saves.",
     )
 
 
@@ -164,18 +164,19 @@ class CheckpointConfig(LocalTierConfig):
     )
     trainable_only: bool = Field(
         default=False,
-        description="Save only trainable parameters. A resumed job must start from the same initial "
-        "weights, or without initial weights from the same seed; others are refused.",
+        description="Save only trainable parameters. A resumed job must have the same `initial_weights`, or the same "
+        "seed if it has none; otherwise it is refused.",
     )
     keep_last: PositiveInt | None = Field(
         default=2, description="Number of newest checkpoints to keep; null keeps all."
     )
     keep_every: PositiveInt | None = Field(
         default=None,
-        description="Keep checkpoints at multiples of this step, itself a multiple of `every`; null keeps none.",
+        description="Keep checkpoints at multiples of this number of steps, which must be a multiple of `every`; null: "
+        "no such rule.",
     )
     keep_best: int = Field(default=0, ge=0, description="Number of best checkpoints to keep, ranked by `best_by`.")
-    best_by: str = Field(default="loss", description="Value of the evaluation that ranks checkpoints.")
+    best_by: str = Field(default="loss", description="Evaluation metric by which checkpoints are ranked.")
     higher_is_better: bool = Field(default=False, description="A larger value of `best_by` is better.")
 
     @property
@@ -198,12 +199,12 @@ class EvaluationConfig(Section):
     )
     only: bool = Field(
         default=False,
-        description="Evaluate the newest checkpoint, or the initial weights without one, and train nothing.",
+        description="Only evaluate, without training: the newest checkpoint, or the initial weights if there is none.",
     )
 
 
 class PipelineConfig(Section):
-    """Pipeline schedule. Has no effect if the mesh has one pipeline rank."""
+    """Pipeline schedule. With one pipeline rank, schedules with several stages per rank are refused."""
 
     schedule: PipelineScheduleConfig = Field(
         default=ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
@@ -216,7 +217,7 @@ class PipelineConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Tracking interval, progress bar and drawings."""
+    """Tracking interval, progress bar, HTML report and plots."""
 
     every: PositiveInt = Field(
         default=10, description="Steps between tracked values; the first and last step are tracked too."
@@ -234,7 +235,7 @@ class HostConfig(Section):
 
     collect_garbage_every: PositiveInt | None = Field(
         default=50,
-        description="Steps between Python garbage collections, on all ranks at once; null: Python's own policy.",
+        description="Steps between Python garbage collections, on all ranks at once; null: automatic collection.",
     )
 
 

@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--train-vocab-size", type=int, help="train the tokenizer first, with this vocabulary size")
     parser.add_argument("--pattern", default="**/*.txt", help="glob pattern of files in a folder; default: %(default)s")
-    parser.add_argument("--field", default="text", help="field of a .jsonl line that holds text; default: %(default)s")
+    parser.add_argument(
+        "--field", default="text", help="field of a .jsonl line that contains the text; default: %(default)s"
+    )
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--end-token", default=END_TOKEN, help="token appended to each document; default: %(default)s")
     end.add_argument("--no-end-token", action="store_const", dest="end_token", const=None, help="append no token")
@@ -43,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--held-out",
         type=float,
         default=0.0,
-        help="fraction of the documents for OUTPUT/held_out; the rest is OUTPUT/train",
+        help="fraction of the documents to write to OUTPUT/held_out; the others are written to OUTPUT/train",
     )
     chat = parser.add_argument_group("conversations")
-    chat.add_argument("--chat", action="store_true", help="lines of .jsonl files are conversations; write loss masks")
-    chat.add_argument("--max-length", type=int, help="largest number of positions of a conversation")
+    chat.add_argument("--chat", action="store_true", help="read conversations from .jsonl files and write loss masks")
+    chat.add_argument("--max-length", type=int, help="maximum length of a conversation, in positions")
     chat.add_argument(
         "--too-long",
         choices=get_args(TooLong),
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     documents = TextFiles(options.paths, pattern=options.pattern, field=options.field)
     part: float = options.held_out
     if not 0 <= part < 1:
-        raise UserError(f"--held-out {part}; expected a fraction from 0 to below 1.")
+        raise UserError(f"--held-out {part}; expected a fraction of at least 0 and less than 1.")
     if options.train_vocab_size is not None:
         _train(documents, options.tokenizer, vocab_size=options.train_vocab_size, end_token=options.end_token)
     kinds = {"train": False, "held_out": True} if part else {"": False}

@@ -58,8 +58,8 @@ class ChatTemplate:
         except (TemplateError, TypeError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(
-                f"the chat template refuses messages with the roles {roles or 'none'}: {error}. Change the messages, "
-                "or the template."
+                f"the chat template cannot render messages with the roles {roles or 'none'}: {error}. Change the "
+                "messages or the template."
             ) from None
 
 

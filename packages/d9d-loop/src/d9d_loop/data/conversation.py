@@ -94,8 +94,8 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         num_common += 1
     if num_common == min(len(chosen), len(rejected)):
         raise UserError(
-            "the chosen and the rejected conversation are equal, or one continues the other; expected answers that "
-            "differ. Remove the sample."
+            "the chosen and the rejected conversation are equal, or one is a prefix of the other; expected answers "
+            "that differ. Remove the sample."
         )
     first = max(len(prompt), num_common)
     return Conversation(chosen, tools, first), Conversation(rejected, tools, first)
@@ -125,7 +125,7 @@ def _message(number: int, value: Any) -> Message:
         )
     if message.get("weight", 1) not in (0, 1):
         raise UserError(
-            f"message {number} has weight {message['weight']!r}; expected 0, which excludes it from training, or 1."
+            f"message {number} has weight {message['weight']!r}; expected 1, or 0 to exclude it from training."
         )
     message.setdefault("content", "")
     if "tool_calls" in message:
@@ -160,7 +160,7 @@ def _json(number: int, text: Any) -> Any:
     try:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise UserError(f"message {number} calls a tool with {text!r}, which is not JSON: {error}.") from None
+        raise UserError(f"message {number} has the tool arguments {text!r}, which are not JSON: {error}.") from None
 
 
 def _tools(value: Any) -> list[Any] | None:

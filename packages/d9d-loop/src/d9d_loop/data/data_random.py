@@ -48,7 +48,7 @@ def check_draws_nothing(read: Callable[[], object]) -> None:
     if drawn:
         raise UserError(
             f"reading a batch drew random numbers from {' and '.join(drawn)}; expected none, because the data provider "
-            "has draws = False. Set it to True, so that a sample's random numbers depend on its position."
+            "has draws = False. Set draws = True, so that random numbers are seeded by the position of the sample."
         )
 
 

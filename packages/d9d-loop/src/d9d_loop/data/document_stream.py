@@ -54,7 +54,7 @@ class DocumentStream(SampleStream):
         if manifest.num_tokens == manifest.num_documents:  # no document is empty, so each has one token
             raise UserError(
                 f"all {manifest.num_documents} documents have one token, so there is nothing to predict; expected "
-                "longer documents. Check how they were written."
+                "longer documents. Check how the token file was written."
             )
         self._file, self._max_length = file, max_length
         self._order = SampleOrder(len(file), seed=seed, shuffle=shuffle)

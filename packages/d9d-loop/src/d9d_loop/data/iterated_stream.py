@@ -93,7 +93,7 @@ class _IteratedCursor(Cursor):
         self._epoch = place.epoch
         self._data = epoch(place.epoch)
         self._is_new = place.data is None
-        self._loaded = place.data  # before its first element, an iterable may not report the loaded state
+        self._loaded = place.data  # until it has yielded an element, an iterable may not report the loaded state
         if place.data is not None:
             self._data.load_state_dict(place.data)
         self._elements = iter(self._data)
@@ -116,7 +116,7 @@ class _IteratedCursor(Cursor):
             if self._is_new:
                 raise UserError(
                     f"epoch {self._epoch} of the data {self._name!r} has no elements; expected at least one. Check "
-                    "their source."
+                    "the source of the data."
                 )
             self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
             self._data = self._open(self._epoch)

@@ -39,7 +39,7 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._length:
-            raise IndexError(f"line {index} of {self._length}")
+            raise IndexError(f"line {index} is out of range: the files have {self._length} lines")
         number = bisect_right(self._firsts, index) - 1
         path, start = self._paths[number], self._starts[number][index - self._firsts[number]]
         with path.open("rb") as file:

@@ -213,12 +213,13 @@ def _check_phases(phases: Sequence[Phase], sources: Mapping[str, SampleStream]) 
             phase.weights.values()
         ):
             raise UserError(
-                f"weights {dict(phase.weights)}; expected none below 0, and at least one above 0. Omit a source to "
-                "exclude it."
+                f"weights {dict(phase.weights)}; expected finite weights of 0 or more, at least one of them above 0. "
+                "Omit a source to exclude it."
             )
     for phase, following in pairwise(phases):
         if phase.ramp < 0 or following.ramp < 0 or phase.start + phase.ramp > following.start:
             raise UserError(
-                f"a phase from {phase.start} on with a ramp of {phase.ramp} is followed by one from {following.start} "
-                "on; expected phases in order, each after the ramp of the previous phase. Change their starts."
+                f"the phase with start = {phase.start}, ramp = {phase.ramp} is followed by the phase with start = "
+                f"{following.start}, ramp = {following.ramp}; expected ramps of 0 or more, and each start after the "
+                "ramp of the previous phase. Change the starts or ramps."
             )

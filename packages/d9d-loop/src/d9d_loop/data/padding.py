@@ -74,8 +74,8 @@ class PaddingCollate:
         for sample in samples:
             if missing := sorted(self.values.keys() - sample.keys()):
                 raise UserError(
-                    f"a sample has no {', '.join(missing)}, only {', '.join(sample)}; expected every key to "
-                    "pad. Change the values of the collate function, or the samples."
+                    f"a sample lacks the keys {', '.join(missing)}; it has {', '.join(sample)}. Each key in `values` "
+                    "must be in every sample. Correct `values` or the samples."
                 )
         others = [key for key in samples[0] if key not in self.values]
         batch: dict[str, Any] = default_collate([{key: sample[key] for key in others} for sample in samples])

@@ -35,13 +35,13 @@ class PartialFolder:
             self.path = Path(tempfile.mkdtemp(prefix=f".{target.name}{here}", suffix=_SUFFIX, dir=target.parent))
             try:
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:  # another process has removed it already
+            except FileNotFoundError:  # another process has already removed the folder
                 continue
-            with suppress(OSError):  # the file system has no locks
+            with suppress(OSError):  # the file system does not support locks
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if self.path.exists():
                 return
-            os.close(self._descriptor)  # another process removed it before it was locked
+            os.close(self._descriptor)  # another process removed the folder before this one locked it
 
     def publish(self) -> None:
         """Rename the folder to its final path. Raise `OSError` if that is a file or a folder with contents."""

@@ -28,7 +28,7 @@ class ShardedSamples:
         self, samples: Samples, *, shard: int, num_shards: int, layout: Layout = "round_robin", padded: bool = False
     ) -> None:
         if not 0 <= shard < num_shards:
-            raise UserError(f"shard = {shard} of num_shards = {num_shards}; expected 0 to {num_shards - 1}.")
+            raise UserError(f"shard = {shard}, num_shards = {num_shards}; expected shard from 0 to num_shards - 1.")
         total = len(samples)
         if not total:
             raise UserError("the data are empty; expected at least one sample. Check the path of the data.")
@@ -51,5 +51,5 @@ class ShardedSamples:
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._length:
-            raise IndexError(f"sample {index} of a shard of {self._length}")
+            raise IndexError(f"sample {index} is out of range: the shard has {self._length} samples")
         return self._samples[self._real[index] if index < len(self._real) else self._padding]

@@ -103,7 +103,7 @@ class StreamLoader:
             if value < least:
                 raise UserError(f"{name} = {value}; expected at least {least}.")
         self._stream, self._share, self._used = stream, share, _Place()
-        # Ends of the planned steps that were not yet returned, and the numbers of microbatches that are not stand-ins.
+        # End of each planned step that was not yet returned, and its number of microbatches without stand-ins.
         self._places: deque[tuple[_Place, int]] = deque()
         self.num_own = 0
         self._batches: BatchReader | None = None
@@ -175,6 +175,7 @@ class StreamLoader:
             own = [job for job in jobs if job.entries]
             self._places.append((_Place(position + len(entries), cursor.state_dict()), len(own)))
             yield from own
-            # In the last step of a finite stream, some ranks have fewer samples. Stand-ins keep the collectives equal.
+            # In the last step of a finite stream, some ranks have fewer samples. They run stand-ins, because all ranks
+            # must issue the same collectives.
             yield from [ReadJob(position, entries[:1])] * (len(jobs) - len(own))
             position += len(entries)

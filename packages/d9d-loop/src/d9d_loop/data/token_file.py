@@ -112,7 +112,7 @@ class TokenFile:
     def bounds(self, document: int) -> tuple[int, int]:
         """Return the token range [start, stop) of a document. Raise `IndexError` if there is no such document."""
         if not 0 <= document < len(self):
-            raise IndexError(f"document {document} of {len(self)} in {self._folder}")
+            raise IndexError(f"document {document} is out of range: {self._folder} has {len(self)} documents")
         start, stop = _BOUNDS.unpack_from(self._offsets, document * _OFFSET_BYTES)
         return start, stop
 
@@ -122,7 +122,7 @@ class TokenFile:
         if start == stop:
             return torch.empty(0, dtype=torch.int64)
         each = self._token_bytes
-        # torch.frombuffer warns about read-only memory, so it gets a copy; the mapping stays untouched.
+        # Copy the bytes, because torch.frombuffer warns about read-only memory such as this mapping.
         raw = bytearray(memoryview(self._tokens)[start * each : stop * each])
         return torch.frombuffer(raw, dtype=self._token_dtype).long()
 
@@ -160,9 +160,9 @@ class TokenFile:
         record = manifest.files.get(name)
         if record is None or record.bytes != implied:
             raise UserError(
-                f"{self._folder / MANIFEST} records {None if record is None else record.bytes} bytes for {name}; "
-                f"expected {implied}, as its {manifest.num_documents} documents of {manifest.num_tokens} "
-                f"{manifest.dtype} tokens require. Write the file again."
+                f"{self._folder / MANIFEST} records {'no' if record is None else record.bytes} bytes for {name}; "
+                f"expected {implied}, for {manifest.num_documents} documents with {manifest.num_tokens} tokens of "
+                f"{manifest.dtype}. Write the file again."
             )
         if not path.is_file():
             raise UserError(f"{path} is missing; expected it beside {MANIFEST}. Copy the whole folder.")

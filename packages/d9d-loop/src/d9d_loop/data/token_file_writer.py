@@ -78,9 +78,9 @@ class TokenFileWriter:
             )
         if (self._masks is None) != (mask is None) or (mask is not None and len(mask) != len(values)):
             raise UserError(
-                f"document {self._num_documents} has {len(values)} tokens and a mask of "
-                f"{'none' if mask is None else len(mask)}; expected a mask of the same length if with_masks is set, "
-                "else none."
+                f"document {self._num_documents} has {len(values)} tokens and "
+                f"{'no mask' if mask is None else f'a mask of length {len(mask)}'}; expected a mask of the same length "
+                "if with_masks is set, else no mask."
             )
         if self._masks is not None and mask is not None:
             self._masks.write(bytes(map(bool, mask)))

@@ -27,10 +27,11 @@ class TokenWindows:
 
     def __init__(self, file: TokenFile, *, length: int) -> None:
         if file.has_masks:
-            raise UserError("the token file has loss masks, which windows ignore; use PackedSamples.")
+            raise UserError("the token file has loss masks, which TokenWindows would ignore; use PackedSamples.")
         if not 1 <= length < file.manifest.num_tokens:
             raise UserError(
-                f"length = {length} of {file.manifest.num_tokens} tokens; expected 1 to the number of tokens minus 1."
+                f"length = {length}, and the file has {file.manifest.num_tokens} tokens; expected at least 1, and less "
+                "than the number of tokens."
             )
         self._file, self._length = file, length
 
@@ -39,7 +40,7 @@ class TokenWindows:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
+            raise IndexError(f"window {index} is out of range: there are {len(self)} windows")
         tokens = self._file.tokens(index * self._length, (index + 1) * self._length + 1)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 

@@ -58,8 +58,8 @@ class WorkerPool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise UserError(
-                f"the data or their collate function cannot be pickled for worker processes: {error}. Expected "
-                "functions and classes at the top level of a module. Move them there, or use data.num_workers = 0."
+                f"the data or the collate function cannot be pickled for worker processes: {error}. Expected "
+                "functions and classes at the top level of a module. Move them there, or set data.num_workers = 0."
             ) from error
 
     def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
@@ -116,8 +116,8 @@ class _Worker:
         ready = wait([self._connection, self._process.sentinel], timeout)
         if not ready:
             raise DataError(
-                f"{self._describe()} has taken more than {timeout:g} s for a batch; it is at {self._at()}. Check what "
-                "it waits for, or increase the timeout."
+                f"{self._describe()} has not finished a batch after {timeout:g} s; it is at {self._at()}. Find what "
+                "blocks the worker, or increase the timeout."
             )
         if self._connection not in ready:
             raise self._died()
@@ -161,8 +161,8 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
         # Schedulers send these signals to the whole OS process group. The job needs data until its checkpoint is
         # saved.
         signal.signal(number, signal.SIG_IGN)
-    # A forked worker inherits the objects of the training process and its disabled collector. Inherited garbage stays:
-    # its destructors expect the threads of the training process and crash without them.
+    # A forked worker inherits the objects of the training process and a disabled garbage collector. Never collect the
+    # inherited objects: their destructors need threads of the training process, which a fork does not copy.
     gc.freeze()
     gc.enable()
     torch.set_num_threads(1)

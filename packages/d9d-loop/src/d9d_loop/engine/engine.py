@@ -248,7 +248,7 @@ class Engine:
 
     def _require_onloaded(self, call: str) -> None:
         if self._offloading.is_offloaded:
-            raise UserError(f"got {call} while the training state is offloaded; expected onload() before it.")
+            raise UserError(f"got {call} while the training state is offloaded; call onload() first.")
 
     def _require_training(self, call: str) -> None:
         """Raise `UserError` for a call that needs the model's own weights on the device."""
@@ -378,7 +378,7 @@ class Engine:
         checkpoints = self._require_checkpoints()
         if self._step.is_pending:
             raise UserError(
-                f"got {call} with accumulated gradients, which checkpoints omit; expected step() before it."
+                f"got {call} with accumulated gradients, which checkpoints do not contain; call step() first."
             )
         self._apply_decisions(settle=True)
         return checkpoints
@@ -405,7 +405,7 @@ class Engine:
 
     def _require_checkpoints(self) -> EngineCheckpoints:
         if self._checkpoints is None:
-            raise UserError("this engine has no checkpoints; expected one of Engine.open, or Engine(checkpoints=...).")
+            raise UserError("this engine has no checkpoints; create it with Engine.open or Engine(checkpoints=...).")
         return self._checkpoints
 
     def set_learning_rates(self, factor: float) -> None:

@@ -70,7 +70,7 @@ class MicrobatchAgreement:
 
     def _check(self, counts: Sequence[tuple[int, int, bool]]) -> None:
         if not any(count for _, count, _ in counts):
-            raise UserError("got no batches on any rank; expected at least one. Skip the call if there are no data.")
+            raise UserError("no rank passed a batch; expected at least one batch. Skip the call if there are no data.")
         expected: dict[int, int] = {}
         for rank, (dp_rank, count, _) in enumerate(counts):
             if expected.setdefault(dp_rank, count) != count:

@@ -43,9 +43,9 @@ class ModelWeights:
         version = self._version()
         for each in weights:
             yield each
-            del each  # it may be a view that keeps its group in memory while the next one is gathered
+            del each  # this view may keep its group in memory while the next one is gathered
             if self._version() != version:
                 raise UserError(
-                    "the weights changed before weights() was consumed, so some would be of another step; expected no "
-                    "step, offload or reference() in between. Consume the iterator first."
+                    "the weights changed while weights() was iterated, so the result would mix two steps; expected no "
+                    "step(), offload() or reference() during the iteration. Consume the iterator first."
                 )

@@ -85,7 +85,7 @@ class Scorer:
         records = [layers[str(layer)] for layer in range(len(layers))]
         first = next(filter(None, records), None)
         if first is None:
-            raise UserError("got experts=..., but the model has no layer with experts; expected one. Remove experts.")
+            raise UserError("got experts=..., but the model has no layer with experts. Remove this argument.")
         return [
             torch.stack([each[index] if each else torch.full_like(like, -1) for each in records], dim=2)
             for index, like in enumerate(first)

@@ -44,7 +44,7 @@ class StepExecutors:
         return self._supported[num_microbatches]
 
     def _candidates(self, num_microbatches: int) -> range:
-        # Each schedule supports large enough multiples of twice the number of stages; two of them are candidates.
+        # Each schedule supports large enough multiples of twice the number of stages. This range has two of them.
         period = 2 * self._pipeline.num_stages
         return range(num_microbatches, num_microbatches + 2 * period + 1)
 
@@ -53,5 +53,5 @@ class StepExecutors:
             program = self._pipeline.program(num_microbatches)
         except UserError:
             return False
-        # All backward passes are split or none is, because FSDP is configured once for either.
+        # Either all backward passes are split or none are, because FSDP is configured only once.
         return program.splits == self._splits

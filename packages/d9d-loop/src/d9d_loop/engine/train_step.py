@@ -125,7 +125,7 @@ class TrainStep:
         if self._totals is None:
             self._events.emit(StepStarted(number))
             self._totals = StepTotals(self._ctx.device)
-        else:  # the gradients of an earlier call: later ones are added to the reduced sum
+        else:  # finish the reduction of the previous call; later gradients are added to the reduced sum
             self.executors.gradient_sync.finish()
         totals = self._totals
 
@@ -156,8 +156,8 @@ class TrainStep:
         if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
             raise UserError(
                 "this rank has fewer microbatches than others, and the model has batch norms in training mode, whose "
-                "statistics would count stand-ins; expected equal numbers. Pass equal numbers, or call eval() on the "
-                "batch norms."
+                "statistics would include stand-in batches; expected as many microbatches as on other ranks. Pass "
+                "equal numbers, or call eval() on the batch norms."
             )
 
     def update(self, number: int) -> StepResult:
@@ -236,7 +236,7 @@ def _zero_loss(outputs: Any) -> Tensor:
     """Return a loss of 0 that depends on all outputs, so that the backward pass runs."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
-        raise UserError("got outputs without gradients; expected some. Leave some parameters of the model trainable.")
+        raise UserError("no output of the model requires gradients; keep some parameters of the model trainable.")
     return sum((leaf * 0.0).sum() for leaf in leaves)
 
 

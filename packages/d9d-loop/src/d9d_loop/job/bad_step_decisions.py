@@ -33,7 +33,7 @@ def apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: 
 def check_updates(job: Job, *, since: int) -> None:
     """After the last step, raise `BadStepError` on every rank if all updates since step `since` were skipped."""
     if job.record.step == job.plan.steps and not job.guard.has_applied:
-        raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad.")
+        raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad steps.")
 
 
 def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
@@ -46,7 +46,7 @@ def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
 
 def _roll_back(job: Job) -> None:
     with job.watchdog.phase("the rollback to a checkpoint"):
-        restored = job.state.rewind()
+        restored = job.state.roll_back()
     job.guard.on_rollback()
     job.record.take(restored)
     job.engine.num_steps = restored.step

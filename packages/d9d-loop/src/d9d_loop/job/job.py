@@ -301,7 +301,7 @@ def _end_startup(job: Job, result: StepResult) -> None:
     if result.weight.item() == 0:
         raise UserError(
             f"the loss weight of step {job.record.step} is 0 over all samples, so there is no gradient; expected the "
-            f"number of summed items. Check {type(job.plan.task).__name__}.loss, and whether all labels are masked."
+            f"number of summed items. Check {type(job.plan.task).__name__}.loss, and check that labels are unmasked."
         )
     check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
     if job.plan.config.compile is not None and job.ctx.is_main_process and (breaks := describe_graph_breaks()):

@@ -108,7 +108,7 @@ def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
     if config.steps is not None and config.steps > available:
         raise UserError(
             f"steps = {config.steps}, but the finite training data have samples for {available} steps of "
-            f"batch.global_size = {config.batch.global_size}; expected at most that. Leave out steps, or add epochs."
+            f"batch.global_size = {config.batch.global_size}; expected at most that. Remove steps, or add epochs."
         )
     return config.steps or available
 
@@ -138,15 +138,15 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
         )
     if checkpoint.keep_last is None and (checkpoint.keep_every is not None or checkpoint.keep_best):
         raise UserError(
-            "checkpoint.keep_last is null, which keeps every checkpoint; expected a number beside keep_every or "
-            "keep_best. Set it, or remove them."
+            "checkpoint.keep_last is null, which keeps every checkpoint; expected a number if keep_every or "
+            "keep_best is set. Set keep_last, or remove the others."
         )
     if checkpoint.keep_best == 0:
         return
     # New metrics can be computed without data, which yields the names of their values.
     names = {"loss", *compute_metrics(task.metrics(), over=None)}
     if not evaluates or checkpoint.best_by not in names:
-        found = f"evaluations give {', '.join(sorted(names))}" if evaluates else "there are no evaluation data"
+        found = f"evaluations measure {', '.join(sorted(names))}" if evaluates else "there are no evaluation data"
         raise UserError(
             f"checkpoint.keep_best = {checkpoint.keep_best} by {checkpoint.best_by!r}, but {found}; expected a value "
             "of the evaluation. Change --checkpoint.best_by, pass evaluation data, or set keep_best to 0."
@@ -154,7 +154,8 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
     if checkpoint.every % config.evaluation.every:
         raise UserError(
             f"checkpoint.every = {checkpoint.every} is not a multiple of evaluation.every = {config.evaluation.every}, "
-            "so checkpoints would be ranked by older evaluations; expected a multiple if keep_best is set."
+            "so some checkpoints would be ranked by the evaluation of an earlier step; expected a multiple if "
+            "keep_best is set."
         )
 
 
@@ -185,9 +186,9 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, dat
     lines = list(differences(state["data_identity"], data_identity, "data"))
     if lines:  # some samples would be skipped and others repeated
         raise UserError(
-            f"the run in {config.run.dir} was started with other training data, or in another order:\n"
+            f"the run in {config.run.dir} was started with other training data, or with another order of the data:\n"
             + "\n".join(lines)
-            + "\nThese determine which samples it has read. Use the same data and seed, or --run.name for a new run."
+            + "\nA resumed run must continue the same stream. Use the same data and seed, or --run.name for a new run."
         )
     return trainable_only or config.checkpoint.trainable_only
 

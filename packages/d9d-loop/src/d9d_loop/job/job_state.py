@@ -138,9 +138,9 @@ class JobState:
             return Record()
         if expected is not None and self._frozen_digest != expected:
             raise UserError(
-                f"{info.root} has only trainable parameters, and the frozen parameters of this job differ from those "
-                "it was saved with; expected the same initial_weights, or without them the same seed. Use those that "
-                "the run started from, or --run.name for a new run."
+                f"{info.root} has only trainable parameters, and this job's frozen parameters differ from those at the "
+                "save. Use the run's original initial_weights (or its original seed if it had none), or start a new "
+                "run with --run.name."
             )
         prepare_optimizer_for_load(self._model, self._optimizer, info)
         self.store.load(info, self._tensors(trainable_only=expected is not None), self._ctx)
@@ -171,12 +171,12 @@ class JobState:
             self.store.check_new(self._ctx)
             if is_rollback:
                 raise StateError(
-                    "there is no checkpoint to roll back to; expected one. Set checkpoint.every to fewer steps, or set "
-                    "the policy for bad steps to skip or stop."
+                    "there is no checkpoint to roll back to. Set checkpoint.every to fewer steps, or set "
+                    'resilience.bad_steps.non_finite and spike to "skip" or "stop".'
                 )
         return info
 
-    def rewind(self) -> Record:
+    def roll_back(self) -> Record:
         """Roll back to the newest valid checkpoint; raise `StateError` on every rank if there is none. Collective."""
         self.store.wait()
         # A checkpoint stores only the param-group values that differ from the initial ones. Reset all values first, to
@@ -258,10 +258,9 @@ class JobState:
             return
         if frozen_digest(self._model, self._ctx) != self._frozen_digest:
             raise UserError(
-                "checkpoint.trainable_only = true, but frozen parameters no longer have their initial "
-                "values, and no checkpoint could restore them; expected the values of initial_weights, or "
-                "those of the seed. Use the initial_weights that the run started from, do not change them in handlers "
-                "or in the optimizer, or set checkpoint.trainable_only to false."
+                "checkpoint.trainable_only = true, but frozen parameters do not have their initial values, and no "
+                "checkpoint could restore them. Use the run's original initial_weights or seed, do not change frozen "
+                "parameters in handlers or in the optimizer, or set checkpoint.trainable_only to false."
             )
         self._is_digest_checked = True
 

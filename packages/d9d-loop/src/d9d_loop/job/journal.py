@@ -16,8 +16,8 @@ from typing import Any, Literal, final
 from d9d_dist import DistributedContext
 from d9d_loop.report.run_history import JOURNAL
 
-_SECONDS = 10.0  # between two records of the progress
-_LONGEST = 1000  # characters of a cause
+_SECONDS = 10.0  # interval of progress records in seconds
+_LONGEST = 1000  # maximum length of a recorded cause, in characters
 
 
 @final

@@ -39,11 +39,11 @@ def check_local_tiers(config: LocalTierConfig, *, section: str, every: int | Non
     for key, steps in (("memory_every", config.memory_every), ("local_every", config.local_every)):
         if steps is not None and every is not None and steps >= every:
             raise UserError(
-                f"{section}.{key} = {steps} is not less than {section}.every = {every}, so the local "
-                "saves are never newer; expected fewer steps. Change one of the two."
+                f"{section}.{key} = {steps} is not less than {section}.every = {every}, so these "
+                "saves are never newer than a checkpoint; expected fewer steps. Change one of the two."
             )
     if config.memory_every is None and config.local_every is None and config.replicas != 1:
         raise UserError(
-            f"{section}.replicas = {config.replicas} has no effect; expected memory_every or local_every beside "
-            "it. Set one of them, or remove replicas."
+            f"{section}.replicas = {config.replicas} has no effect without memory_every or local_every. Set one of "
+            "them, or remove replicas."
         )

@@ -67,7 +67,7 @@ def _in_fork(function: Callable[[], str]) -> str:
     """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
     receiver, sender = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with several threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork of several threads
         child = os.fork()
     if child == 0:
         _run_and_exit(function, sender)
@@ -85,7 +85,7 @@ def _in_fork(function: Callable[[], str]) -> str:
 def _run_and_exit(function: Callable[[], str], sender: int) -> None:
     """Write the result of a function to a pipe as JSON, and end this process without any clean-up."""
     gc.disable()  # process groups of the parent, whose threads were not forked, must not be collected here
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    torch.set_num_threads(1)  # a thread pool does not survive a fork
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -158,7 +158,7 @@ class _Rehearsal:
         except TypeError as error:
             names = [*(f"argument {number + 1}" for number in range(len(inputs.first))), *inputs.shared]
             raise UserError(
-                f"{self._signature()} cannot be called with what {self._name}.inputs returned ({', '.join(names)}): "
+                f"{self._signature()} cannot be called with the result of {self._name}.inputs ({', '.join(names)}): "
                 f"{error}. Rename the keys that {self._name}.inputs returns."
             ) from None
 
@@ -288,7 +288,7 @@ def _make_fake(model: nn.Module) -> bool:
                 if value not in fakes:
                     fake: Tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
                     fakes[value] = nn.Parameter(fake, value.requires_grad) if values is module._parameters else fake
-                values[name] = fakes[value]  # ty: ignore[invalid-assignment] - a dict of either kind
+                values[name] = fakes[value]  # ty: ignore[invalid-assignment] - a dict of parameters or of buffers
     return True
 
 

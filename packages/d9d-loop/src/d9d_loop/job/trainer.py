@@ -179,13 +179,13 @@ def _data_provider(
         )
     if config.epochs is not None:
         raise UserError(
-            f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream has its own number; "
-            "expected a dataset. Leave out epochs, and pass them to the stream."
+            f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream sets the number of "
+            "epochs; expected a dataset. Remove epochs from the configuration, and pass it to the stream."
         )
     if evaluation_data is not None or collate is not None:
         what = "evaluation_data" if evaluation_data is not None else "collate"
         raise UserError(
-            f"got {what} together with a {type(data).__name__}, which provides it. Override its method, or pass a "
-            "dataset."
+            f"got {what} together with a {type(data).__name__}; expected it only with a dataset. Override the "
+            "corresponding method of the data provider, or pass a dataset."
         )
     return data

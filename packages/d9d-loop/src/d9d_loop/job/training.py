@@ -87,7 +87,7 @@ def _locked_for_export(config: TrainerConfig, ctx: DistributedContext) -> Genera
             stack.enter_context(locked_folder(config.run.dir, ctx))
         except UserError as error:
             raise UserError(
-                f"{error} The export is written there; hosts that share no folder need export = false."
+                f"{error} The export is written to this folder; set export = false if the hosts share no folder."
             ) from error
         yield
 

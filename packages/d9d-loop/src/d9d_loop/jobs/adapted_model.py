@@ -51,7 +51,7 @@ class AdaptedModel(ModelProvider):
         are loaded.
         """
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
-        base_mapper = self._base.state_mapper(model)  # the base may derive it from the names before the injection
+        base_mapper = self._base.state_mapper(model)  # before the injection, which changes names
         changes = self._peft.inject(self._method, model, is_part=is_part)
         for module in model.modules():
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):

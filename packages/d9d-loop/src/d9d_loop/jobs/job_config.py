@@ -29,13 +29,14 @@ class LanguageModelConfig(Section):
         default=None, description="Family of a new model: a `model_type` of transformers, such as qwen3 or llama."
     )
     tokenizer: Path | None = Field(
-        default=None, description="Folder with tokenizer.json; by default the model's folder, or bytes without one."
+        default=None,
+        description="Folder with tokenizer.json. Default: `model.folder`; a byte-level tokenizer if that is also null.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="Dtype of the parameters; null: that of the folder."
     )
     tensor_parallel_plan: Literal["auto"] | None = Field(
-        default=None, description="auto: split the model over mesh.tensor_parallel by its own plan."
+        default=None, description="auto: shard the model over mesh.tensor_parallel by its own tensor-parallel plan."
     )
 
     @model_validator(mode="after")
@@ -61,17 +62,20 @@ def _parsed(value: Any) -> Any:
 
 
 class TextDataConfig(Section):
-    """Files with text, and what their fields mean."""
+    """Files with text, and the names of their fields."""
 
     files: tuple[Path, ...] = Field(
         description="Files .jsonl, .parquet, .csv or .txt, folders of `datasets.save_to_disk`, or a token file."
     )
-    evaluation_files: tuple[Path, ...] = Field(default=(), description="Files for evaluation, of the same kinds.")
+    evaluation_files: tuple[Path, ...] = Field(default=(), description="Files for evaluation, in the same formats.")
     held_out: float = Field(
-        default=0.0, ge=0, lt=1, description="Fraction of the samples held out for evaluation, if there are no files."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of the samples held out for evaluation, if `evaluation_files` is empty.",
     )
     length: PositiveInt = Field(default=1024, description="Maximum length of a sample, in tokens.")
-    too_long: TooLong = Field(default="truncate", description="Treatment of longer samples.")
+    too_long: TooLong = Field(default="truncate", description="Treatment of samples longer than `length`.")
     packing: bool = Field(
         default=False,
         description="Pack several samples into rows of `length` tokens, for d9d's own model of the family. Each token "
@@ -86,15 +90,17 @@ class AdapterConfig(Section):
 
     kind: Literal["lora", "dora"] = Field(default="lora", description="Kind of the adapters.")
     target: str = Field(
-        default=r"\.(q|k|v|o|gate|up|down)_proj$", description="Regular expression of the layers' names."
+        default=r"\.(q|k|v|o|gate|up|down)_proj$", description="Regular expression for the names of adapted layers."
     )
     rank: PositiveInt = Field(default=16, description="Rank of the adapters.")
-    alpha: PositiveFloat = Field(default=32.0, description="Scale of the update, divided by the rank.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability of the adapters' inputs.")
+    alpha: PositiveFloat = Field(default=32.0, description="LoRA alpha: the update is scaled by alpha / rank.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability for adapter inputs.")
     base: Literal["dense", "nf4", "int8"] = Field(
-        default="dense", description="Format of the weights under the adapters: nf4 (4 bits, QLoRA) or int8 need lora."
+        default="dense", description="Format of the base weights. nf4 (4 bits, QLoRA) and int8 need kind = lora."
     )
-    block_size: PositiveInt = Field(default=64, description="Number of inputs that share a scale in nf4 and int8.")
+    block_size: PositiveInt = Field(
+        default=64, description="Number of weights of a row that share a scale in nf4 and int8."
+    )
 
 
 class EmbeddingConfig(Section):
@@ -104,15 +110,19 @@ class EmbeddingConfig(Section):
         default="mean", description="Token outputs that become the embedding: their mean, or the last or first token."
     )
     attention: Literal["model", "bidirectional"] = Field(
-        default="model", description="bidirectional: each token of a decoder attends to all others."
+        default="model", description="bidirectional: each token of a decoder attends to all tokens of its text."
     )
     temperature: PositiveFloat = Field(default=0.05, description="Divisor of the cosine similarity.")
     group: int = Field(
-        default=8, ge=2, description="Pairs of a group, which is one sample: the other documents are negatives."
+        default=8,
+        ge=2,
+        description="Number of pairs in a sample. For each query, the documents of the other pairs are negatives.",
     )
-    num_negatives: NonNegativeInt = Field(default=0, description="Further negatives of each query, from the samples.")
+    num_negatives: NonNegativeInt = Field(
+        default=0, description="Number of additional negatives per query, from `negatives_field`."
+    )
     query_field: str = Field(default="query", description="Field with the query.")
-    positive_field: str = Field(default="positive", description="Field with the document that the query must find.")
+    positive_field: str = Field(default="positive", description="Field with the document that matches the query.")
     negatives_field: str = Field(default="negatives", description="Field with the list of negatives.")
 
 
@@ -128,8 +138,8 @@ class TextJobConfig(TrainerConfig):
     embedding: EmbeddingConfig | None = None
     prompts: tuple[str, ...] = Field(
         default=(),
-        description="Texts that the model continues (pretrain) or answers (sft) at each evaluation, greedily, for "
-        "report.html and the trackers.",
+        description="Texts that the model continues (pretrain) or answers (sft) at each evaluation, with greedy "
+        "decoding. Results go to report.html and the trackers.",
     )
 
     @model_validator(mode="after")
@@ -139,8 +149,8 @@ class TextJobConfig(TrainerConfig):
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
                 raise ValueError(
-                    f"{split[0]} needs d9d's own model of the family; expected dataset.packing = true, which uses it "
-                    "in the jobs sft and pretrain. Set it, or split the job by mesh.data_parallel_shard"
+                    f"{split[0]} needs d9d's own model of the family, which the jobs sft and pretrain use if "
+                    "dataset.packing = true. Set dataset.packing, or shard with mesh.data_parallel_shard"
                 )
             return self
         if self.job not in ("sft", "pretrain"):
@@ -150,8 +160,9 @@ class TextJobConfig(TrainerConfig):
         refused += [] if model.folder is None else [f"model.{name}" for name in model.entries]
         if refused:
             raise ValueError(
-                f"{refused[0]} is for models of transformers, but dataset.packing = true uses d9d's own model of the "
-                "family; expected no dtype, tensor_parallel_plan or changes to the folder's config.json. Remove it"
+                f"{refused[0]} applies to models of transformers, but dataset.packing = true uses d9d's own model of "
+                "the family; expected no dtype, tensor_parallel_plan or changes to the folder's config.json. Remove "
+                f"{refused[0]}"
             )
         return self
 
@@ -163,8 +174,8 @@ class TextJobConfig(TrainerConfig):
             raise ValueError(f"prompts are set, but job = {self.job}; expected sft or pretrain. Remove them")
         if not (self.dataset.evaluation_files or self.dataset.held_out):
             raise ValueError(
-                "prompts are set, but nothing is evaluated; expected dataset.held_out or dataset.evaluation_files. Set "
-                "one of them, or remove prompts"
+                "prompts are set, but there are no evaluation data; expected dataset.held_out or "
+                "dataset.evaluation_files. Set one of them, or remove prompts"
             )
         for axis in ("context_parallel_shard", "context_parallel_replicate"):
             if getattr(self.mesh, axis) != 1:
@@ -177,5 +188,5 @@ class TextJobConfig(TrainerConfig):
     @model_validator(mode="after")
     def _has_embedding_only_to_embed(self) -> Self:
         if self.embedding is not None and self.job != "embed":
-            raise ValueError(f"embedding is set, but job = {self.job}; expected it with job = embed only. Remove it")
+            raise ValueError(f"embedding is set, but job = {self.job}; expected job = embed. Remove embedding")
         return self

@@ -15,8 +15,8 @@ steps = {steps}
 name = "{job}"                     # written to runs/{job}
 
 [batch]
-global_size = 16                # samples of a step, over all ranks
-microbatch_size = 2             # samples of a forward pass on one rank
+global_size = 16                # samples per optimizer step, over all ranks
+microbatch_size = 2             # samples per forward pass on one rank
 
 [optimizer]
 learning_rate = {rate}
@@ -31,7 +31,7 @@ folder = "Qwen3-0.6B"           # hf download Qwen/Qwen3-0.6B --local-dir Qwen3-
 
 [dataset]
 files = ["chats.jsonl"]         # lines with messages, conversations, or prompt and completion
-held_out = 0.05                 # part of the samples for evaluation
+held_out = 0.05                 # fraction of the samples held out for evaluation
 length = 1024                   # tokens
 
 [adapter]                       # without this section, all parameters are trained
@@ -66,8 +66,8 @@ folder = "Qwen3-0.6B"           # encoder or decoder
 
 [embedding]
 pooling = "last"                # or "mean", "first"
-attention = "model"             # "bidirectional": each token of a decoder attends to all others
-group = 8                       # pairs of a group, which is one sample: the other documents are negatives
+attention = "model"             # "bidirectional": each token of a decoder attends to all tokens of its text
+group = 8                       # pairs in a sample; the documents of the other pairs are negatives
 
 [dataset]
 files = ["pairs.jsonl"]         # lines with query and positive
@@ -99,6 +99,6 @@ def write_starter(job: str, folder: Path) -> Path:
         raise UserError(f"--init {job}: no such job; expected one of {', '.join(STARTERS)}.")
     path = folder / f"{job}.toml"
     if path.exists():
-        raise UserError(f"{path} exists already; expected no file of this name. Rename it first.")
+        raise UserError(f"{path} already exists; rename or remove it first.")
     path.write_text(STARTERS[job], encoding="utf-8")
     return path

@@ -53,7 +53,7 @@ def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples
     kinds = {"folder" if path.is_dir() else path.suffix for path in paths}
     if len(kinds) != 1:
         found = ", ".join(sorted(kinds)) or "no files"
-        raise UserError(f"{key} has {found}; expected files of one format. Convert them, or name one format only.")
+        raise UserError(f"{key} has {found}; expected files of one format. Convert some, or list one format only.")
     (kind,) = kinds
     if kind == ".jsonl":
         return JsonLines(paths)
@@ -70,7 +70,7 @@ def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples
         if kind == "folder":
             return datasets.load_from_disk(str(paths[0]))
         return datasets.load_dataset(_TABLES[kind], data_files=[str(path) for path in paths], split="train")
-    except Exception as error:  # of any library that datasets uses
+    except Exception as error:  # datasets raises the exceptions of many libraries
         what = "a dataset of save_to_disk" if kind == "folder" else f"a valid {kind} file"
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
@@ -90,8 +90,8 @@ def split_samples(samples: Samples, held_out: float, *, key: str) -> tuple[Sampl
     chosen = {int(number / held_out) for number in range(round(size * held_out))}
     if not 0 < len(chosen) < size:
         raise UserError(
-            f"{key} = {held_out} of {size} samples is {len(chosen)}; expected samples in both parts. Change it, or "
-            "name dataset.evaluation_files."
+            f"{key} = {held_out} holds out {len(chosen)} of {size} samples; expected samples in both parts. Change "
+            f"{key}, or set dataset.evaluation_files."
         )
     rest = [index for index in range(size) if index not in chosen]
     data: Any = samples  # torch's annotation requires a Dataset, its code does not

@@ -50,7 +50,8 @@ class _Groups:
         if self._count == 0:
             raise UserError(
                 f"embedding.group = {embedding.group}, but there are {len(samples)} samples for training or for "
-                "evaluation; expected at least one whole group of each. Lower it, or change dataset.held_out."
+                "evaluation; expected at least one whole group of each. Lower embedding.group, or change "
+                "dataset.held_out."
             )
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class _Groups:
         if len(found) < count:
             raise UserError(
                 f"a sample has {len(found)} texts in {self._embedding.negatives_field!r}; expected at least "
-                f"embedding.num_negatives = {count}. Add texts, or lower it."
+                f"embedding.num_negatives = {count}. Add texts, or lower embedding.num_negatives."
             )
         return found[:count]
 

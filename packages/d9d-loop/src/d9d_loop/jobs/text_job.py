@@ -171,7 +171,7 @@ def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
         )
     try:
         found = AutoConfig.for_model(family, **{**_vocabulary(config), **entries})
-    except Exception as error:  # its validation has errors of its own
+    except Exception as error:  # transformers validates with exception classes of its own
         cause = str(error.__cause__ or error).strip()
         raise UserError(f"[model] is not a valid configuration of {family}: {cause}. Correct the entry.") from None
     heads, groups = (getattr(found, name, None) for name in ("num_attention_heads", "num_key_value_heads"))

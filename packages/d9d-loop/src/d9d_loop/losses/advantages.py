@@ -56,8 +56,8 @@ def normalize_advantages(
     """
     if rewards_S.shape != prompt_ids_S.shape or rewards_S.dim() != 1:
         raise UserError(
-            f"rewards have shape {tuple(rewards_S.shape)} and prompt ids {tuple(prompt_ids_S.shape)}; expected one of "
-            "each per answer, [S]."
+            f"rewards have shape {tuple(rewards_S.shape)} and prompt ids {tuple(prompt_ids_S.shape)}; expected shape "
+            "[S] for both, with one element per answer."
         )
     if prompt_ids_S.device.type == "cpu" and ((prompt_ids_S < 0) | (prompt_ids_S >= num_prompts)).any():
         raise UserError(f"a prompt id is out of range; expected 0 to num_prompts - 1 = {num_prompts - 1}.")
@@ -73,7 +73,7 @@ def _subtract_baseline(values_S: Tensor, baseline: Baseline, sums: "_Sums", coun
         case "group_mean":
             return values_S - sums.of_prompts(values_S) / counts_S
         case "leave_one_out":
-            # The only answer of a prompt has no others to compare with: its advantage is 0.
+            # If a prompt has a single answer, there is no other answer to compare with, so the advantage is 0.
             others_S = (sums.of_prompts(values_S) - values_S) / (counts_S - 1.0).clamp(min=1.0)
             return torch.where(counts_S > 1, values_S - others_S, 0.0)
         case "none":

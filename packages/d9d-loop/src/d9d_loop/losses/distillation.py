@@ -36,7 +36,8 @@ class DistillationLoss:
     def __post_init__(self) -> None:
         if self.with_rest and self.normalized:
             raise UserError(
-                "with_rest and normalized are both set, but normalized candidates leave no rest; set with_rest = False."
+                "with_rest and normalized are both set, but normalized candidates have a total probability of 1, so no "
+                "rest remains; set with_rest = False."
             )
 
     def __call__(

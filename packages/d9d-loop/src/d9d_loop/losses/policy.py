@@ -77,7 +77,7 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low <= 1.0 or self._high <= 0.0:
             raise UserError(
-                f"clip_low = {self.clip_low} and clip_high = {self.clip_high}; expected numbers above 0, clip_low at "
+                f"clip_low = {self.clip_low} and clip_high = {self.clip_high}; expected both above 0, and clip_low at "
                 "most 1."
             )
         if self.kl_weight < 0.0:
@@ -126,7 +126,8 @@ class PolicyLoss:
         if (reference_log_probs_BL is not None) != (self.kl_weight > 0.0):
             raise UserError(
                 f"kl_weight = {self.kl_weight}, and reference log-probabilities are "
-                f"{'given' if reference_log_probs_BL is not None else 'missing'}; expected both or neither."
+                f"{'given' if reference_log_probs_BL is not None else 'missing'}; expected them if and only if "
+                "kl_weight is above 0."
             )
         check_shapes(
             log_probs_BL,

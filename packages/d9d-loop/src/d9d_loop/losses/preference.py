@@ -127,7 +127,7 @@ class PreferenceLoss:
         """
         check_shapes(log_probs_BL, reference_log_probs_BL=reference_log_probs_BL, mask_BL=mask_BL)
         ratios_BL = log_probs_BL if reference_log_probs_BL is None else log_probs_BL - reference_log_probs_BL
-        # where, not a product: a log-probability outside the mask may be infinite.
+        # torch.where instead of a product, because a log-probability outside the mask may be infinite.
         scores_BN = sum_per_document(torch.where(mask_BL, ratios_BL, 0.0), document_ids_BL, cp=cp)
         lengths_BN = _lengths(log_probs_BL, mask_BL, document_ids_BL, cp)
         if self.length_normalized:

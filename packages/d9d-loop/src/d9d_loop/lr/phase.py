@@ -17,7 +17,8 @@ class PhaseSettings(Section, ABC):
     steps: PositiveInt | None = Field(default=None, description="Length of the phase in steps.")
     percent: Annotated[float, Field(gt=0, le=100)] | None = Field(
         default=None,
-        description="Length in percent of all steps of the job; without this and steps: the remaining steps.",
+        description="Length in percent of all steps of the job. A phase without steps and percent takes the remaining "
+        "steps.",
     )
 
     @validator(mode="after")
@@ -103,7 +104,7 @@ class PolynomialPhase(_Leading):
     """Phase that follows a power of its remaining fraction."""
 
     kind: Literal["polynomial"] = "polynomial"
-    power: PositiveFloat = Field(default=2.0, description="The power.")
+    power: PositiveFloat = Field(default=2.0, description="Exponent of the polynomial.")
 
     def left(self, progress: float) -> float:
         """Return `(1 - progress) ^ power`."""

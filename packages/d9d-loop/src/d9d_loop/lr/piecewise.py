@@ -52,15 +52,15 @@ def _ends(phases: Sequence[PhaseSettings], num_steps: int) -> list[int]:
     lengths = _lengths(phases, num_steps)
     left = num_steps - sum(lengths)
     if left < 0 or (left == 0 and open_phases):
+        expected = "fewer, because one phase takes the remaining steps" if open_phases else str(num_steps)
         raise UserError(
-            f"the phases of the schedule take {sum(lengths)} steps{' and the remaining ones' if open_phases else ''}, "
-            f"but the job has {num_steps}: they extend beyond its end; expected "
-            f"{'fewer' if open_phases else num_steps}. Shorten a phase."
+            f"the phases of the schedule take {sum(lengths)} steps, but the job has {num_steps}; expected {expected}. "
+            "Shorten a phase."
         )
     if left > 0 and not open_phases:
         raise UserError(
-            f"the phases of the schedule take {sum(lengths)} steps, but the job has {num_steps}, which leaves a gap of "
-            f"{left}; expected none. Omit the length of one phase: it takes the remaining steps."
+            f"the phases of the schedule take {sum(lengths)} steps, but the job has {num_steps}; expected {num_steps}. "
+            "Omit the length of one phase, which then takes the remaining steps."
         )
     for index in open_phases:
         lengths[index] = left

@@ -86,14 +86,14 @@ class FirstSteps:
         lists = sorted(name for name, is_container in found.items() if is_container)
         if lists and self._ctx.is_main_process:
             print(
-                f"d9d: forward changes {', '.join(lists)} by each rank's own part of the batch. If it also computes "
-                "with what they hold, the results depend on the number of ranks."
+                f"d9d: forward updates {', '.join(lists)} from each rank's own part of the batch. If forward also "
+                "reads their contents, the results depend on the number of ranks."
             )
         if values := sorted(found.keys() - set(lists)):
             raise UserError(
                 f"{', '.join(values)}: the values differ between ranks after the first step, because forward computes "
                 "them from each rank's own part of the batch, and the next forward reads them; expected equal values. "
-                'Sum what goes into them over ctx.group_for("batch", "dp", "cp"), or set them before they are read.'
+                'Sum their inputs over ctx.group_for("batch", "dp", "cp"), or set the values before they are read.'
             )
 
 

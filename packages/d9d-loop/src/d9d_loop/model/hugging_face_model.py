@@ -168,13 +168,13 @@ class _HuggingFaceModel(ModelProvider):
         context, tensor = ctx.size("batch", "cp"), ctx.size("dense", "tp")
         if context > 1:
             raise UserError(
-                f"the context-parallel degree = {context}, and {name} has no plan for it; expected 1. Shard the model "
-                "with mesh.data_parallel_shard instead, or write a ModelProvider."
+                f"the context-parallel degree is {context}, but {name} does not support context parallelism; expected "
+                "1. Shard the model with mesh.data_parallel_shard instead, or write a ModelProvider."
             )
         if tensor > 1 and self._tp_plan is None:
             raise UserError(
                 f"mesh.tensor_parallel = {tensor}, and hugging_face_model has no tp_plan; expected 1. Set "
-                f'tp_plan="auto" to split {name} by the plan that it carries, or shard with mesh.data_parallel_shard.'
+                f'tp_plan="auto" to shard {name} by its own plan, or shard with mesh.data_parallel_shard.'
             )
 
     def _build_whole(self) -> Any:
@@ -208,7 +208,7 @@ def read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> A
         config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be used: {error} Correct or download it again.") from error
-    if "is_causal" in unknown:  # no configuration declares it, but the masks of transformers read it
+    if "is_causal" in unknown:  # configurations do not declare is_causal, but the masks of transformers read it
         config.is_causal = unknown.pop("is_causal")
     if unknown:
         raise UserError(

@@ -77,7 +77,7 @@ def check_same_parameters(model: nn.Module, before: Mapping[str, nn.Parameter]) 
     if changed:
         raise UserError(
             f"the first step made, replaced or deleted the parameters {', '.join(changed)}; expected those that were "
-            "built, because the optimizer trains no others. Make them in build; a lazy module needs one call there."
+            "built, because the optimizer trains no others. Create them in build; call a lazy module once there."
         )
 
 

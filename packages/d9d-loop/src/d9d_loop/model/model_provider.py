@@ -58,7 +58,7 @@ class ModelProvider(ABC):
         from d9d_dist import parallelize_hsdp  # noqa: PLC0415 - imports FSDP and DTensor
 
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
-        # A pipeline stage would gather its parameters again for each microbatch.
+        # In a pipeline, do not reshard after forward: a stage would gather its parameters for each microbatch.
         parallelize_hsdp(
             model,
             dense,

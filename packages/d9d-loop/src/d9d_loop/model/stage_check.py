@@ -59,7 +59,7 @@ def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tupl
     ]
     if lines:
         raise UserError(
-            f"the {len(stages)} stages that the model provider builds do not add up to its whole model:\n"
+            f"the {len(stages)} stages that the model provider builds do not match its whole model:\n"
             + "\n".join(lines)
             + "\nbuild(stage) must build only the layers of its stage (stage.layers(n)), under their names in the "
             "whole model. A tied parameter has the name of its first use on every stage. Buffers computed "

@@ -28,7 +28,7 @@ class _OnLocalShards(torch.optim.Adam):
         finally:
             self.param_groups = groups
 
-    def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
+    def _init_group(  # ty: ignore[incompatible-method-override]  (accepts the parent's arguments)
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
         """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""

@@ -78,7 +78,7 @@ class Muon(GroupwiseOptimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             assert parameter.grad is not None
             gradient, momentum = local_tensor(parameter.grad), local_tensor(self.state[parameter]["momentum_buffer"])
-            if self.gate is not None:  # an average of the momentum with itself is the momentum
+            if self.gate is not None:  # in a skipped step, average the momentum with itself, which keeps its value
                 gradient = torch.where(self.gate > 0, momentum, gradient)
             momentum.lerp_(gradient, 1.0 - mu)
             update = gradient.lerp(momentum, mu) if group["nesterov"] else momentum

@@ -32,7 +32,8 @@ class GroupConfig(Section):
     pattern: str = Field(default="", description="Regular expression, searched in parameter names; '' matches all.")
     of: Dims = Field(
         default="any",
-        description="Restrict to matrices or to vectors: norms, biases and other parameters below 2 dims.",
+        description="Restrict the group to matrices, or to vectors: parameters with fewer than 2 dims, such as norms "
+        "and biases.",
     )
     learning_rate: PositiveFloat | None = Field(
         default=None, description="Peak learning rate of the group; null: use the optimizer's value."
@@ -51,7 +52,7 @@ class GroupConfig(Section):
                 f"pattern = {self.pattern!r} is not a regular expression: {error}. Escape literal characters with \\."
             ) from None
         if self.optimizer is not None and (self.learning_rate is not None or self.weight_decay is not None):
-            raise UserError("learning_rate and weight_decay must be set in the group's optimizer, if it has one.")
+            raise UserError("the group has an optimizer; set learning_rate and weight_decay in this optimizer instead.")
         return self
 
 
@@ -62,7 +63,8 @@ class OptimizerSettings(Section, ABC):
     weight_decay: NonNegativeFloat = Field(description=_DECAY)
     decays: Literal["matrices", "all"] = Field(
         default="matrices",
-        description="Parameters that decay: matrices, including embeddings, but no vectors such as norms; or all.",
+        description="Parameters with weight decay: all, or only matrices (including embeddings, excluding vectors such "
+        "as norms).",
     )
     groups: tuple[GroupConfig, ...] = Field(
         default=(), description="Parameters with another learning rate, decay or optimizer; the first match applies."
@@ -144,7 +146,7 @@ class _AdamSettings(OptimizerSettings, ABC):
     learning_rate: PositiveFloat = Field(default=1e-3, description=_RATE)
     weight_decay: NonNegativeFloat = Field(default=0.1, description=_DECAY)
     betas: tuple[_Decay, _Decay] = Field(
-        default=(0.9, 0.95), description="Decay of the first and second moment's averages."
+        default=(0.9, 0.95), description="Decay rates of the averages of the first and second moments."
     )
     eps: PositiveFloat = Field(default=1e-8, description="Added to the denominator.")
 
@@ -211,7 +213,8 @@ class MuonConfig(OptimizerSettings):
     num_iterations: PositiveInt = Field(default=5, description="Number of Newton-Schulz iterations.")
     scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
-        description="Size of updates: that of AdamW, whose learning rates fit, or the original.",
+        description="Scale of updates. match_rms_adamw matches the RMS of AdamW's updates, so AdamW's learning rates "
+        "apply; original follows the original Muon.",
     )
 
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
@@ -233,7 +236,7 @@ class LionConfig(OptimizerSettings):
     learning_rate: PositiveFloat = Field(default=1e-4, description=_RATE)
     weight_decay: NonNegativeFloat = Field(default=1.0, description=_DECAY)
     betas: tuple[_Decay, _Decay] = Field(
-        default=(0.9, 0.99), description="Weight of the average in the update, and its decay."
+        default=(0.9, 0.99), description="Weight of the momentum average in the update, and decay rate of this average."
     )
 
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
@@ -250,7 +253,7 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
     weight_decay: NonNegativeFloat = Field(default=0.1, description=_DECAY)
     betas: tuple[Annotated[float, Field(gt=0, lt=1)], _Decay] = Field(
         default=(0.9, 0.999),
-        description="Interpolation between iterate and average, and decay of the second moment.",
+        description="Interpolation factor between iterate and average, and decay rate of the second moment.",
     )
     eps: PositiveFloat = Field(default=1e-8, description="Added to the denominator, for numerical stability.")
 

@@ -113,7 +113,7 @@ def _records(text: str) -> list[Mapping[str, Any]]:
     for line in text.splitlines():
         try:
             records.append(json.loads(line))
-        except ValueError:  # the write of a killed process
+        except ValueError:  # a line that a killed process did not finish
             continue
     return records
 

@@ -57,7 +57,9 @@ class StepGuard:
         self._flags = torch.tensor(False), torch.tensor(True)
         self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
-        self._undecided: Callable[[], list[float]] | None = None  # of the last step, if the optimizer counts steps
+        self._undecided: Callable[[], list[float]] | None = (
+            None  # flags of the last step; only if the optimizer counts steps
+        )
         self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
         self._rolled_back_from: set[int] = set()
         self._in_a_row = self._num_rollbacks = 0
@@ -231,7 +233,7 @@ class StepGuard:
     def _roll_back(self, step: int, kind: Kind) -> tuple[Decision, str]:
         if step in self._rolled_back_from:
             return "stop", "it is non-finite again after a rollback: data or model are the cause, not a hardware fault."
-        if self._num_rollbacks >= self._config.max_rewinds:
+        if self._num_rollbacks >= self._config.max_rollbacks:
             return "stop", f"the job has already rolled back {self._num_rollbacks} times."
         self._num_rollbacks += 1
         self._rolled_back_from.add(step)

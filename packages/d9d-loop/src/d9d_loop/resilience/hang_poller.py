@@ -24,9 +24,9 @@ _INTERVAL = 0.25  # polling interval in seconds
 _ANSWER_INTERVALS = 3.2  # polling intervals to wait for the locations of other ranks
 _READ_INTERVALS = 5.0  # polling intervals to wait for the report of the rank that raised the alarm
 _REPORT_INTERVALS = 6.0  # polling intervals in which the poller gets the report of an alarm
-_ROLL_INTERVALS = 8.0  # polling intervals to wait for answers to a roll call; an answer takes one on an idle machine
-_ALARM, _ROLL_CALL = "alarm", "roll_call"  # keys, whose values are the rank that raised or called first
-# Texts in errors of gloo and NCCL for a collective that timed out, without a broken connection.
+_ROLL_INTERVALS = 8.0  # polling intervals to wait for answers to a roll call; an idle machine answers in one interval
+_ALARM, _ROLL_CALL = "alarm", "roll_call"  # store keys; the value is the first rank that raised the alarm or called
+# Texts in the errors that gloo and NCCL raise if a collective times out while all connections are intact.
 _TIMEOUTS = ("Timed out waiting", "collective operation timeout")
 _LARGE_WORLD_SIZE = 1024  # number of ranks above which each rank polls the store less often
 

@@ -182,7 +182,7 @@ class HangWatchdog:
 
     def _end_lost(self, why: str) -> None:
         # A peer may have exited first because of a lost host, which is then the cause to report.
-        # Every rank reads that from its own node, so none needs the store.
+        # Every rank reads the lost host from its own node, so no rank needs the store.
         lost_host = read_lost_host()
         text = f"{lost_host or why}\nThis rank is {self.place().describe()}."
         self._end_process(text, ExitCode.PEER_LOST, keep_store=lost_host is None)

@@ -18,9 +18,9 @@ from d9d_dist import DistributedContext, gather_json
 from d9d_loop.resilience.resilience_config import HealthConfig
 
 _MIB = 1 << 20
-_REPEATS = 3  # runs; the fastest counts, because the first compiles kernels and opens connections
+_REPEATS = 3  # runs per measurement; the fastest counts, because the first compiles kernels and opens connections
 _LEAST_SECONDS = 1e-3  # shorter measurements are never reported as slow
-_LEAST_SHARE = 0.05  # of a step; shorter waits for data are never reported as slow
+_LEAST_SHARE = 0.05  # fraction of the step time; shorter waits for data are never reported as slow
 _SHOWN = 8
 _MAX_CPU_MIB = 4  # a CPU writes new pages slowly: 64 MiB would take half of the time in which a small job starts
 

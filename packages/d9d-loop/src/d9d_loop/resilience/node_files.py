@@ -62,7 +62,7 @@ def _write(name: str, text: str | None) -> None:
     if NODE_FOLDER not in os.environ or _read(name) == text:
         return
     path = Path(os.environ[NODE_FOLDER], name)
-    with suppress(OSError):  # a full disk must not end a job: it goes on without these hints
+    with suppress(OSError):  # a full disk must not end a job: these files are optional
         if text is None:
             path.unlink()
             return

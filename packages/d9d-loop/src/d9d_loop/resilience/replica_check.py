@@ -62,7 +62,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
     if found := _join_problems(problems):
         raise ReplicaError(
             f"replicas differ after step {step}:\n{found}\nResume from an earlier checkpoint; if the "
-            "same rank is named again, its machine is at fault."
+            "same rank is named again, replace its machine."
         )
 
 

@@ -22,24 +22,24 @@ class HealthConfig(Section):
     )
     message_mib: PositiveInt = Field(default=4, description="MiB to send over each link.")
     slow_factor: float = Field(
-        default=3.0, gt=1, description="A measurement of more than this factor times the median is reported as slow."
+        default=3.0, gt=1, description="Report a time as slow if it exceeds this factor times the median of the ranks."
     )
     every: PositiveInt | None = Field(
         default=None, description="Steps between repetitions of the check in a training job; null: only at the start."
     )
     window: PositiveInt = Field(
-        default=3, description="Repetitions in a row in which the same part of a rank must be slow to be reported."
+        default=3, description="Number of consecutive checks in which a component must be slow to be reported."
     )
     replace: bool = Field(
         default=False,
-        description="If the compute, memory or data of a host stays slow and d9d-torchrun has a spare host, save, and "
-        "restart the job with the spare host. Needs `every`.",
+        description="Save and restart with a spare host if the compute, memory or data loading of a host stays slow "
+        "and d9d-torchrun has a spare host. Needs `every`.",
     )
 
     @model_validator(mode="after")
     def _check_replace(self) -> Self:
         if self.replace and (self.every is None or not self.enabled):
-            raise UserError("replace = true needs repeated checks; expected enabled = true and a number for every.")
+            raise UserError("replace = true needs repeated checks; set enabled = true, and a number of steps in every.")
         return self
 
 
@@ -51,7 +51,8 @@ class StopConfig(Section):
     )
     every: PositiveInt = Field(default=1, description="Steps between exchanges of received signals among ranks.")
     grace_seconds: PositiveFloat | None = Field(
-        default=None, description="Seconds until the process exits, saved or not; null: no limit."
+        default=None,
+        description="Seconds from the first signal until the process exits, even if nothing was saved; null: no limit.",
     )
     repeat_seconds: PositiveFloat = Field(
         default=2.0, description="A signal more than this many seconds after the first one ends the process at once."
@@ -81,18 +82,19 @@ class BadStepConfig(Section):
 
     non_finite: BadStepAction = Field(
         default="skip",
-        description="Reaction to a non-finite loss or gradient: skip the update, "
-        "roll back to the last checkpoint, or stop.",
+        description="Reaction to a non-finite loss or gradient: skip the update, rewind (roll back to the last "
+        "checkpoint), or stop.",
     )
     spike: BadStepAction | Literal["report", "ignore"] = Field(
-        default="report", description="Reaction to a loss spike: as above, or report it, or ignore it."
+        default="report",
+        description="Reaction to a loss spike: skip, rewind or stop as in `non_finite`, or report it, or ignore it.",
     )
     max_in_a_row: PositiveInt = Field(default=5, description="Number of consecutive skipped steps that stops the job.")
-    max_rewinds: PositiveInt = Field(
-        default=3, description="Maximum number of rollbacks; the next one stops the job instead."
+    max_rollbacks: PositiveInt = Field(
+        default=3, description="Maximum number of rollbacks; instead of a further rollback, the job stops."
     )
     spike_window: PositiveInt = Field(
-        default=100, description="Number of previous losses that a loss is compared with."
+        default=100, description="Number of previous losses with which the loss of a step is compared."
     )
     spike_after: PositiveInt = Field(default=20, description="Minimum number of previous losses for spike detection.")
     spike_deviations: PositiveFloat = Field(
@@ -107,7 +109,8 @@ class WatchdogConfig(Section):
     """Configuration of the watchdog, which ends a job without progress. It uses the timeouts of `TimeoutConfig`."""
 
     enabled: bool = Field(
-        default=True, description="Run the watchdog; without it, timeouts of collectives do not name the missing rank."
+        default=True,
+        description="Run the watchdog; without it, the error of a timed-out collective does not name the missing rank.",
     )
 
 
@@ -122,12 +125,13 @@ class TimeoutConfig(Section):
 
     startup_seconds: PositiveFloat = Field(
         default=1800.0,
-        description="Timeout in seconds for start-up up to the end of the first step, for the export, and for "
-        "the handlers of Finished.",
+        description="Timeout in seconds for the start-up and the first step together, for the export, and for the "
+        "handlers of Finished.",
     )
     step_seconds: PositiveFloat = Field(
         default=600.0,
-        description="Timeout in seconds for each later step, save, evaluation, inference batch, and event's handlers.",
+        description="Timeout in seconds for each later step, each save, each evaluation, each inference batch, and the "
+        "handlers of each event.",
     )
 
     @property

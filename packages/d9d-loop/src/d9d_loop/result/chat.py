@@ -21,18 +21,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="d9d-chat",
-        description="Talk to the result of a run. With a chat template each line is a turn of one conversation, which "
-        "/new starts again; otherwise each line is continued. /quit or an end of file ends the command.",
+        description="Chat with the model of a finished run. With a chat template, each line is a turn of one "
+        "conversation; /new starts a new one. Without a template, each line is a prompt to continue. /quit or end of "
+        "file exits.",
     )
     parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
-    parser.add_argument("--prompt", help="answer this prompt and end, instead of reading standard input")
+    parser.add_argument("--prompt", help="answer this prompt and exit, instead of reading standard input")
     parser.add_argument("--system", help="system message of the conversation")
     parser.add_argument("--plain", action="store_true", help="continue the text even if there is a chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy decoding; default: %(default)s")
-    parser.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, help="seed of the sampling; default: another one each time")
-    parser.add_argument("--device", help="device of the model; default: the accelerator, or else the CPU")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, help="maximum length of an answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="sampling temperature, 0 for greedy decoding; default: %(default)s",
+    )
+    parser.add_argument("--top-p", type=float, default=0.95, help="nucleus sampling; default: %(default)s")
+    parser.add_argument("--seed", type=int, help="sampling seed; random by default")
+    parser.add_argument("--device", help="device of the model; default: the accelerator, if there is one, else the CPU")
     options = parser.parse_args(arguments)
     _check(options)
     if options.seed is not None:
@@ -118,8 +126,8 @@ def _answer(result: LoadedResult, turns: list[dict[str, str]], line: str, option
     room = options.max_new_tokens if result.max_context is None else result.max_context - len(ids)
     if room < 1:
         raise UserError(
-            f"the conversation has {len(ids)} tokens; the model supports {result.max_context} with the answer. Start "
-            "again (/new), or shorten the prompt."
+            f"the conversation has {len(ids)} tokens; the model supports {result.max_context}, including the answer. "
+            "Start a new conversation (/new), or shorten the prompt."
         )
     shown, tokens = "", []
     for token in stream_tokens(
@@ -131,7 +139,7 @@ def _answer(result: LoadedResult, turns: list[dict[str, str]], line: str, option
     ):
         tokens.append(token)
         text = result.tokenizer.decode(tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character is still to come
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # otherwise the character continues in the next token
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print(flush=True)

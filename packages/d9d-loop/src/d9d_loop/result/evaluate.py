@@ -64,7 +64,7 @@ def score_texts(result: LoadedResult, texts: Iterable[str], *, length: int) -> T
         num_tokens += len(labels_L)
         num_bytes += len(result.tokenizer.decode(ids[1:]).encode())
     if not num_tokens:
-        raise UserError("the texts have less than two tokens each; expected at least one token to predict.")
+        raise UserError("every text has fewer than two tokens; expected at least one token to predict.")
     bits = loss / math.log(2) / max(num_bytes, 1)
     return TextScore(loss / num_tokens, num_right / num_tokens, bits, int(num_tokens))
 
@@ -87,11 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
     parser.add_argument("--data", type=Path, help="text file, .jsonl file of documents, or folder of .txt files")
-    parser.add_argument("--field", default="text", help="field of a .jsonl line that holds text; default: %(default)s")
+    parser.add_argument(
+        "--field", default="text", help="field of a .jsonl line that contains the text; default: %(default)s"
+    )
     parser.add_argument("--length", type=int, default=1024, help="predicted tokens per window; default: %(default)s")
     parser.add_argument("--limit", type=int, help="number of documents, or of examples per task; default: all")
     parser.add_argument("--tasks", help="tasks of lm-eval, separated by commas")
-    parser.add_argument("--device", help="device of the model; default: the accelerator, or else the CPU")
+    parser.add_argument("--device", help="device of the model; default: the accelerator, if there is one, else the CPU")
     options = parser.parse_args(arguments)
     if (options.data is None) == (options.tasks is None):
         raise UserError("expected either --data (a text or .jsonl file) or --tasks (of lm-eval), not both.")
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     texts = list(islice(TextFiles([options.data], field=options.field), options.limit))
     if not texts:
-        raise UserError(f"{options.data} holds no text; expected at least one document.")
+        raise UserError(f"{options.data} contains no text; expected at least one document.")
     result = load_result(options.path, device=device)
     length = min(options.length, result.max_context or options.length)
     score = score_texts(result, texts, length=length)

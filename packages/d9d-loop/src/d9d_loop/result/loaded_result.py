@@ -86,7 +86,7 @@ def find_export(path: Path) -> Path:
             return folder
     if (path / "adapter_config.json").is_file():
         raise UserError(
-            f"{path} holds adapters without their base model; expected a whole model. Merge them "
+            f"{path} contains adapters without their base model; expected a whole model. Merge them "
             "(d9d_peft.load_adapters, then merge_) and export the model."
         )
     if not path.is_dir():
@@ -110,7 +110,7 @@ def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, An
             return ByteTokenizer(), None, [NUM_BYTES]
         raise UserError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}), and its vocabulary of {vocab_size} tokens is "
-            "not that of bytes; expected the files of a tokenizer. Copy them from the base model into the folder."
+            "not the byte vocabulary; expected tokenizer files. Copy them from the base model into the folder."
         )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

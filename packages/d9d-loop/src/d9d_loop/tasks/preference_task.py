@@ -61,7 +61,7 @@ class PreferenceTask(PackedTask):
     def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
         """Add the margins of a microbatch. Issues the collectives of the margins."""
         arguments = score_arguments(outputs, batch)
-        del arguments["auxiliary_losses_BL"]  # no part of a margin
+        del arguments["auxiliary_losses_BL"]  # the margins do not include the auxiliary losses
         with torch.no_grad():
             margins_BP, is_pair_BP = self._loss.margins(**arguments)
         mesh = mesh_of(batch)

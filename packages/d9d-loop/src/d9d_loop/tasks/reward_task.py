@@ -39,7 +39,8 @@ class RewardTask(PackedTask):
         expected = batch["input_ids"].shape
         if outputs.shape not in {expected, (*expected, 1)}:
             raise UserError(
-                f"the model returned {tuple(outputs.shape)}; expected a score for each position, {tuple(expected)}."
+                f"the model returned scores of shape {tuple(outputs.shape)}; expected {tuple(expected)}, one score "
+                "for each position."
             )
         return self._loss(
             outputs.view(expected),

@@ -109,7 +109,7 @@ class AimTrackerConfig(ExtraTrackerConfig):
 
     Attributes:
         repository: Folder of the repository, relative to the run folder, or the address of a server
-            (`aim://host:port`). By default all runs of a folder are in one repository there.
+            (`aim://host:port`). By default, the parent folder of the run folders has one repository for all runs.
         name: Display name of the run; the name of the run folder if null.
     """
 

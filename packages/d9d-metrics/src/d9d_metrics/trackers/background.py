@@ -18,7 +18,7 @@ from d9d_metrics.trackers.values import Tracked, from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _CAPACITY = 10_000  # entries
-_FLUSH_EVERY = 1000  # entries between two forced flushes of the tracker; a flush allows the spool to be truncated
+_FLUSH_EVERY = 1000  # entries between forced flushes of the tracker; after a flush, the spool can be truncated
 _NOT_DURABLE = "not_durable"  # key of the values in the checkpoint's state
 _FORGET_NOTHING = 2**53
 
@@ -86,7 +86,7 @@ class BackgroundTracker:
             return
         state = dict(state)
         from_checkpoint = _decoded(state.pop(_NOT_DURABLE, []))
-        # The tracker may already have some of the checkpoint's values. It forgets these, and all are logged again.
+        # The tracker may already have some of the checkpoint's values. Delete these, and log all of them again.
         first = min((values.step for values in from_checkpoint), default=step + 1)
         self._outbox.forget_after(first - 1)
         self._state, self._step, self._is_resumed = state or self._state, first - 1, True

@@ -36,7 +36,7 @@ class Histogram:
         flat = values.detach().reshape(-1).double().cpu()
         flat = flat[flat.isfinite()]
         low, high = (flat.min().item(), flat.max().item()) if flat.numel() > 0 else (0.0, 0.0)
-        # Equal values get an interval of width 1 around them, because bins need a width.
+        # If all values are equal, use an interval of width 1 around them, because bins need a width above 0.
         low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
         return Histogram(low, high, tuple(flat.histc(num_bins, low, high).tolist()))
 

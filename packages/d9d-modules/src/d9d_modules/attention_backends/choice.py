@@ -27,7 +27,7 @@ ATTENTION_VARIABLE = "D9D_ATTENTION"
 
 def default_attention_backends() -> tuple[AttentionBackend, ...]:
     """Return all backends of this package in the order of preference of `choose_attention_backend`."""
-    # FlexAttention is after the eager backend: on the CPU it is the slowest.
+    # FlexAttention comes after the eager backend, because it is slower on CPUs.
     return Flash4Backend(), Flash2Backend(), SdpaBackend(), EagerBackend(), FlexBackend(), VarlenBackend()
 
 

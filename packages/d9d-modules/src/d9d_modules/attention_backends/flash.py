@@ -107,7 +107,7 @@ class VarlenBackend(KernelBackend):
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`."""
         attend: Any = import_module("torch.nn.attention.varlen").varlen_attn
-        # Before torch 2.12, the function has no such argument and groups heads always.
+        # Before torch 2.12, the function has no argument enable_gqa and always groups heads.
         grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
         options, documents_BS = features["options"], features["documents_BS"]
         unlimited = (-1, 0 if options.is_causal else -1)

@@ -188,7 +188,7 @@ def _is_compiled_for(device: torch.device) -> bool:
 
 
 def _kernel(device: torch.device) -> Callable[..., tuple[Tensor, Any]]:
-    # Inside a compiled region the outer torch.compile compiles it.
+    # Inside a compiled region, the outer torch.compile compiles flex_attention.
     return _compiled() if _is_compiled_for(device) and not torch.compiler.is_compiling() else flex_attention
 
 

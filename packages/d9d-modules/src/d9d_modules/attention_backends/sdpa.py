@@ -55,7 +55,7 @@ class SdpaBackend:
             return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS=documents_BS, mask_BLS=mask_BLS)
         if documents_BS is None:
             return _one_document(q_BLHK, k_BSGK, v_BSGK, options)
-        # One query per row, as in generation: its mask is small, and one call serves all rows.
+        # With one query per row, as in generation, the mask is small, so use one call for all rows.
         is_by_document = q_BLHK.shape[1] > 1 and _is_host_readable(documents_BS)
         runs = document_runs(documents_BS) if is_by_document else None
         if runs is not None:

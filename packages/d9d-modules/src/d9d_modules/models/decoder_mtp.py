@@ -102,7 +102,7 @@ class DecoderWithMtp(HeadedDecoder):
             self.backbone.embedding = TokenEmbedding(
                 params.vocab_size, params.hidden_size, init_std=params.initializer_range
             )
-        # A second name, which declares to a pipeline that the first and the last stage share the embedding.
+        # A second name for the embedding declares to a pipeline that the first and the last stage share it.
         self.mtp_embedding = self.backbone.embedding if stage.is_last else None
         indices = range(params.num_layers, params.num_layers + num_mtp_layers) if stage.is_last else ()
         self.mtp = nn.ModuleList(MtpLayer(params, index) for index in indices)

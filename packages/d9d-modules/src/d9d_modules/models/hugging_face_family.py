@@ -216,7 +216,7 @@ class HuggingFaceFamily(Generic[P]):
             UserError: If `config.json` cannot represent the hyperparameters.
         """
         values = vars(params)
-        # Readers truncate head_dim * factor, so round the factor up.
+        # transformers truncates head_dim * factor, so round the factor up.
         is_partial = self.rotary_factor is not None
         factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0) if is_partial else None
         return {

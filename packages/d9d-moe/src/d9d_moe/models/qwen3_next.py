@@ -75,13 +75,13 @@ def _written_moe(params: Qwen35MoeParams) -> Mapping[str, JsonValue]:
     if params.dense_layers or not params.renormalize:
         raise UserError(
             f"dense_layers = {params.dense_layers}, renormalize = {params.renormalize}; a config.json of Qwen3.5 "
-            "cannot express them: expected no dense layers, and True."
+            "cannot express them: expected no dense layers, and renormalize = True."
         )
     return written_full_layers(params)
 
 
 _ENTRIES = (
-    # No layer of the released models is dense, and Qwen3.5 has no entry for it.
+    # The released models have no dense layers, and Qwen3.5's config.json has no `intermediate_size`.
     *(each for each in HYBRID_ENTRIES if each.field != "intermediate_size"),
     *expert_entries("num_experts"),
     hf.Entry("shared_intermediate_size", "shared_expert_intermediate_size", default=512),

@@ -80,7 +80,7 @@ class SparseParams(DecoderParams, ABC):
         """See `DecoderParams`; `layout` is the layout of the experts."""
         if self.is_dense(index):
             return super().feed_forward_from_hugging_face(index)
-        # The buffer of the router losses is not in the checkpoint.
+        # The Hugging Face checkpoint does not contain the buffer of the router losses.
         load = [keep("global_load")] if self.router_losses.follow_global_batch else []
         return parallel(self.moe_from_hugging_face(layout), *load)
 

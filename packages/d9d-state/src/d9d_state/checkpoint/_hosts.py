@@ -38,7 +38,7 @@ class Hosts:
         token, problem = folder / f".rank-{ctx.rank}-{nonce}", None
         try:
             _files.make_folder(folder)
-            folder.chmod(0o700)  # in /dev/shm, another user may have made a folder of this name: an error
+            folder.chmod(0o700)  # raises if another user owns a folder of this name in /dev/shm
             _files.write_file(token, [])
         except OSError as error:
             problem = f"{folder} is not writable: {describe(error)}"

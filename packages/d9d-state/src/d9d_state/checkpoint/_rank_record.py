@@ -79,5 +79,5 @@ def join(records: Iterable[RankRecord]) -> Manifest:
     try:
         joined.check()
     except ValueError as error:
-        raise StateError(f"the records of the ranks do not fit together: {error}") from error
+        raise StateError(f"the records of the ranks are inconsistent: {error}") from error
     return joined

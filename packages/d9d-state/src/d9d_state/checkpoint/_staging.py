@@ -10,7 +10,7 @@ from torch import Tensor
 
 from d9d_state.checkpoint.save_plan import Part, SavePlan, part_key
 
-_ALIGNMENT = 64  # bytes; every dtype can be viewed at such an offset, and copies are fastest
+_ALIGNMENT = 64  # bytes; every dtype can be viewed at a multiple of this offset, and such copies are fastest
 
 
 @final

@@ -188,7 +188,7 @@ class TierReader:
                     record = RankRecord.read(folder, path.name)
                     for name, file in record.share.files.items():
                         if (folder / name).stat().st_size != file.size:
-                            raise StateError(f"{name} has another size than its record says.")
+                            raise StateError(f"the size of {name} differs from its record.")
                     found.append((slot, record))
                 except (OSError, StateError) as reason:
                     _LOGGER.warning("skipping %s: %s", path, reason)

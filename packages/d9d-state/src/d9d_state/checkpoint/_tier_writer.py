@@ -113,7 +113,7 @@ class TierWriter:
             problem = f"step {save.step} could not be saved in {slot}: {describe(error)}"
         agree(problem, self._group, error=StateError, alone=self._group is None)
         self._next = 1 - self._next
-        for rank in images:  # the step before is no longer needed; its slot is overwritten by the next save
+        for rank in images:  # the previous step is no longer needed; the next save overwrites its slot
             _files.remove_file(self._folder / SLOTS[self._next] / record_name(rank))
 
     def _prepare(self, slot: Path, plan: SavePlan) -> dict[int, Tensor]:

@@ -100,7 +100,7 @@ class LocalTier:
                 kept = None if self._open is None else self._open.found
                 writer.overwrite(self._reader(ctx, group).forget_other_steps(kept, since=self._resumed_from))
             copies, wait_copied = self._staging.copy(local_parts(tensors, plan, rank), plan, rank)
-        except Exception as error:  # any error: the other ranks learn it in the background
+        except Exception as error:  # any error: the background save reports it to the other ranks
             problem = f"step {step} could not be copied to host memory: {describe(error)}"
         self._is_settled = problem is None
         save = TierSave(f"{self._life}-{step}", run_id, step, mesh_shape(ctx), plan, *texts)
@@ -173,9 +173,9 @@ class LocalTier:
             if self.replicas >= len(self._hosts):
                 found = f"{len(self._hosts)} host" + ("s" if len(self._hosts) > 1 else "")
                 raise UserError(
-                    f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job see one such folder "
-                    f"on each of {found}; expected more hosts than replicas. Set replicas to {len(self._hosts) - 1}, "
-                    "or use a folder that hosts do not share."
+                    f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job see such a folder on "
+                    f"{found} only; expected more hosts than replicas. Set replicas to {len(self._hosts) - 1}, or use "
+                    "a folder that hosts do not share."
                 )
         return group
 

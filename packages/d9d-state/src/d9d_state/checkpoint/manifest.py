@@ -139,7 +139,7 @@ class Manifest:
         body.pop("sha256", None)
         if body.get("format") != _FORMAT or with_digest(body) != data:
             raise ValueError("its content does not match its digest.")
-        _check_version(body.get("version"))  # after the digest: a damaged number is no version
+        _check_version(body.get("version"))  # only after the digest matches: otherwise the version may be damaged
         manifest = cls.of_body(body)
         manifest.check()
         return manifest
@@ -153,7 +153,7 @@ class Manifest:
         _keys(body, "format", "version", "digests", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
         if body["digests"] != ALGORITHM:
             name = str(body["digests"])[:20]
-            raise VersionError(f"its digests are {name}; this d9d-state reads {ALGORITHM}. Install a newer one.")
+            raise VersionError(f"its digests are {name}; this d9d-state reads {ALGORITHM}. Install a newer d9d-state.")
         return cls(
             run_id=_text(body["run_id"]),
             step=_count(body["step"]),
@@ -211,7 +211,7 @@ def _check_version(version: JsonValue) -> None:
         raise TypeError(f"got the format version {str(version)[:20]!r}; expected an integer.")
     if version == _VERSION:
         return
-    advice = "Install a newer one" if version > _VERSION else "Load it with the d9d-state version that saved it"
+    advice = "Install a newer d9d-state" if version > _VERSION else "Load it with the d9d-state version that saved it"
     raise VersionError(f"it has format version {version}; this d9d-state reads version {_VERSION}. {advice}.")
 
 
@@ -289,5 +289,5 @@ def _count(value: JsonValue) -> int:
 
 def _metric(value: JsonValue) -> float | None:
     if value is not None and (not isinstance(value, float) or not math.isfinite(value)):
-        raise TypeError(f"got the metric {value!r}; expected a number or null.")
+        raise TypeError(f"got metric = {value!r}; expected a finite float or null.")
     return value

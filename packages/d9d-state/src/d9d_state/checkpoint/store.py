@@ -346,7 +346,7 @@ class CheckpointStore:
                 try:
                     self._join()
                 finally:
-                    if self._background.is_busy:  # the wait was interrupted; the interpreter waits at exit
+                    if self._background.is_busy:  # the wait was interrupted; the interpreter waits for the save at exit
                         lock.keep()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:

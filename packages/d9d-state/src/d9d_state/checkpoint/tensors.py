@@ -104,7 +104,7 @@ def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: 
         raise UserError(
             f"{info.root} is a checkpoint of a different model:\n"
             + "\n".join(lines)
-            + "\nUse the configuration that it was saved with, or another run folder."
+            + "\nUse the configuration of the run that saved it, or another run folder."
         )
 
 

@@ -15,7 +15,7 @@ def deal(
     the optimum (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
     """
     if not 0 <= index < num_shards:
-        raise ValueError(f"got shard {index} of {num_shards}; expected 0 <= index < num_shards.")
+        raise ValueError(f"got index = {index}, num_shards = {num_shards}; expected 0 <= index < num_shards.")
     weights = [_weight(component, num_bytes) for component in components]
     loads = [(0, 0, worker) for worker in range(num_shards)]
     mine: list[int] = []

@@ -185,6 +185,6 @@ def split(src: str, dsts: Sequence[str], sizes: Sequence[int], *, dim: int = 0) 
 
 def _refuse_sizes(sizes: Sequence[int], count: int, *, what: str) -> None:
     if len(sizes) != count:
-        raise ValueError(f"{what} got {len(sizes)} sizes for {count} tensors; expected one size each.")
+        raise ValueError(f"{what} got {len(sizes)} sizes for {count} tensors; expected one size for each tensor.")
     if any(size < 0 for size in sizes):
         raise ValueError(f"{what} got sizes {list(sizes)}; expected sizes of 0 or more.")

@@ -153,7 +153,7 @@ def _boxes(start: int, stop: int, factors: tuple[int, ...]) -> Iterator[list[_Ra
         yield []
         return
     inner = prod(factors[1:])
-    first, last = -(-start // inner), stop // inner  # the whole rows
+    first, last = -(-start // inner), stop // inner  # first and last whole row
     if first > last:
         row = last
         yield from ([(row, 1), *rest] for rest in _boxes(start - row * inner, stop - row * inner, factors[1:]))

@@ -230,7 +230,9 @@ def named_wires(names: Iterable[str], first: int, *, what: str) -> dict[str, int
 def refuse_duplicates(names: Collection[str], *, what: str) -> None:
     """Raise a `ValueError` that lists the names, if there are any."""
     if names:
-        raise ValueError(f"{what} more than once: {', '.join(dict.fromkeys(names))}. Each name may be {what} once.")
+        raise ValueError(
+            f"{what} more than once: {', '.join(dict.fromkeys(names))}. Each name may be {what} only once."
+        )
 
 
 def checked(mapper: StateMapper) -> StateMapper:
