@@ -254,7 +254,7 @@ class _Row:
             "run": {"folder": folder},
             "trackers": (),
             "logging": {"every": 3, "progress": False},  # metrics accumulate between two reports, also across a resume
-            "resilience": {"health": off, "watchdog": off, "bad_steps": {"non_finite": "rewind"}},
+            "resilience": {"health": off, "watchdog": off, "bad_steps": {"non_finite": "roll_back"}},
             "host": {
                 "collect_garbage_every": None
             },  # its first collection of all objects would take longer than the job
@@ -294,7 +294,7 @@ def _run(row: _Row, folder: Path, *, sleeps: bool = False, goes_back: bool = Fal
     trainer.events.on(StepDone, on_step)
     trainer.events.on(BadStepFound, lambda found: decisions.append((found.step, found.decision)))
     trainer.train()
-    assert decisions == ([(4, "rewind")] if goes_back else [])
+    assert decisions == ([(4, "roll_back")] if goes_back else [])
     store = CheckpointStore(folder / "run" / "checkpoints")
     info = store.newest()
     assert info is not None

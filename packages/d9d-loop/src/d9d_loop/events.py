@@ -149,7 +149,7 @@ class BadStepFound(Event):
 
     Attributes:
         kind: `non-finite`, `no weight` or `spike`.
-        decision: Action of all ranks: `report`, `skip`, `rewind` (roll back to a checkpoint) or `stop`.
+        decision: Action of all ranks: `report`, `skip`, `roll_back` (roll back to a checkpoint) or `stop`.
         why: Message about the step, with the first non-finite tensor if one was found.
     """
 

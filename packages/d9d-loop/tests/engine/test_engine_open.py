@@ -133,7 +133,7 @@ def test_bad_steps_are_skipped_and_then_stop_the_engine(tmp_path: Path) -> None:
         assert all(map(torch.equal, values(engine), before))
 
 
-def test_an_engine_does_not_rewind(tmp_path: Path) -> None:
-    refused = pytest.raises(UserError, match=r'bad_steps\.spike = "rewind", but an engine cannot repeat')
-    with refused, opened(tmp_path, bad_steps={"spike": "rewind"}):
+def test_an_engine_does_not_roll_back(tmp_path: Path) -> None:
+    refused = pytest.raises(UserError, match=r'bad_steps\.spike = "roll_back", but an engine cannot repeat')
+    with refused, opened(tmp_path, bad_steps={"spike": "roll_back"}):
         pass

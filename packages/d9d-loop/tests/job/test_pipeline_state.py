@@ -96,7 +96,7 @@ def _train(folder: Path, mesh: dict[str, int], run: Run) -> Trace:
         "trackers": (),
         "logging": {"progress": False},
         "export": False,
-        "resilience": {"health": {"enabled": False}, "bad_steps": {"non_finite": "rewind"}},
+        "resilience": {"health": {"enabled": False}, "bad_steps": {"non_finite": "roll_back"}},
     }
     trainer = Trainer(
         TrainerConfig.model_validate({**values, **changed}),

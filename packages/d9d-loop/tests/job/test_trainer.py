@@ -633,8 +633,8 @@ def test_a_bad_step_stops_or_rolls_back_the_job_as_configured(tmp_path: Path) ->
     stop = _explode(str(tmp_path / "stop"), 1, "stop")
     assert [(step, decision) for step, decision, _ in stop] == [(2, "stop"), (0, "raised")]
     assert "the policy is stop." in stop[1][2]
-    back = _explode(str(tmp_path / "back"), 1, "rewind")
-    assert [(step, decision) for step, decision, _ in back] == [(2, "rewind"), (2, "stop"), (0, "raised")]
+    back = _explode(str(tmp_path / "back"), 1, "roll_back")
+    assert [(step, decision) for step, decision, _ in back] == [(2, "roll_back"), (2, "stop"), (0, "raised")]
     assert "it is non-finite again after a rollback" in back[2][2]
 
 
@@ -660,7 +660,7 @@ def test_a_rollback_does_not_change_the_following_steps(tmp_path: Path) -> None:
             steps=5,
             data={"shuffle": False},
             checkpoint={"every": 1},
-            resilience={"bad_steps": {"non_finite": "rewind"}},
+            resilience={"bad_steps": {"non_finite": "roll_back"}},
             logging={"every": 1, "progress": False},
         )
         task = _ExplodesFirst(times)
@@ -677,7 +677,7 @@ def test_failure_after_a_rollback_is_at_the_step_of_the_checkpoint(tmp_path: Pat
         steps=5,
         data={"shuffle": False},
         checkpoint={"every": 1},
-        resilience={"bad_steps": {"non_finite": "rewind"}},
+        resilience={"bad_steps": {"non_finite": "roll_back"}},
     )
     trainer = Trainer(config, model=lambda stage: _Net(), data=_numbered(), task=_ExplodesFirst(2))
     started: list[int] = []

@@ -160,10 +160,10 @@ def test_the_policy_stop_leaves_the_parameters(ctx: DistributedContext) -> None:
 
 def test_a_step_is_rolled_back_once(ctx: DistributedContext) -> None:
     model = _model()
-    guard = StepGuard(_foreach(model), config=BadStepConfig(non_finite="rewind"), ctx=ctx)
+    guard = StepGuard(_foreach(model), config=BadStepConfig(non_finite="roll_back"), ctx=ctx)
     verdicts, _ = _go_on(guard, model, [1.0, 1.0, _NAN])
     assert verdicts[-1] is not None
-    assert verdicts[-1].decision == "rewind"
+    assert verdicts[-1].decision == "roll_back"
     guard.on_rollback()
     verdicts, _ = _go_on(guard, model, [1.0, _NAN], first=2)
     assert verdicts[-1] is not None
@@ -172,8 +172,8 @@ def test_a_step_is_rolled_back_once(ctx: DistributedContext) -> None:
 
 
 def test_the_number_of_rollbacks_is_limited(ctx: DistributedContext) -> None:
-    _, verdicts, _ = _steps([_NAN, _NAN, _NAN], ctx, non_finite="rewind", max_rollbacks=2)
-    assert _decisions(verdicts) == ["rewind", "rewind", "stop"]
+    _, verdicts, _ = _steps([_NAN, _NAN, _NAN], ctx, non_finite="roll_back", max_rollbacks=2)
+    assert _decisions(verdicts) == ["roll_back", "roll_back", "stop"]
 
 
 def test_a_spike_is_skipped(build: Build, ctx: DistributedContext) -> None:
@@ -196,10 +196,10 @@ def test_a_spike_is_reported_by_default_and_may_be_ignored(ctx: DistributedConte
 
 def test_after_a_rollback_the_spike_and_the_step_before_are_skipped(ctx: DistributedContext) -> None:
     model = _model()
-    guard = StepGuard(_foreach(model), config=BadStepConfig(spike="rewind", spike_after=4), ctx=ctx)
+    guard = StepGuard(_foreach(model), config=BadStepConfig(spike="roll_back", spike_after=4), ctx=ctx)
     verdicts, _ = _go_on(guard, model, [*_CALM, 9.0])
     assert verdicts[-1] is not None
-    assert verdicts[-1].decision == "rewind"
+    assert verdicts[-1].decision == "roll_back"
     guard.on_rollback()
     verdicts, moved = _go_on(guard, model, [*_CALM[2:], 9.0, 1.0], first=3)
     assert moved == [True, True, False, False, True]

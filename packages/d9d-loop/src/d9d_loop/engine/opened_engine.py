@@ -115,8 +115,8 @@ def _plan(config: EngineConfig, provider: ModelProvider, task: BatchTask, schedu
 
 def _check_bad_steps(config: EngineConfig) -> None:
     for key in ("non_finite", "spike"):
-        if getattr(config.bad_steps, key) == "rewind":
+        if getattr(config.bad_steps, key) == "roll_back":
             raise UserError(
-                f'bad_steps.{key} = "rewind", but an engine cannot repeat the steps of its caller; expected another '
+                f'bad_steps.{key} = "roll_back", but an engine cannot repeat the steps of its caller; expected another '
                 f'action. Use "stop", catch BadStepError, and call engine.load().'
             )

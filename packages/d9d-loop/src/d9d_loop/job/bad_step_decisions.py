@@ -24,7 +24,7 @@ def apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: 
         job.reports.progress.line(why)
         if bad.decision == "stop":
             raise BadStepError(why)
-        if bad.decision == "rewind":
+        if bad.decision == "roll_back":
             _roll_back(job)
             return True
     return False

@@ -21,7 +21,7 @@ from d9d_loop.optimizers.gate import counts_steps, gated, takes_gate, uncount_st
 from d9d_loop.resilience.loss_window import LossWindow
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
-Decision = Literal["report", "skip", "rewind", "stop"]
+Decision = Literal["report", "skip", "roll_back", "stop"]
 Kind = Literal["non-finite", "no weight", "spike"]
 
 
@@ -30,7 +30,7 @@ class BadStep:
     """Bad step, and the joint decision of all ranks.
 
     Attributes:
-        decision: `report`: the update was applied. `skip`: the update was skipped. `rewind`: the caller must roll back
+        decision: `report`: the update was applied. `skip`: the update was skipped. `roll_back`: the caller must roll back
             to the last checkpoint and call `StepGuard.on_rollback`. `stop`: the caller must stop the job.
         why: Message that describes the step and the decision.
     """
@@ -146,12 +146,12 @@ class StepGuard:
 
     @property
     def _skips_spikes(self) -> bool:
-        return self._config.spike in {"skip", "rewind", "stop"}
+        return self._config.spike in {"skip", "roll_back", "stop"}
 
     def poll(self, *, settle: bool = False) -> BadStep | None:
         """Return the next bad step that was not returned yet, or `None`. Equal on every rank.
 
-        Call it after every `step`, until it returns `None` or a step with the decision `rewind` or `stop`. On a CPU it
+        Call it after every `step`, until it returns `None` or a step with the decision `roll_back` or `stop`. On a CPU it
         covers all steps so far; on an accelerator, all but the latest.
 
         Args:
@@ -220,7 +220,7 @@ class StepGuard:
         wish = {"non-finite": config.non_finite, "no weight": "skip", "spike": config.spike}[kind]
         if wish == "stop":
             return "stop", "the policy is stop."
-        if wish == "rewind":
+        if wish == "roll_back":
             return self._roll_back(step, kind)
         if wish in {"report", "ignore"}:
             self.has_applied = True
@@ -239,7 +239,7 @@ class StepGuard:
         self._rolled_back_from.add(step)
         if kind == "spike":
             self._skipped_on_replay |= set(range(step - self._config.spike_skip_before, step + 1))
-        return "rewind", "the job rolls back to its last checkpoint."
+        return "roll_back", "the job rolls back to its last checkpoint."
 
 
 @dataclass(frozen=True, slots=True)

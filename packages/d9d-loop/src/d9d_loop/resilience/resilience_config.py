@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from d9d_dist import Timeouts, UserError
 from d9d_loop.config.section import Section
 
-BadStepAction = Literal["skip", "rewind", "stop"]
+BadStepAction = Literal["skip", "roll_back", "stop"]
 
 
 class HealthConfig(Section):
@@ -82,12 +82,12 @@ class BadStepConfig(Section):
 
     non_finite: BadStepAction = Field(
         default="skip",
-        description="Reaction to a non-finite loss or gradient: skip the update, rewind (roll back to the last "
-        "checkpoint), or stop.",
+        description="Reaction to a non-finite loss or gradient: skip the update, roll back to the last "
+        "checkpoint, or stop.",
     )
     spike: BadStepAction | Literal["report", "ignore"] = Field(
         default="report",
-        description="Reaction to a loss spike: skip, rewind or stop as in `non_finite`, or report it, or ignore it.",
+        description="Reaction to a loss spike: skip, roll back or stop as in `non_finite`, or report it, or ignore it.",
     )
     max_in_a_row: PositiveInt = Field(default=5, description="Number of consecutive skipped steps that stops the job.")
     max_rollbacks: PositiveInt = Field(
