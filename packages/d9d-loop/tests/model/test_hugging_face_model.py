@@ -401,7 +401,7 @@ def _refusal(folder: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None)
             "llama",
             {"tensor_parallel": 2},
             None,
-            'mesh.tensor_parallel = 2, and hugging_face_model has no tp_plan; expected 1. Set tp_plan="auto" to split',
+            'mesh.tensor_parallel = 2, and hugging_face_model has no tp_plan; expected 1. Set tp_plan="auto" to shard',
         ),
         (
             "bert",

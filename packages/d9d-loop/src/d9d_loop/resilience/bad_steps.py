@@ -30,8 +30,8 @@ class BadStep:
     """Bad step, and the joint decision of all ranks.
 
     Attributes:
-        decision: `report`: the update was applied. `skip`: the update was skipped. `roll_back`: the caller must roll back
-            to the last checkpoint and call `StepGuard.on_rollback`. `stop`: the caller must stop the job.
+        decision: `report`: the update was applied. `skip`: the update was skipped. `roll_back`: the caller must roll
+            back to the last checkpoint and call `StepGuard.on_rollback`. `stop`: the caller must stop the job.
         why: Message that describes the step and the decision.
     """
 
@@ -151,8 +151,8 @@ class StepGuard:
     def poll(self, *, settle: bool = False) -> BadStep | None:
         """Return the next bad step that was not returned yet, or `None`. Equal on every rank.
 
-        Call it after every `step`, until it returns `None` or a step with the decision `roll_back` or `stop`. On a CPU it
-        covers all steps so far; on an accelerator, all but the latest.
+        Call it after every `step`, until it returns `None` or a step with the decision `roll_back` or `stop`. On a CPU
+        it covers all steps so far; on an accelerator, all but the latest.
 
         Args:
             settle: If True, synchronize with the device and cover the latest step too: before a save, and at the end.
