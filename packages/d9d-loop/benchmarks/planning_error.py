@@ -12,6 +12,7 @@ No row of HELD_OUT is fitted. Memory has no fitted constant: its interval covers
 """
 
 import argparse
+import gc
 import json
 import random
 from collections import defaultdict
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--shipped", action="store_true", help="predict with the constants of the hardware files")
     parser.add_argument("--fit", action="store_true", help="print constants for the hardware files")
     options = parser.parse_args()
+    gc.freeze()  # imported modules are large
     groups: dict[str, list[Measured]] = defaultdict(list)
     for row in read(options.file):
         groups[row.group].append(row)

@@ -54,7 +54,15 @@ class PassTime:
         return self.matmul + self.attention + self.pointwise + self.tensor + self.expert + self.context
 
     def __add__(self, other: "PassTime") -> "PassTime":
-        return PassTime(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        return PassTime(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.pointwise + other.pointwise,
+            self.tensor + other.tensor,
+            self.expert + other.expert,
+            self.context + other.context,
+            self.operators + other.operators,
+        )
 
     def times(self, factor: float) -> "PassTime":
         """Return a multiple."""
