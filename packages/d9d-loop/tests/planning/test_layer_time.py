@@ -119,8 +119,9 @@ def test_experts_of_tensor_parallel_ranks_share_the_tokens() -> None:
     layout = PlanLayout(length=2**18, pointwise="fused")
     gap = HARDWARE.device.kernel_seconds * 9
     one = layer_time(shape, layout, HARDWARE, sparse=True).forward.matmul - gap
-    for traits in ({}, {"splits_shared_experts": True}, {"ep": 4}):
-        four = layer_time(shape, replace(layout, tp=4, **traits), HARDWARE, sparse=True).forward.matmul - gap
+    split = replace(layout, tp=4)
+    for each in (split, replace(split, splits_shared_experts=True), replace(split, ep=4)):
+        four = layer_time(shape, each, HARDWARE, sparse=True).forward.matmul - gap
         assert one / four == pytest.approx(4, rel=0.05)
 
 
