@@ -142,3 +142,15 @@ def test_a_faster_attention_kernel_takes_less_time() -> None:
     )
     gap = HARDWARE.device.kernel_seconds
     assert one - gap == pytest.approx(2 * (two - gap))
+
+
+def test_each_tensor_parallel_rank_reads_a_whole_shared_expert() -> None:
+    """With few tokens, products take the time to read the weight: four times as many bytes as of a split one."""
+    layout = PlanLayout(tp=4, length=64)
+    without = layer_time(SPARSE, layout, HARDWARE, sparse=True).forward.matmul
+    shape = replace(SPARSE, shared_size=2**16)
+    whole, split = (
+        layer_time(shape, replace(layout, splits_shared_experts=each), HARDWARE, sparse=True).forward.matmul - without
+        for each in (False, True)
+    )
+    assert whole / split == pytest.approx(4, rel=0.15)
