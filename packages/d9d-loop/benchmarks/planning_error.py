@@ -5,12 +5,14 @@
 
 Each row is predicted with six constants that are fitted to at most 80 rows of the other folds of its group, or with
 --shared of each group on its hardware. --shared also prints the half width of the interval: of each group, 90 % of
-the held-out times lie within it. Beside each error is that of the naive model: model FLOPs x 4/3 with full
-recomputation, over the median rate of the group. With --shipped, each row is predicted with the constants of the
-hardware files. --fit prints these. No row of HELD_OUT is fitted.
+the held-out times lie within it. `covered` is the share within the interval of the hardware file, which is of folds by
+another seed. Beside each error is that of the naive model: model FLOPs x 4/3 with full recomputation, over the median
+rate of the group. With --shipped, each row is predicted with the constants of the hardware files. --fit prints these.
+No row of HELD_OUT is fitted. Memory has no fitted constant: its interval covers 90 % of the rows of each group.
 """
 
 import argparse
+import gc
 import json
 import random
 from collections import defaultdict
@@ -108,6 +110,8 @@ def summary(rows: Sequence[Measured], predicted: Sequence[float], width: float) 
     """Return MAPE and other figures of predictions, in percent."""
     pairs = [(p, row.seconds) for p, row in zip(predicted, rows, strict=True) if row.seconds is not None]
     errors = [p / t - 1 for p, t in pairs]
+    rate = naive_rate(rows)
+    naive = [_flops(row) / rate / row.seconds - 1 for row in rows if row.seconds is not None]
     ranked = [(a, b) for a, b in combinations(pairs, 2) if max(a[1], b[1]) > 1.1 * min(a[1], b[1])]
     right = fmean([(a[0] > b[0]) == (a[1] > b[1]) for a, b in ranked]) if ranked else 1.0
     return {
@@ -118,17 +122,20 @@ def summary(rows: Sequence[Measured], predicted: Sequence[float], width: float) 
         "max": round(100 * max(map(abs, errors)), 1),
         "covered": round(100 * fmean([abs(t / p - 1) <= width for p, t in pairs]), 1),
         "pairs_ranked": round(100 * right, 1),
+        "naive_mape": round(100 * fmean(map(abs, naive)), 2),
     }
 
 
 def interval_width(groups: Sequence[Sequence[tuple[Measured, float]]]) -> float:
     """Return the half width that covers 90 % of the times of each group, relative to the predictions."""
     return max(
-        sorted(abs(row.seconds / value - 1) for row, value in pairs if row.seconds is not None)[
-            ceil(0.9 * len(pairs)) - 1
-        ]
-        for pairs in groups
+        _half_width([row.seconds / value - 1 for row, value in pairs if row.seconds is not None]) for pairs in groups
     )
+
+
+def _half_width(errors: Sequence[float]) -> float:
+    """Return the half width that covers 90 % of errors relative to the predictions."""
+    return sorted(map(abs, errors))[ceil(0.9 * len(errors)) - 1]
 
 
 def cross_validated(groups: Sequence[Sequence[Measured]], folds: int, seed: int) -> list[tuple[Measured, float]]:
@@ -161,15 +168,20 @@ def _at_most(rows: Sequence[Measured], number: int, seed: int) -> Sequence[Measu
     return rows if len(rows) <= number else random.Random(seed).sample(rows, number)  # noqa: S311  (no cryptography)
 
 
-def memory_mape(rows: Sequence[Measured]) -> float | None:
-    """Return the mean absolute error of the peak memory of rows in percent, which has no fitted constant."""
-    errors = []
+def memory_summary(rows: Sequence[Measured]) -> dict[str, float]:
+    """Return the MAPE of the peak memory in percent, and the half width of its interval; nothing without such rows."""
+    ratios = []
     for row in rows:
         layout = row.tuned[0]
         found = max(memory_of(row.shape, layout, index).model for index in {0, layout.pp - 1})
         if row.memory is not None:
-            errors.append(abs(found / row.memory - 1))
-    return round(100 * fmean(errors), 2) if errors else None
+            ratios.append(row.memory / found)
+    if not ratios:
+        return {}
+    return {
+        "memory_mape": round(100 * fmean(abs(1 / each - 1) for each in ratios), 2),
+        "memory_interval": round(_half_width([each - 1 for each in ratios]), 3),
+    }
 
 
 def main() -> None:
@@ -183,6 +195,7 @@ def main() -> None:
     parser.add_argument("--shipped", action="store_true", help="predict with the constants of the hardware files")
     parser.add_argument("--fit", action="store_true", help="print constants for the hardware files")
     options = parser.parse_args()
+    gc.freeze()  # imported modules are large
     groups: dict[str, list[Measured]] = defaultdict(list)
     for row in read(options.file):
         groups[row.group].append(row)
@@ -205,16 +218,12 @@ def main() -> None:
         else:
             found = cross_validated(fitted, options.folds, options.seed)
         predicted = [[pair for pair in found if pair[0].group == name] for name in members]
-        width = interval_width([pairs for pairs in predicted if pairs]) if options.shared else hardware.relative_error
         for pairs in filter(None, predicted):
             rows, values = zip(*pairs, strict=True)
             entry = summary(rows, values, hardware.relative_error)
-            rate = naive_rate(rows)
-            entry["naive_mape"] = summary(rows, [_flops(row) / rate for row in rows], width)["mape"]
-            entry["memory_mape"] = memory_mape([row for row in groups[rows[0].group] if row.memory is not None])
-            result[rows[0].group] = entry
+            result[rows[0].group] = entry | memory_summary(groups[rows[0].group])
         if options.shared:
-            result[cluster] = {"interval": round(width, 3)}
+            result[cluster] = {"interval": round(interval_width([pairs for pairs in predicted if pairs]), 3)}
     print(json.dumps(result, indent=2))
 
 

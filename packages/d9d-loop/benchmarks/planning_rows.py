@@ -371,6 +371,7 @@ _BRIDGE_CLUSTERS = {
 def _bridge(row: Row) -> Measured | None:
     """Megatron-Bridge's recipes: no recomputation but of small modules, fused operators, gradients in bf16.
 
+    Experts are sharded as other parameters, and tensor parallelism splits the shared expert.
     Adapters (LoRA) and models with other layers than attention and feed-forward are not read.
     """
     if "LoRA" in row["model"]:
@@ -404,6 +405,8 @@ def _bridge(row: Row) -> Measured | None:
         overlaps_experts=is_new,
         captured=is_new,
         deduplicates_nodes=True,
+        shards_experts=False,
+        splits_shared_experts=True,
     )
     layout = _whole_stages(layout, shape)
     cluster = _BRIDGE_CLUSTERS[row["gpu"]]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from d9d_loop.planning import Hardware
-from d9d_loop.planning.collective_time import Span, collective_seconds
+from d9d_loop.planning import Hardware, hardware_names
+from d9d_loop.planning.collective_time import CollectiveName, Span, collective_seconds
 
 
 @pytest.fixture
@@ -31,6 +31,26 @@ def test_more_members_per_node_use_more_network_adapters(hardware: Hardware) -> 
 def test_small_all_reduces_over_many_nodes_use_a_tree(hardware: Hardware) -> None:
     seconds = collective_seconds(hardware, "all_reduce", 1e3, Span(4096, 1))
     assert seconds < 30 * hardware.network.latency
+
+
+@pytest.mark.parametrize("cluster", hardware_names())
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_two_nodes_never_beat_one(cluster: str, name: CollectiveName) -> None:
+    each = Hardware.load(cluster)
+    node = each.devices_per_node
+    for num_bytes in (1e3, 1e6, 1e9):
+        one, two = (collective_seconds(each, name, num_bytes, Span(size, node)) for size in (node, 2 * node))
+        assert two >= one
+
+
+@pytest.mark.parametrize("cluster", hardware_names())
+def test_an_all_reduce_is_at_least_a_scatter_and_a_gather_of_the_links(cluster: str) -> None:
+    """The links of a node send and receive nearly the whole buffer, whichever algorithm is chosen."""
+    each = Hardware.load(cluster)
+    node, rate = each.devices_per_node, each.links.bandwidth * each.fitted.link_efficiency
+    for num_nodes in (1, 2, 64):
+        seconds = collective_seconds(each, "all_reduce", 1e9, Span(num_nodes * node, node))
+        assert seconds >= 2 * (node - 1) / node * 1e9 / rate
 
 
 def test_skew_slows_an_all_to_all_down(hardware: Hardware) -> None:

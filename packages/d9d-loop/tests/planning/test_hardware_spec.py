@@ -1,5 +1,6 @@
 """Hardware descriptions: those of the package, files, and errors."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def test_an_invalid_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\n')
     with pytest.raises(UserError, match=r"mine\.toml is invalid"):
+        Hardware.load(str(path))
+
+
+@pytest.mark.parametrize("name", ["relative_error", "memory_error"])
+def test_an_interval_that_reaches_zero_is_refused(tmp_path: Path, name: str) -> None:
+    text = files("d9d_loop.planning").joinpath("hardware/a100-40-dgx.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{name} = 1.0\n" + text.replace("relative_error", "failures_per_device_day"))
+    with pytest.raises(UserError, match=rf"{name}\n  Input should be less than 1"):
         Hardware.load(str(path))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from d9d_loop.planning import Hardware
-from d9d_loop.planning.kernel_time import HALF_DEPTH, matmul_seconds
+from d9d_loop.planning.kernel_time import HALF_DEPTH, UNALIGNED, linear_seconds, matmul_seconds
 
 HARDWARE = Hardware.load("a100-80-dgx")
 
@@ -13,6 +13,16 @@ def test_a_product_of_full_waves_reaches_the_fraction_of_the_peak() -> None:
     rate = HARDWARE.device.peak_flops["bf16"] * HARDWARE.fitted.matmul_efficiency
     seconds = matmul_seconds(HARDWARE, m, n, k) - HARDWARE.device.kernel_seconds
     assert seconds == pytest.approx(2 * m * n * (k + HALF_DEPTH) / rate)
+
+
+def test_only_the_sizes_of_a_weight_align_rows() -> None:
+    """With 4095 tokens, the products are as fast as with 4096; with an odd output size, all three are slower."""
+    even, fewer, odd = (
+        linear_seconds(HARDWARE, tokens, outputs, 4096)
+        for tokens, outputs in ((4096, 4096), (4095, 4096), (4096, 4095))
+    )
+    assert fewer == pytest.approx(even, rel=1e-3)
+    assert odd == pytest.approx([each / UNALIGNED for each in even], rel=0.02)
 
 
 def test_a_small_product_uses_small_tiles() -> None:

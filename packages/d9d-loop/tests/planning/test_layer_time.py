@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from d9d_loop.planning import DecoderShape, Hardware, PlanLayout
+from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.layer_time import head_time, layer_time
 from d9d_loop.planning.overlap import CONTENTION
 
@@ -63,8 +64,65 @@ def test_tokens_cross_the_network_once_for_each_node() -> None:
         for traits in ({}, {"deduplicates_nodes": True}, {"deduplicates_nodes": True, "adjacent_experts": True})
     )
     assert rows > 2 * nodes > 2 * adjacent
-    hidden = layer_time(SPARSE, replace(LAYOUT, overlaps_experts=True), HARDWARE, sparse=True).forward.expert
-    assert hidden == pytest.approx(CONTENTION * rows)
+
+
+@pytest.mark.parametrize("length", [4096, 16])
+def test_overlapped_experts_hide_behind_the_computation_that_there_is(length: int) -> None:
+    """Transfers of long samples slow the computation down; those of few experts' small products exceed it."""
+    shape = SPARSE if length > 1000 else replace(SPARSE, num_heads=1, num_kv_heads=1, expert_size=64, top_k=64)
+    layout = replace(LAYOUT, length=length, groups_experts=True)
+    bare, hidden = (
+        layer_time(shape, replace(layout, overlaps_experts=each), HARDWARE, sparse=True) for each in (False, True)
+    )
+    computation = sum(each.matmul + each.attention + each.pointwise for each in (bare.forward, bare.backward))
+    seconds = 2 * bare.forward.expert
+    expected = max(CONTENTION * min(seconds, computation), seconds - computation)
+    assert hidden.forward.expert == hidden.backward.expert == pytest.approx(expected / 2)
+    assert hidden.forward.expert >= (seconds - computation) / 2
+
+
+def test_transfers_between_nodes_do_not_slow_experts_down() -> None:
+    alone = HARDWARE.model_copy(update={"devices_per_node": 1})
+    layout = replace(LAYOUT, length=16384, ep=2, overlaps_experts=True)
+    fast = alone.model_copy(update={"network": alone.network.model_copy(update={"bandwidth": 4e11})})
+    assert layer_time(SPARSE, layout, fast, sparse=True).forward.expert == 0
+
+
+@pytest.mark.parametrize("num_experts", [60, 64, 100, 128, 160, 384])
+def test_backward_products_of_experts_take_twice_the_forward_ones(num_experts: int) -> None:
+    """Rows per expert are fractions: they align nothing."""
+    shape = replace(SPARSE, num_experts=num_experts, top_k=6)
+    time = layer_time(shape, PlanLayout(length=2**20), HARDWARE, sparse=True)
+    assert time.backward.matmul / time.forward.matmul == pytest.approx(2, rel=0.05)
+
+
+def test_a_sparse_layer_gathers_for_attention_only() -> None:
+    """Router, experts and a whole shared expert process the tokens of the rank; a split shared expert gathers more."""
+    shape = replace(SPARSE, shared_size=1536)
+    layout = PlanLayout(tp=4, dp=4, pointwise="fused")
+    pair = sum(
+        collective_seconds(HARDWARE, name, 4096 * 2048 * 2, Span(4, 4)) for name in ("all_gather", "reduce_scatter")
+    )
+    for ep in (1, 8):
+        time = layer_time(shape, replace(layout, ep=ep), HARDWARE, sparse=True)
+        assert time.forward.tensor == pytest.approx(pair)
+        assert time.backward.tensor == pytest.approx(1.5 * pair)
+    split = replace(layout, splits_shared_experts=True)
+    assert layer_time(shape, split, HARDWARE, sparse=True).forward.tensor == pytest.approx(2 * pair)
+    assert layer_time(SPARSE, split, HARDWARE, sparse=True).forward.tensor == pytest.approx(pair)
+    assert layer_time(shape, layout, HARDWARE, sparse=False).forward.tensor == pytest.approx(2 * pair)
+
+
+def test_experts_of_tensor_parallel_ranks_share_the_tokens() -> None:
+    """FLOPs of a sparse layer are divided by the tensor-parallel degree, with experts sharded or not."""
+    shape = replace(SPARSE, shared_size=1536)
+    layout = PlanLayout(length=2**18, pointwise="fused")
+    gap = HARDWARE.device.kernel_seconds * 9
+    one = layer_time(shape, layout, HARDWARE, sparse=True).forward.matmul - gap
+    split = replace(layout, tp=4)
+    for each in (split, replace(split, splits_shared_experts=True), replace(split, ep=4)):
+        four = layer_time(shape, each, HARDWARE, sparse=True).forward.matmul - gap
+        assert one / four == pytest.approx(4, rel=0.05)
 
 
 def test_overlapped_tensor_parallelism_exposes_the_first_part_and_the_contention() -> None:
@@ -84,3 +142,15 @@ def test_a_faster_attention_kernel_takes_less_time() -> None:
     )
     gap = HARDWARE.device.kernel_seconds
     assert one - gap == pytest.approx(2 * (two - gap))
+
+
+def test_each_tensor_parallel_rank_reads_a_whole_shared_expert() -> None:
+    """With few tokens, products take the time to read the weight: four times as many bytes as of a split one."""
+    layout = PlanLayout(tp=4, length=64)
+    without = layer_time(SPARSE, layout, HARDWARE, sparse=True).forward.matmul
+    shape = replace(SPARSE, shared_size=2**16)
+    whole, split = (
+        layer_time(shape, replace(layout, splits_shared_experts=each), HARDWARE, sparse=True).forward.matmul - without
+        for each in (False, True)
+    )
+    assert whole / split == pytest.approx(4, rel=0.15)

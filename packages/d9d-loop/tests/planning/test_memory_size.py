@@ -7,6 +7,19 @@ import pytest
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
 from d9d_loop.planning.memory_size import activation_bytes_per_token
 
+SPARSE = DecoderShape(
+    vocab_size=1000,
+    hidden_size=256,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=32,
+    intermediate_size=512,
+    num_experts=32,
+    top_k=2,
+    expert_size=256,
+)
+
 
 def test_a_gpt_layer_needs_34_h_per_token() -> None:
     shape = DecoderShape.gpt(hidden_size=1024, num_layers=1, num_heads=8, vocab_size=100, length=64)
@@ -68,6 +81,23 @@ def test_gathered_logits_are_not_divided_by_the_tensor_parallel_degree() -> None
     layout = PlanLayout(tp=4, length=64, loss_bytes=8)
     assert memory_of(shape, layout, 0).loss == 64 * 100 * 8 / 4
     assert memory_of(shape, replace(layout, gathers_logits=True), 0).loss == 64 * 100 * (8 + 4 / 4)
+
+
+@pytest.mark.parametrize(("tp", "ep", "shard_ranks"), [(1, 1, 16), (1, 4, 4), (4, 1, 4), (4, 8, 1), (2, 32, 2)])
+def test_each_expert_weight_is_stored_once_in_a_job(tp: int, ep: int, shard_ranks: int) -> None:
+    """All ranks with the same experts shard them, whatever shards the other parameters."""
+    layout = PlanLayout(dp=16, tp=tp, ep=ep, shard_ranks=shard_ranks, length=64)
+    sparse, dense = (memory_of(each, layout, 0).parameters for each in (SPARSE, replace(SPARSE, expert_size=0)))
+    assert (sparse - dense) * layout.world_size == pytest.approx(8 * SPARSE.expert_parameters * 4)
+
+
+def test_experts_are_sharded_as_other_parameters_if_a_framework_does_so() -> None:
+    layout = PlanLayout(dp=16, ep=4, sharding="optimizer", shards_experts=False, length=64)
+    memory = memory_of(SPARSE, layout, 0)
+    experts = 8 * SPARSE.expert_parameters / 4
+    dense = SPARSE.num_parameters - 8 * SPARSE.expert_parameters - 17 * SPARSE.hidden_size  # norms are not counted
+    assert memory.parameters == pytest.approx(4 * (dense + experts))
+    assert memory.optimizer == pytest.approx(8 * (dense / 16 + experts / 4))
 
 
 def test_a_recomputed_layer_gathers_its_inputs() -> None:

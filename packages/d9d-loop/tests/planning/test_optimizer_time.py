@@ -14,7 +14,9 @@ HARDWARE = Hardware.load("a100-80-dgx")
         # fp32 weight and two moments, read and written; a gradient that is read three times and written once.
         (PlanLayout(), 6 * 4 + 4 * 4),
         # fp16 weight and gradient; fp32 master weight and two moments.
-        (PlanLayout(stored_weight_bytes=2, gradient_bytes=2, master_bytes=12), 2 * 2 + 4 * 2 + 6 * 4),
+        (PlanLayout(stored_weight_bytes=2, kept_gradient_bytes=2, master_bytes=12), 2 * 2 + 4 * 2 + 6 * 4),
+        # Gradients are reduced in bf16, and kept in fp32.
+        (PlanLayout(gradient_bytes=2), 6 * 4 + 4 * 4),
     ],
 )
 def test_bytes_of_a_parameter(layout: PlanLayout, num_bytes: int) -> None:

@@ -4,13 +4,37 @@ from dataclasses import replace
 
 import pytest
 
+from d9d_dist import MeshConfig
 from d9d_loop.planning import DecoderShape, Hardware, PlanLayout, step_time
 from d9d_loop.planning.layer_time import layer_time
-from d9d_loop.planning.step_model import PARTS, layers_of, stage_seconds
+from d9d_loop.planning.plan_layout import Sharding
+from d9d_loop.planning.step_model import PARTS, group_seconds, layers_of, parameter_groups, stage_seconds
 
 SHAPE = DecoderShape.gpt(hidden_size=6144, num_layers=48, num_heads=64, vocab_size=51200, length=2048)
 LAYOUT = PlanLayout(tp=8, pp=2, dp=4, num_microbatches=16, length=2048, recompute="full")
 HARDWARE = Hardware.load("a100-80-dgx")
+
+
+SPARSE = DecoderShape(
+    vocab_size=32000,
+    hidden_size=1024,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=4096,
+    num_experts=32,
+    top_k=2,
+    expert_size=4096,
+)
+FLAT = HARDWARE.model_copy(
+    update={
+        "devices_per_node": 1,
+        "network": HARDWARE.network.model_copy(update={"bandwidth": 1.0, "latency": 1e-30, "oversubscription": 1.0}),
+        "fitted": HARDWARE.fitted.model_copy(update={"network_efficiency": 1.0}),
+    }
+)
+"""Cluster whose collectives take as many seconds as a rank sends bytes."""
 
 
 def _with(**constants: float) -> Hardware:
@@ -120,22 +144,10 @@ def test_a_captured_graph_does_not_wait_for_the_host() -> None:
 
 def test_experts_of_all_ranks_are_neither_gathered_nor_reduced() -> None:
     """With as many expert-parallel as data-parallel ranks, no two ranks hold the same experts."""
-    shape = DecoderShape(
-        vocab_size=32000,
-        hidden_size=1024,
-        num_layers=8,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=4096,
-        num_experts=32,
-        top_k=2,
-        expert_size=4096,
-    )
-    dense = replace(shape, num_experts=0, expert_size=0, intermediate_size=1, top_k=0)
+    dense = replace(SPARSE, num_experts=0, expert_size=0, intermediate_size=1, top_k=0)
     for sharding in ("parameters", "optimizer"):
         layout = PlanLayout(dp=16, ep=16, length=1024, sharding=sharding, overlaps_gradients=False)
-        sparse = step_time(shape, layout, HARDWARE).data
+        sparse = step_time(SPARSE, layout, HARDWARE).data
         assert sparse == pytest.approx(step_time(dense, replace(layout, ep=1), HARDWARE).data, rel=0.02)
 
 
@@ -147,3 +159,100 @@ def test_shared_cores_overlap_nothing_and_sharding_costs_copies() -> None:
     exposed = step_time(SHAPE, layout, HARDWARE.model_copy(update={"device": device}))
     assert exposed.hidden == 0
     assert exposed.data == pytest.approx(hidden.data + hidden.hidden + 2 * 3 * 49 * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "cp", "tp", "ep"), [(8, 8, 1, 1, 8), (1, 8, 1, 8, 1), (1, 1, 1, 8, 2), (2, 2, 2, 2, 4)]
+)
+def test_experts_are_sharded_over_the_ranks_of_their_mesh(
+    replicate: int, shard: int, cp: int, tp: int, ep: int
+) -> None:
+    mesh = MeshConfig(
+        data_parallel_replicate=replicate,
+        data_parallel_shard=shard,
+        context_parallel_shard=cp,
+        tensor_parallel=tp,
+        expert_parallel=ep,
+    )
+    shards = shard * cp
+    layout = PlanLayout(
+        dp=replicate * shard,
+        cp=cp,
+        tp=tp,
+        ep=ep,
+        sharding="parameters" if shards > 1 else "replicated",
+        shard_ranks=shards,
+    )
+    dense, experts = parameter_groups(SPARSE, layout, 0)
+    domain = mesh.domains()["expert"]
+    assert (experts.ranks, experts.shards, experts.stride) == (domain["ep_replicate"], domain["ep_replicate"], ep)
+    assert experts.size * ep == SPARSE.num_layers * SPARSE.expert_parameters
+    assert (dense.ranks, dense.shards, dense.stride) == (replicate * shards, shards, tp)
+
+
+def test_replicas_reduce_the_shards_of_each_kind_of_parameters() -> None:
+    """64 ranks in 8 replicas of 8 shards; 8 ranks have the same experts, which they shard, or do not if HSDP does."""
+    layout = PlanLayout(dp=64, ep=8, shard_ranks=8)
+    for shards_experts in (True, False):
+        dense, experts = parameter_groups(SPARSE, replace(layout, shards_experts=shards_experts), 0)
+        gather, scatter, reduction = group_seconds(dense, layout, FLAT)
+        assert gather == pytest.approx(7 / 8 * 2 * dense.size)
+        assert scatter == pytest.approx(7 / 8 * 4 * dense.size)
+        assert reduction == pytest.approx(2 * 7 / 8 * 4 * dense.size / 8)
+        gather, scatter, reduction = group_seconds(experts, layout, FLAT)
+        if shards_experts:
+            assert (gather, scatter) == pytest.approx((7 / 8 * 2 * experts.size, 7 / 8 * 4 * experts.size))
+            assert reduction == 0
+        else:
+            assert (gather, scatter) == (0, 0)
+            assert reduction == pytest.approx(2 * 7 / 8 * 4 * experts.size)
+
+
+def test_sharding_in_part_moves_at_least_the_bytes_of_replicas() -> None:
+    """Scatter and reduction of 8 shards in 8 replicas send as much as one reduction of 64 ranks, within its ends."""
+    for shards_experts in (True, False):
+        layout = PlanLayout(dp=64, ep=8, shards_experts=shards_experts, overlaps_gradients=False)
+        replicated, hybrid, sharded = (
+            step_time(SPARSE, each, FLAT).data
+            for each in (
+                replace(layout, sharding="replicated"),
+                replace(layout, shard_ranks=8),
+                replace(layout, shard_ranks=64),
+            )
+        )
+        assert hybrid > 0.9 * replicated
+        assert sharded > 0.9 * replicated
+
+
+def test_tensor_parallel_ranks_gather_whole_experts() -> None:
+    """Without expert parallelism, 8 tensor-parallel ranks share 8 times the experts that expert parallelism leaves."""
+    one, eight = (
+        group_seconds(parameter_groups(SPARSE, layout, 0)[1], layout, FLAT)[0]
+        for layout in (PlanLayout(dp=8, tp=8, ep=8), PlanLayout(dp=8, tp=8))
+    )
+    assert eight == pytest.approx(8 * one, rel=0.13)
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+@pytest.mark.parametrize("sharding", ["replicated", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize(("pp", "m"), [(1, 1), (1, 4), (2, 8)])
+def test_exposed_and_hidden_transfers_are_the_whole(sharding: Sharding, pp: int, m: int, reduces: bool) -> None:
+    layout = PlanLayout(dp=16, pp=pp, num_microbatches=m, sharding=sharding, reduces_each_microbatch=reduces)
+    hidden, whole = (step_time(SPARSE, replace(layout, overlaps_gradients=each), HARDWARE) for each in (True, False))
+    assert whole.hidden == 0
+    assert 0 < hidden.data <= whole.data
+    assert hidden.data + hidden.hidden == pytest.approx(whole.data)
+
+
+def test_transfers_of_a_step_hide_behind_one_microbatch() -> None:
+    """A pipeline's stages gather and scatter once, so further microbatches hide nothing more."""
+    slow = HARDWARE.model_copy(update={"network": HARDWARE.network.model_copy(update={"bandwidth": 1e9})})
+    layout = PlanLayout(tp=8, dp=16, pp=2, num_microbatches=4, length=2048)
+    few, many = (step_time(SHAPE, replace(layout, num_microbatches=m), slow) for m in (4, 64))
+    assert few.data == pytest.approx(many.data)
+    assert few.data > 2 * few.hidden
+    gradients = step_time(SHAPE, replace(layout, sharding="gradients"), slow)
+    assert few.data == pytest.approx(gradients.data, rel=0.02)
+    alone = replace(layout, pp=1, dp=32)
+    once, each = (step_time(SHAPE, replace(alone, reduces_each_microbatch=each), slow) for each in (False, True))
+    assert each.data + each.hidden > once.data + once.hidden

@@ -3,19 +3,20 @@
 Group of n = g x q ranks: g in each of q nodes. S: bytes of the whole buffer on one rank.
 a, B: latency and effective bandwidth of the links in a node; A, C: of the network, for one device.
 
-    ring:          t = c (n - 1) / n S / min(B, g C) + c (g - 1) q a' + ...
-    tree:          t = 2 log2(q) A + 2 S / (g C)
+    ring:          t = c (n - 1)/n S / min(B, g C) + c (g - 1) q a + c (q - 1) A
+    tree:          t = 2 S / min(B, g C) + 2 (g - 1) a + 2 log2(q) A                      (all-reduce over nodes only)
     hierarchical:  t = c (g - 1)/g S / B + c (q - 1)/q S / (g C) + c (g - 1) a + c (q - 1) A
 
 with c = 1 for all-gather and reduce-scatter and c = 2 for all-reduce. A group's g members in a node use g network
-adapters. The library is assumed to choose the faster algorithm (NCCL's tuning does). If the group spans more nodes than
-a rail, C is divided by the oversubscription of the spine. Thakur, Rabenseifner and Gropp 2005,
-https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009, https://doi.org/10.1016/j.parco.2009.09.001.
+adapters. A tree has a chain in each node, so that links in a node carry the buffer up and down, too. The library is
+assumed to choose the faster algorithm (NCCL's tuning does). If the group spans more nodes than a rail, C is divided by
+the oversubscription of the spine. Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521; trees:
+Sanders, Speck and Traeff 2009, https://doi.org/10.1016/j.parco.2009.09.001.
 
-    all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S' / C) + (g - 1) a + (q - 1) A
+    all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S' / C) + ((g - 1) a + (q - 1) A) / 4
 
 with S' <= S if rows for several ranks of a node cross the network once, and s >= 1: rows that the busiest rank receives
-over the mean (routing skew).
+over the mean (routing skew). The sends to the other ranks are independent, and about four run at once.
 
     send:          t = a + S / B within a node, A + S / C between nodes
 """
@@ -25,6 +26,9 @@ from math import log2
 from typing import Literal
 
 from d9d_loop.planning.hardware_spec import Hardware
+
+CONCURRENT_SENDS = 4
+"""Sends of an all-to-all whose latencies overlap."""
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
@@ -81,15 +85,15 @@ def collective_seconds(
     if name == "all_to_all":
         remote = num_bytes if network_bytes is None else network_bytes
         within, across = (inside - 1) / size * num_bytes / link, (size - inside) / size * remote / network
-        return skew * max(within, across) + (inside - 1) * alpha / 4 + (nodes - 1) * latency / 4
+        return skew * max(within, across) + ((inside - 1) * alpha + (nodes - 1) * latency) / CONCURRENT_SENDS
     passes = 2 if name == "all_reduce" else 1
     if nodes == 1:
         return passes * ((size - 1) / size * num_bytes / link + (size - 1) * alpha)
     ring = passes * ((size - 1) / size * num_bytes / min(link, inside * network) + (nodes - 1) * latency)
-    ring += passes * (inside - 1) * nodes * alpha / 4
+    ring += passes * (inside - 1) * nodes * alpha
     steps = passes * ((inside - 1) * alpha + (nodes - 1) * latency)
     shares = passes * ((inside - 1) / inside / link + (nodes - 1) / nodes / (inside * network))
-    tree = 2 * log2(nodes) * latency + 2 * num_bytes / (inside * network) + passes * (inside - 1) * alpha
+    tree = 2 * (num_bytes / min(link, inside * network) + log2(nodes) * latency + (inside - 1) * alpha)
     return min(ring, steps + shares * num_bytes, *([tree] if name == "all_reduce" else []))
 
 

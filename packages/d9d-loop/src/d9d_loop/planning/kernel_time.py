@@ -4,11 +4,11 @@
     waves = ceil(batch ceil(m / a) ceil(n / b) / M),  r = i / (i + 20) / r(256 x 128),  i = a b / (a + b)
     t(pointwise) = bytes / (B f) + t0
 
-P: peak rate, FLOP/s, times 0.3 if n or k is odd: tensor cores need rows aligned to 16 bytes. B: memory bandwidth,
-bytes/s. e, f: fitted fractions. M: multiprocessors, each of which computes a tile in each wave. r: speed of a tile over
-that of the largest; small tiles fill the last wave better, but reuse the elements that they load less. The library is
-assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and 4).
-k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
+P: peak rate, FLOP/s, times 0.3 if the rows of an operand have an odd size: tensor cores need rows aligned to 16 bytes.
+B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors, each of which computes a tile in each wave.
+r: speed of a tile over that of the largest; small tiles fill the last wave better, but reuse the elements that they
+load less. The library is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide",
+sections 3 and 4). k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
 Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -20,7 +20,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 HALF_DEPTH = 96
 HALF_REUSE = 20
 UNALIGNED = 0.3
-"""Speed of a product with an odd size over that of an aligned one: 80 of 250 TFLOP/s on an A100."""
+"""Speed of a product with rows of an odd size over that of an aligned one: 80 of 250 TFLOP/s on an A100."""
 
 
 def _costs() -> tuple[tuple[int, int, float], ...]:
@@ -33,12 +33,35 @@ def _costs() -> tuple[tuple[int, int, float], ...]:
 _COSTS = _costs()
 
 
+def linear_seconds(
+    hardware: Hardware, tokens: float, outputs: float, inputs: float, *, batch: float = 1, dtype: str = "bf16"
+) -> tuple[float, float, float]:
+    """Return the times of the products of `batch` linear layers: forward, gradients of the inputs and of the weight.
+
+    Rows of all operands have the size of the inputs or of the outputs; the number of tokens aligns nothing.
+    """
+    aligned = not (outputs % 2 or inputs % 2)
+
+    def seconds(m: float, n: float, k: float) -> float:
+        return matmul_seconds(hardware, m, n, k, batch=batch, dtype=dtype, aligned=aligned)
+
+    return seconds(tokens, outputs, inputs), seconds(tokens, inputs, outputs), seconds(inputs, outputs, tokens)
+
+
 def matmul_seconds(
-    hardware: Hardware, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bf16", num_bytes: float = 2
+    hardware: Hardware,
+    m: float,
+    n: float,
+    k: float,
+    *,
+    batch: float = 1,
+    dtype: str = "bf16",
+    num_bytes: float = 2,
+    aligned: bool = True,
 ) -> float:
     """Return the time of `batch` products of m x k and k x n matrices with `num_bytes` per element."""
     device, fitted = hardware.device, hardware.fitted
-    rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * (UNALIGNED if n % 2 or k % 2 else 1.0)
+    rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * (1.0 if aligned else UNALIGNED)
     # Elements of the output that a multiprocessor computes one after another, at the speed of the largest tile.
     elements = min(ceil(batch * ceil(m / a) * ceil(n / b) / device.num_multiprocessors) * cost for a, b, cost in _COSTS)
     seconds = 2 * elements * (k + HALF_DEPTH) * device.num_multiprocessors / rate

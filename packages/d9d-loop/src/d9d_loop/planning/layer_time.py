@@ -6,6 +6,8 @@
 
 Tensor parallelism: two all-reduces of b s h per pass (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or with
 sequence parallelism an all-gather and a reduce-scatter each (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+A sparse layer has one of them, that of attention, and a second one if its shared expert is split: router and experts
+process the tokens of the rank.
 Bytes of fused pointwise kernels: counted per kernel below, in elements of 2 bytes, read and written once each.
 """
 
@@ -16,8 +18,8 @@ from math import ceil
 from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
-from d9d_loop.planning.kernel_time import attention_seconds, matmul_seconds, pointwise_seconds
-from d9d_loop.planning.overlap import CONTENTION, exposed_seconds
+from d9d_loop.planning.kernel_time import attention_seconds, linear_seconds, matmul_seconds, pointwise_seconds
+from d9d_loop.planning.overlap import exposed_seconds
 from d9d_loop.planning.plan_layout import PlanLayout, Pointwise
 
 # Operators that the host launches: a layer's forward, and its backward (autograd's own overhead is in host_seconds).
@@ -27,8 +29,8 @@ SPARSE_OPERATORS = 30
 LOOP_OPERATORS = 60  # of counting and splitting tokens for experts with a product each
 COLLECTIVE_OPERATORS = 3  # of a tensor-parallel collective: checks, events and waits of its process group
 
-Product = tuple[float, float, float, float]
-"""Sizes m, n and k of a product of m x k and k x n matrices, and the number of such products."""
+Linear = tuple[float, float, float, float]
+"""Tokens, outputs and inputs of a linear layer, and the number of such layers."""
 
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
 """Bytes of a layer's pointwise operators over those of one kernel for each norm, addition and activation function."""
@@ -52,7 +54,15 @@ class PassTime:
         return self.matmul + self.attention + self.pointwise + self.tensor + self.expert + self.context
 
     def __add__(self, other: "PassTime") -> "PassTime":
-        return PassTime(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        return PassTime(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.pointwise + other.pointwise,
+            self.tensor + other.tensor,
+            self.expert + other.expert,
+            self.context + other.context,
+            self.operators + other.operators,
+        )
 
     def times(self, factor: float) -> "PassTime":
         """Return a multiple."""
@@ -70,87 +80,138 @@ class LayerTime:
 
 def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, sparse: bool) -> LayerTime:
     """Return the times of a dense or sparse layer for one microbatch."""
-    t, h = layout.tp, shape.hidden_size
+    t = layout.tp
     tokens = layout.tokens_per_microbatch
-    heads, kv_heads, d = shape.num_heads / t, max(1.0, shape.num_kv_heads / t), shape.head_dim
-    inner = (shape.shared_size if sparse else shape.intermediate_size) / t
-    products = _attention_products(shape, tokens, heads, kv_heads)
-    if sparse:
-        products.append((tokens, shape.num_experts, h, 1))
-    if inner:
-        products += [(tokens, inner, h, 1)] * (2 if shape.is_gated else 1) + [(tokens, h, inner, 1)]
-    routed = _routed_products(shape, layout, tokens) if sparse else []
-    launched = _loop_operators(shape, layout) if sparse else 0.0
-    forward_matmul, backward_matmul = _matmul_times(hardware, layout, products, routed)
-    attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware, heads, d)
-    split = t if layout.sequence_parallel else 1
-    # Elements of 2 bytes: two norms (read, write), two residual additions (read 2, write 1, and a mask of dropout),
-    # rotary or bias of queries, keys and values (read, write).
-    thin = tokens * h / split * 2
-    wide = tokens * (heads + 2 * kv_heads) * d * 2
-    rows = tokens * shape.top_k / (t if layout.ep > 1 else 1) if sparse else 0.0
-    experts_wide = rows * 2 * (2 * h + 3 * shape.expert_size)
-    fusion = POINTWISE_TRAFFIC[layout.pointwise]
-    norms_and_residuals = thin * (2 * 2 + 2 * (3.5 if layout.dropout else 3))
-    activation = tokens * inner * 2 * (3 if shape.is_gated else 2)
-    moved = fusion * (norms_and_residuals + 2 * wide + activation + experts_wide) + core_bytes
-    # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
-    # functions and softmax read a value more than in the forward pass.
-    moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * (activation + experts_wide)) + 1.5 * core_bytes
-    if layout.dtype != "bf16":
-        # Quantization reads inputs of products, in the backward pass their output gradients, and writes them by rows
-        # and by columns.
-        inputs = tokens * (h + heads * d) + (tokens * (h + inner) if inner else 0) + rows * (h + shape.expert_size)
-        outputs = sum(m * n * b for m, n, _, b in (*products, *routed))
-        moved += 4 * inputs * fusion
-        moved_backward += 4 * outputs * fusion
+    parallel, whole = _linears(shape, layout, sparse=sparse)
+    split_forward, split_backward = _matmul_times(hardware, layout, parallel)
+    whole_forward, whole_backward = _matmul_times(hardware, layout, whole)
+    attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware)
+    moved = _pointwise_bytes(shape, layout, core_bytes, (*parallel, *whole), sparse=sparse)
     num_kernels = 8 + (8 if sparse else 0) + (0 if layout.flash else 2)
-    pointwise = pointwise_seconds(hardware, moved, num_kernels=num_kernels)
-    pointwise_backward = pointwise_seconds(hardware, moved_backward, num_kernels=2 * num_kernels)
-    whole = _tensor_collectives(layout, hardware, tokens * h * 2)
-    # Sequence parallelism gathers the inputs of weight gradients once more.
-    gathers = layout.sequence_parallel and t > 1
-    tensor, backward_tensor = whole, whole * (1.5 if gathers else 1.0)
-    if layout.overlaps_tensor:
-        # A collective runs in parts beside the parts of its product; the first part waits.
-        tensor = exposed_seconds(forward_matmul, tensor, first=tensor / t, contends=True)
-        backward_tensor = exposed_seconds(backward_matmul, backward_tensor, first=backward_tensor / t, contends=True)
-    elif layout.overlaps_weight_gradients:
-        # Column-parallel products, whose inputs have the hidden size, hide their collectives in the backward pass. The
-        # gather of a row-parallel product's gradient hides behind nothing.
-        hidden = sum(_product(hardware, layout, k, n, m, batch=b) for m, n, k, b in products if k == h)
-        bare = whole / 2 if gathers else 0.0
-        backward_tensor = bare + max(0.0, backward_tensor - bare - hidden)
-    expert = _expert_collectives(shape, layout, hardware, tokens * h * 2 / split) if sparse else 0.0
-    context = _context_collectives(layout, hardware, tokens * kv_heads * d * 2 * 2)
-    extra = (SPARSE_OPERATORS if sparse else 0) + (2 * COLLECTIVE_OPERATORS if t > 1 else 0)
-    operators = FORWARD_OPERATORS + extra + launched
-    forward = PassTime(forward_matmul, attention_forward, pointwise, tensor, expert, context, operators)
-    backward = PassTime(
-        backward_matmul,
-        attention_backward,
-        pointwise_backward,
-        backward_tensor,
-        expert,
-        2 * context,
-        BACKWARD_OPERATORS + extra + (SPARSE_OPERATORS if sparse else 0) + 2 * launched,
+    pairs = 1 if sparse and not (layout.splits_shared_experts and shape.shared_size) else 2
+    tensor, backward_tensor = 0.0, 0.0
+    if t > 1:
+        pair = _tensor_pair(layout, hardware, tokens * shape.hidden_size * 2)
+        # Column-parallel products, whose inputs have the hidden size, can hide collectives in the backward pass.
+        hidden = sum(_linear(hardware, layout, each)[2] for each in parallel if each[2] == shape.hidden_size)
+        tensor, backward_tensor = _tensor_times(layout, pairs * pair, (split_forward, split_backward), hidden)
+    extra = (SPARSE_OPERATORS if sparse else 0) + (pairs * COLLECTIVE_OPERATORS if t > 1 else 0)
+    launched = _loop_operators(shape, layout) if sparse else 0.0
+    kv_bytes = tokens * max(1.0, shape.num_kv_heads / t) * shape.head_dim * 2 * 2
+    context = _context_collectives(layout, hardware, kv_bytes)
+    forward = PassTime(
+        split_forward + whole_forward,
+        attention_forward,
+        pointwise_seconds(hardware, moved[0], num_kernels=num_kernels),
+        tensor,
+        context=context,
+        operators=FORWARD_OPERATORS + extra + launched,
     )
-    again = _recomputation(layout, hardware, forward, core_bytes, activation)
+    backward = PassTime(
+        split_backward + whole_backward,
+        attention_backward,
+        pointwise_seconds(hardware, moved[1], num_kernels=2 * num_kernels),
+        backward_tensor,
+        context=2 * context,
+        operators=BACKWARD_OPERATORS + extra + (SPARSE_OPERATORS if sparse else 0) + 2 * launched,
+    )
+    if sparse and layout.ep > 1:
+        computation = sum(each.matmul + each.attention + each.pointwise for each in (forward, backward))
+        expert = PassTime(expert=_expert_collectives(shape, layout, hardware, computation))
+        forward, backward = forward + expert, backward + expert
+    again = _recomputation(layout, hardware, forward, core_bytes, _activation_bytes(shape, layout, sparse=sparse))
     return LayerTime(forward, backward, again.times(1 / layout.recompute_every))
 
 
-def _matmul_times(
-    hardware: Hardware, layout: PlanLayout, products: Sequence[Product], routed: Sequence[Product]
+def _linears(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> tuple[list[Linear], list[Linear]]:
+    """Return the linear layers that tensor-parallel ranks split, and those that are whole and get the rank's tokens."""
+    t, h, tokens = layout.tp, shape.hidden_size, layout.tokens_per_microbatch
+    parallel, whole = _attention_linears(shape, layout), []
+    if sparse:
+        whole = [(tokens / t, shape.num_experts, h, 1.0), *_routed_linears(shape, layout, tokens / t)]
+    size = shape.shared_size if sparse else shape.intermediate_size
+    num_inner = 2 if shape.is_gated else 1
+    if size and sparse and not layout.splits_shared_experts:
+        whole += [(tokens / t, size, h, 1.0)] * num_inner + [(tokens / t, h, size, 1.0)]
+    elif size:
+        parallel += [(tokens, size / t, h, 1.0)] * num_inner + [(tokens, h, size / t, 1.0)]
+    return parallel, whole
+
+
+def _activation_bytes(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> float:
+    """Return the bytes of the activation function of the dense or shared feed-forward layer."""
+    inner = (shape.shared_size if sparse else shape.intermediate_size) / layout.tp
+    return layout.tokens_per_microbatch * inner * 2 * (3 if shape.is_gated else 2)
+
+
+def _pointwise_bytes(
+    shape: DecoderShape, layout: PlanLayout, core_bytes: float, linears: Sequence[Linear], *, sparse: bool
 ) -> tuple[float, float]:
-    """Return the times of products in the forward and in the backward pass; `routed` are those of experts."""
-    times = [(m, n, k, b, 1.0) for m, n, k, b in products]
-    times += [(m, n, k, b, 1.0) if layout.groups_experts else (m, n, k, 1, b) for m, n, k, b in routed]
-    forward = sum(count * _product(hardware, layout, m, n, k, batch=b) for m, n, k, b, count in times)
-    backward = sum(
-        count * (_product(hardware, layout, m, k, n, batch=b) + _product(hardware, layout, k, n, m, batch=b))
-        for m, n, k, b, count in times
+    """Return the bytes that pointwise kernels move in the forward and in the backward pass."""
+    t, h, d, tokens = layout.tp, shape.hidden_size, shape.head_dim, layout.tokens_per_microbatch
+    heads, kv_heads = shape.num_heads / t, max(1.0, shape.num_kv_heads / t)
+    # Elements of 2 bytes: two norms (read, write), two residual additions (read 2, write 1, and a mask of dropout),
+    # rotary or bias of queries, keys and values (read, write).
+    thin = tokens * h / (t if layout.sequence_parallel else 1) * 2
+    wide = tokens * (heads + 2 * kv_heads) * d * 2
+    rows = tokens / t * shape.top_k if sparse else 0.0
+    inner = _activation_bytes(shape, layout, sparse=sparse) + rows * 2 * (2 * h + 3 * shape.expert_size)
+    fusion = POINTWISE_TRAFFIC[layout.pointwise]
+    norms_and_residuals = thin * (2 * 2 + 2 * (3.5 if layout.dropout else 3))
+    moved = fusion * (norms_and_residuals + 2 * wide + inner) + core_bytes
+    # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
+    # functions and softmax read a value more than in the forward pass.
+    moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner) + 1.5 * core_bytes
+    if layout.dtype != "bf16":
+        # Quantization reads inputs of products, in the backward pass their output gradients, and writes them by rows
+        # and by columns. Two of three inner products have the same input.
+        is_whole = sparse and not layout.splits_shared_experts
+        size = shape.shared_size if sparse else shape.intermediate_size
+        inputs = tokens * (h + heads * d) + rows * (h + shape.expert_size)
+        inputs += tokens * ((h / t if is_whole else h) + size / t) if size else 0.0
+        moved += 4 * inputs * fusion
+        moved_backward += 4 * sum(m * n * b for m, n, _, b in linears) * fusion
+    return moved, moved_backward
+
+
+def _tensor_times(layout: PlanLayout, whole: float, matmul: tuple[float, float], hidden: float) -> tuple[float, float]:
+    """Return the exposed times of tensor-parallel collectives in the forward and in the backward pass.
+
+    Args:
+        layout: Layout with tensor parallelism.
+        whole: Seconds of the collectives of a forward pass.
+        matmul: Seconds of the products that are split, in the forward and in the backward pass.
+        hidden: Seconds of the weight gradients that can hide a collective.
+    """
+    # Sequence parallelism gathers the inputs of weight gradients once more.
+    backward = whole * (1.5 if layout.sequence_parallel else 1.0)
+    if layout.overlaps_tensor:
+        # A collective runs in parts beside the parts of its product; the first part waits.
+        return (
+            exposed_seconds(matmul[0], whole, first=whole / layout.tp, contends=True),
+            exposed_seconds(matmul[1], backward, first=backward / layout.tp, contends=True),
+        )
+    if layout.overlaps_weight_gradients:
+        # The gather of a row-parallel product's gradient hides behind nothing.
+        bare = whole / 2 if layout.sequence_parallel else 0.0
+        backward = bare + max(0.0, backward - bare - hidden)
+    return whole, backward
+
+
+def _matmul_times(hardware: Hardware, layout: PlanLayout, linears: Sequence[Linear]) -> tuple[float, float]:
+    """Return the times of the products of linear layers in the forward and in the backward pass."""
+    times = [_linear(hardware, layout, each) for each in linears]
+    return sum(each[0] for each in times), sum(each[1] + each[2] for each in times)
+
+
+def _linear(hardware: Hardware, layout: PlanLayout, linear: Linear) -> tuple[float, float, float]:
+    """Return the times of linear layers: of several ones, one kernel multiplies all, or one kernel each."""
+    tokens, outputs, inputs, number = linear
+    batch, count = (number, 1.0) if layout.groups_experts else (1.0, number)
+    forward, input_gradient, weight_gradient = linear_seconds(
+        hardware, tokens, outputs, inputs, batch=batch, dtype=layout.dtype
     )
-    return forward, backward
+    return count * forward, count * input_gradient, count * weight_gradient
 
 
 def _loop_operators(shape: DecoderShape, layout: PlanLayout) -> float:
@@ -163,14 +224,11 @@ def _loop_operators(shape: DecoderShape, layout: PlanLayout) -> float:
     return LOOP_OPERATORS + shape.num_experts / layout.ep * 2 * (1 if layout.dtype == "bf16" else 2)
 
 
-def _routed_products(shape: DecoderShape, layout: PlanLayout, tokens: float) -> list[Product]:
-    """Return the products of a rank's experts, with balanced routing."""
-    t, h = layout.tp, shape.hidden_size
-    local = shape.num_experts / layout.ep
-    rows = tokens * shape.top_k / (t if layout.ep > 1 or t == 1 else 1)
-    per_expert = max(1.0, rows * layout.ep / shape.num_experts) if layout.ep > 1 else rows / shape.num_experts
-    experts = shape.expert_size if layout.ep > 1 or t == 1 else shape.expert_size / t
-    return [(per_expert, experts, h, local)] * 2 + [(per_expert, h, experts, local)]
+def _routed_linears(shape: DecoderShape, layout: PlanLayout, tokens: float) -> list[Linear]:
+    """Return the linear layers of a rank's experts, with balanced routing of the `tokens` of each rank."""
+    h, local = shape.hidden_size, shape.num_experts / layout.ep
+    per_expert = max(1.0, tokens * shape.top_k / local)
+    return [(per_expert, shape.expert_size, h, local)] * 2 + [(per_expert, h, shape.expert_size, local)]
 
 
 def _recomputation(
@@ -202,23 +260,19 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     """Return the times of norm, head and cross entropy, forward and backward. Logits are read and written in fp32."""
     tokens, vocab = layout.tokens_per_microbatch, ceil(shape.vocab_size / layout.tp)
     h = shape.hidden_size
-    forward = matmul_seconds(hardware, tokens, vocab, h)
-    backward = matmul_seconds(hardware, tokens, h, vocab) + matmul_seconds(hardware, h, vocab, tokens)
+    forward, *backward = linear_seconds(hardware, tokens, vocab, h)
     logits = pointwise_seconds(hardware, tokens * vocab * (2 + 4 + 4 + 4), num_kernels=8)
     gradient = pointwise_seconds(hardware, tokens * vocab * (4 + 4 + 2), num_kernels=4)
-    collective = _tensor_collectives(layout, hardware, tokens * h * 2) / 2
+    collective = _tensor_pair(layout, hardware, tokens * h * 2)
     return (
         PassTime(forward, 0.0, logits, collective, operators=20),
-        PassTime(backward, 0.0, gradient, collective, operators=20),
+        PassTime(sum(backward), 0.0, gradient, collective, operators=20),
     )
 
 
-def _product(hardware: Hardware, layout: PlanLayout, m: float, n: float, k: float, *, batch: float = 1) -> float:
-    return matmul_seconds(hardware, m, n, k, batch=batch, dtype=layout.dtype)
-
-
-def _attention_products(shape: DecoderShape, tokens: float, heads: float, kv_heads: float) -> list[Product]:
-    h, d = shape.hidden_size, shape.head_dim
+def _attention_linears(shape: DecoderShape, layout: PlanLayout) -> list[Linear]:
+    h, d, tokens = shape.hidden_size, shape.head_dim, layout.tokens_per_microbatch
+    heads, kv_heads = shape.num_heads / layout.tp, max(1.0, shape.num_kv_heads / layout.tp)
     if shape.latent is None:
         return [(tokens, (heads + 2 * kv_heads) * d, h, 1), (tokens, h, heads * d, 1)]
     q, kv, rope, value = shape.latent
@@ -230,19 +284,16 @@ def _attention_products(shape: DecoderShape, tokens: float, heads: float, kv_hea
     ]
 
 
-def _attention(
-    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, heads: float, d: int
-) -> tuple[float, float, float]:
+def _attention(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[float, float, float]:
     """Return the times of attention's core, forward and backward, and its pointwise bytes beyond fused kernels."""
-    b, s = layout.microbatch_size, layout.length
+    b, s, d, heads = layout.microbatch_size, layout.length, shape.head_dim, shape.num_heads / layout.tp
     queries = s / layout.cp
     qk = d if shape.latent is None else d + shape.latent[2]
     pv = d if shape.latent is None else shape.latent[3]
     if not layout.flash:
-        batch = b * heads
-        forward = matmul_seconds(hardware, queries, s, qk, batch=batch) + matmul_seconds(
-            hardware, queries, pv, s, batch=batch
-        )
+        batch, aligned = b * heads, not (s % 2 or qk % 2 or pv % 2)
+        forward = matmul_seconds(hardware, queries, s, qk, batch=batch, aligned=aligned)
+        forward += matmul_seconds(hardware, queries, pv, s, batch=batch, aligned=aligned)
         # Scores: scale, mask and softmax (read, write), dropout (read, write, a mask of one byte).
         return forward, 2 * forward, batch * queries * s * (2 * 2 + (2 * 2 + 1 if layout.dropout else 0))
     flops = 2 * b * heads * queries * s * (qk + pv) * (0.5 if layout.causal else 1.0)
@@ -266,23 +317,21 @@ def _tensor_span(layout: PlanLayout, hardware: Hardware) -> Span:
     return Span.of(layout.tp, 1, hardware.devices_per_node)
 
 
-def _tensor_collectives(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:
-    """Return the exposed time of a layer's tensor-parallel collectives in one pass."""
-    if layout.tp == 1:
-        return 0.0
+def _tensor_pair(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:
+    """Return the time of the collectives before and after a block: a gather and a scatter, or one all-reduce."""
     span = _tensor_span(layout, hardware)
     if layout.sequence_parallel:
-        pair = collective_seconds(hardware, "all_gather", num_bytes, span)
-        pair += collective_seconds(hardware, "reduce_scatter", num_bytes, span)
-    else:
-        pair = collective_seconds(hardware, "all_reduce", num_bytes, span)
-    return 2 * pair
+        gather = collective_seconds(hardware, "all_gather", num_bytes, span)
+        return gather + collective_seconds(hardware, "reduce_scatter", num_bytes, span)
+    return collective_seconds(hardware, "all_reduce", num_bytes, span)
 
 
-def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:
-    """Return the time of dispatch and combine: a row for each token and rank that holds one of its experts."""
-    if layout.ep == 1:
-        return 0.0
+def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, computation: float) -> float:
+    """Return the exposed time of dispatch and combine in a pass, of two that compute for `computation` seconds.
+
+    A token has a row for each rank that holds one of its experts.
+    """
+    num_bytes = layout.tokens_per_microbatch / layout.tp * shape.hidden_size * 2
     span = Span.of(layout.ep, 1, hardware.devices_per_node)
     seconds = 2 * collective_seconds(
         hardware,
@@ -292,7 +341,9 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
         skew=1.1,
         network_bytes=num_bytes * _copies(shape, layout, span.num_nodes) if layout.deduplicates_nodes else None,
     )
-    return CONTENTION * seconds if layout.overlaps_experts else seconds
+    if layout.overlaps_experts:
+        return exposed_seconds(computation, 2 * seconds, first=0.0, contends=span.per_node > 1) / 2
+    return seconds
 
 
 def _copies(shape: DecoderShape, layout: PlanLayout, places: int) -> float:

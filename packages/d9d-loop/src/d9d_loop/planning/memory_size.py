@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import final
 
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.plan_layout import PlanLayout, Recompute
-from d9d_loop.planning.step_model import expert_parameters, expert_shards, layers_of, rank_parameters
+from d9d_loop.planning.plan_layout import PlanLayout, Recompute, Sharding
+from d9d_loop.planning.step_model import layers_of, parameter_groups
 
 CONTEXT_BYTES = 1.5 * 2**30
 FRAGMENTATION = 0.03
@@ -69,28 +69,23 @@ def reserve_bytes(model: float) -> float:
 
 def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Memory:
     """Return the peak memory of a pipeline rank."""
-    experts = expert_parameters(shape, layout, pipeline_rank)
-    dense = rank_parameters(shape, layout, pipeline_rank) - experts
-    shards = layout.sharding_ranks
+    groups = parameter_groups(shape, layout, pipeline_rank)
 
-    def sharded(size: float, *, at: tuple[str, ...]) -> float:
-        if layout.sharding not in at:
-            return size * (dense + experts)
-        return size * (dense / shards + experts / expert_shards(layout))
+    def sharded(size: float, *, at: tuple[Sharding, ...]) -> float:
+        return size * sum(each.size / (each.shards if each.sharding in at else 1) for each in groups)
 
     parameters = sharded(layout.stored_weight_bytes, at=("parameters",))
     gradients = sharded(layout.kept_gradient_bytes, at=("parameters", "gradients"))
-    if layout.sharding == "parameters" and shards > 1 and layout.keeps_whole_gradients:
-        gradients = layout.gradient_bytes * (dense + experts)
     optimizer = sharded(layout.master_bytes, at=("parameters", "gradients", "optimizer"))
-    num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
-    count = num_dense + num_sparse
     gathered = 0.0
-    if layout.sharding == "parameters" and shards > 1:
-        layers = dense + experts
+    for group in groups:
+        if group.sharding != "parameters" or group.shards == 1:
+            continue
+        if layout.keeps_whole_gradients:
+            gradients += group.size * (layout.gradient_bytes - layout.kept_gradient_bytes / group.shards)
         # Two layers at a time with their fp32 gradient; a pipeline stage keeps its gathered weights during the step.
-        kept = layers if layout.pp > 1 else 2 * layers / max(count, 1)
-        gathered = kept * layout.weight_bytes + layers / max(count, 1) * 4
+        layer = group.size / max(sum(layers_of(shape, layout, pipeline_rank)), 1)
+        gathered += (group.size if layout.pp > 1 else 2 * layer) * layout.weight_bytes + layer * 4
     last = pipeline_rank == layout.pp - 1
     tokens = layout.tokens_per_microbatch
     loss = tokens * shape.vocab_size * _loss_bytes(layout) if last else 0.0
@@ -139,9 +134,7 @@ def _layer_bytes(shape: DecoderShape, layout: PlanLayout, recompute: Recompute, 
         attention += 5 * shape.num_heads * layout.length / t
     inner = shape.intermediate_size / t
     if sparse:
-        inner = shape.shared_size / t + shape.top_k * shape.expert_size / (t if layout.ep > 1 else 1) / (
-            1 if layout.ep > 1 else t
-        )
+        inner = (shape.shared_size + shape.top_k * shape.expert_size) / t
         attention += 2 * shape.top_k * h / t
     wide = 2 * inner * (3 if shape.is_gated else 2)
     if layout.flash and recompute == "selective":

@@ -61,6 +61,9 @@ class PlanLayout:
         overlaps_weight_gradients: True if the backward pass's tensor-parallel collectives overlap weight gradients.
         loss_bytes: Bytes per logit of the loss: logits, their copies, and gradients.
         gathers_logits: True if tensor-parallel ranks hold the logits of the whole vocabulary.
+        shards_experts: True if all ranks with the same experts shard them (ZeRO 3), whatever `sharding` and
+            `shard_ranks` are, as `d9d_dist.parallelize_experts` does; False if experts are sharded as other parameters.
+        splits_shared_experts: True if tensor-parallel ranks split the shared expert; False if each has a whole one.
     """
 
     tp: int = 1
@@ -105,6 +108,8 @@ class PlanLayout:
     overlaps_weight_gradients: bool = False
     loss_bytes: float = 14
     gathers_logits: bool = False
+    shards_experts: bool = True
+    splits_shared_experts: bool = False
 
     @property
     def world_size(self) -> int:

@@ -1,11 +1,12 @@
 """Model of a step: the time of its parts on the slowest pipeline rank, from the costs of layers and collectives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import final
 
 from d9d_dist import StageInfo
-from d9d_loop.planning.collective_time import CollectiveName, Span, collective_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.kernel_time import pointwise_seconds
@@ -14,7 +15,7 @@ from d9d_loop.planning.layer_time import LayerTime, PassTime, embedding_time, he
 from d9d_loop.planning.optimizer_time import optimizer_seconds
 from d9d_loop.planning.overlap import exposed_seconds
 from d9d_loop.planning.pipeline_time import pipeline_seconds
-from d9d_loop.planning.plan_layout import PlanLayout
+from d9d_loop.planning.plan_layout import PlanLayout, Sharding
 
 MICROBATCH_OPERATORS = 24
 """Operators that the host launches for each microbatch beside the model: data, masks, loss scaling and logging."""
@@ -63,6 +64,43 @@ class StepTime:
         return "compute" if self.compute > 0.8 * self.total else max(parts, key=lambda name: parts[name])
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters of a pipeline rank that are sharded and reduced over the same ranks.
+
+    Attributes:
+        size: Number of parameters after tensor and expert parallelism, before sharding.
+        modules: Number of modules that gather and reduce their parameters together: layers, and the rest.
+        sharding: State that is sharded.
+        ranks: Number of ranks with the same parameters.
+        shards: Number of these ranks that share the state.
+        stride: Distance of these ranks.
+    """
+
+    size: float
+    modules: int
+    sharding: Sharding
+    ranks: int
+    shards: int
+    stride: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _RankTime:
+    """Times of a microbatch on a pipeline rank: device, host and both; `forward` and `backward` add up to `seconds`."""
+
+    parts: PassTime
+    recompute: PassTime
+    seconds: float
+    forward: float
+
+    @property
+    def backward(self) -> float:
+        return self.seconds - self.forward
+
+
 LAYER_SETTINGS = ("tp", "cp", "ep", "microbatch_size", "length", "recompute", "recompute_every")
 """Settings of a job that the times of a layer depend on. The traits of its implementation are further ones."""
 
@@ -79,11 +117,12 @@ def step_time(
     """Return the time of a step of a decoder in a layout on a cluster; `layers` is `layer_times`, if it is known."""
     layers = layers or layer_times(shape, layout, hardware)
     ranks = _ranks(shape, layout, hardware, layers)
-    seconds = [each for _, _, each in ranks]
+    seconds = [each.seconds for each in ranks]
     slowest = max(range(layout.pp), key=lambda index: seconds[index])
-    parts, again, _ = ranks[slowest]
+    parts, again = ranks[slowest].parts, ranks[slowest].recompute
     m = layout.num_microbatches
-    data, hidden = _data_parallel(shape, layout, hardware, slowest, seconds[slowest])
+    groups = parameter_groups(shape, layout, slowest)
+    data, hidden = _data_parallel(groups, layout, hardware, ranks[slowest])
     transfer = _transfer(shape, layout, hardware)
     passes = pipeline_seconds(
         seconds,
@@ -92,10 +131,7 @@ def step_time(
         transfer=transfer,
         overlaps=layout.overlaps_pipeline and hardware.device.overlaps,
     )
-    held = rank_parameters(shape, layout, slowest)
-    shared = layout.sharding_ranks if layout.sharding != "replicated" else 1
-    experts = expert_parameters(shape, layout, slowest)
-    optimizer = optimizer_seconds(hardware, layout, (held - experts) / shared + experts / expert_shards(layout))
+    optimizer = optimizer_seconds(hardware, layout, sum(each.size / each.shards for each in groups))
     collectives = parts.tensor + parts.expert + parts.context
     return StepTime(
         compute=m * (parts.device - collectives - again.matmul - again.attention - again.pointwise),
@@ -152,36 +188,38 @@ def _stage_layers(
     return len(layers) - sparse, sparse
 
 
-def rank_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
-    """Return the number of parameters of a pipeline rank after tensor and expert parallelism, before sharding."""
-    dense, sparse = layers_of(shape, layout, pipeline_rank)
-    every = (dense + sparse) * shape.attention_parameters + dense * shape.dense_parameters
-    every += sparse * shape.shared_parameters
+def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> list[ParameterGroup]:
+    """Return the parameters of a pipeline rank: the dense ones, and those of its experts if it has some."""
+    num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
+    every = (num_dense + num_sparse) * shape.attention_parameters + num_dense * shape.dense_parameters
     is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.pp - 1
     if is_first:
         every += shape.embedding_parameters
     if is_last:
         every += shape.head_parameters or (0 if is_first else shape.hidden_size * shape.vocab_size)
-    return every / layout.tp + expert_parameters(shape, layout, pipeline_rank)
-
-
-def expert_parameters(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
-    """Return the number of a pipeline rank's expert parameters after expert parallelism, before sharding."""
-    _, sparse = layers_of(shape, layout, pipeline_rank)
-    return sparse * shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
-
-
-def expert_shards(layout: PlanLayout) -> int:
-    """Return the number of ranks that share the state of an expert parameter: those that hold the same experts."""
-    shards = layout.sharding_ranks
-    return max(1, shards * layout.tp // layout.ep) if layout.ep > 1 else shards
+    router = shape.hidden_size * shape.num_experts
+    shared = (shape.shared_parameters - router) / (layout.tp if layout.splits_shared_experts else 1)
+    size = every / layout.tp + num_sparse * (shared + router)
+    ranks, modules = layout.dp * layout.cp, num_dense + num_sparse + 1
+    groups = [ParameterGroup(size, modules, layout.sharding, ranks, layout.sharding_ranks, layout.tp)]
+    if num_sparse:
+        # Tensor parallelism does not split experts: its ranks have different tokens, and so copies of the experts.
+        copies = max(1, ranks * layout.tp // layout.ep)
+        sharding, shards = layout.sharding, max(1, min(copies, layout.sharding_ranks * layout.tp // layout.ep))
+        if layout.shards_experts:
+            sharding, shards = "parameters", copies
+        elif sharding == "replicated":
+            shards = 1
+        experts = num_sparse * shape.expert_parameters / layout.ep
+        groups.append(ParameterGroup(experts, num_sparse, sharding, copies, shards, layout.ep))
+    return groups
 
 
 def _ranks(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime]
-) -> list[tuple[PassTime, PassTime, float]]:
+) -> list[_RankTime]:
     """Return the times of a microbatch on each pipeline rank. Ranks with the same layers have the same times."""
-    kinds: dict[tuple[object, ...], tuple[PassTime, PassTime, float]] = {}
+    kinds: dict[tuple[object, ...], _RankTime] = {}
     found = []
     for index in range(layout.pp):
         kind = (layers_of(shape, layout, index), index == 0, index == layout.pp - 1)
@@ -193,21 +231,22 @@ def _ranks(
 
 def _rank(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime], index: int
-) -> tuple[PassTime, PassTime, float]:
+) -> _RankTime:
     """Return the times of a microbatch on a pipeline rank: its parts, the recomputed ones, and seconds with the host's.
 
     The host limits layers and the rest apart: it cannot launch far ahead, because the loss and the sends of a
     microbatch synchronize.
     """
     host = 0.0 if layout.captured else hardware.fitted.host_seconds
-    total, again, seconds = PassTime(), PassTime(), 0.0
+    total, again, seconds, first = PassTime(), PassTime(), 0.0, 0.0
     for layer, count in zip(layers, layers_of(shape, layout, index), strict=True):
         one = layer.forward + layer.backward + layer.recompute
         again += layer.recompute.times(count)
         total += one.times(count)
+        first += count * layer.forward.device
         seconds += count * launch_bound_seconds(one.device, one.operators, host)
     rest = PassTime(operators=MICROBATCH_OPERATORS)
-    accumulated = rank_parameters(shape, layout, index) * layout.accumulation_bytes
+    accumulated = sum(each.size for each in parameter_groups(shape, layout, index)) * layout.accumulation_bytes
     if accumulated:
         rest += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
     if index == 0:
@@ -215,7 +254,10 @@ def _rank(
     if index == layout.pp - 1:
         forward, backward = head_time(shape, layout, hardware)
         rest += forward + backward
-    return total + rest, again, seconds + launch_bound_seconds(rest.device, rest.operators, host)
+        first += forward.device
+    seconds += launch_bound_seconds(rest.device, rest.operators, host)
+    parts = total + rest
+    return _RankTime(parts, again, seconds, seconds * first / parts.device)
 
 
 def _transfer(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
@@ -228,55 +270,55 @@ def _transfer(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> fl
 
 
 def _data_parallel(
-    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, index: int, computation: float
+    groups: Sequence[ParameterGroup], layout: PlanLayout, hardware: Hardware, rank: _RankTime
 ) -> tuple[float, float]:
     """Return the exposed and the hidden time of data-parallel collectives of a step.
 
-    ZeRO-3 gathers weights in each forward and backward of a microbatch, and scatters gradients in each microbatch or in
-    the last one; without it gradients are reduced once per step.
+    ZeRO-3 gathers weights in each forward and backward of a microbatch, or once in a pipeline, whose stages keep them
+    during a step. It scatters gradients in each backward or in the last one. Without it, sharded weights are gathered
+    once and gradients are reduced once. What happens once overlaps the first forward or the last backward only.
     """
-    ranks = layout.dp * layout.cp
-    if ranks == 1:
-        return 0.0, 0.0
-    experts = expert_parameters(shape, layout, index)
-    dense = rank_parameters(shape, layout, index) - experts
-    # The ranks that hold the same experts are fewer.
-    copies, stride = (ranks * layout.tp // layout.ep, layout.ep) if layout.ep > 1 else (ranks, layout.tp)
+    every_forward = every_backward = first_forward = last_backward = first = last = 0.0
+    for group in groups:
+        gather, scatter, reduction = group_seconds(group, layout, hardware)
+        if group.sharding == "parameters" and layout.pp == 1:
+            every_forward += gather
+            every_backward += gather
+        else:
+            first_forward += gather
+        if group.sharding == "parameters" and not layout.keeps_whole_gradients:
+            every_backward += scatter
+        else:
+            last_backward += scatter
+        last_backward += reduction
+        first += gather / group.modules
+        last += (scatter + reduction) / group.modules
     m = layout.num_microbatches
-    per_layer = sum(layers_of(shape, layout, index)) + 1
-
-    def seconds(name: CollectiveName, per_parameter: float, sizes: tuple[int, int], strides: tuple[int, int]) -> float:
-        spans = (Span.of(max(1, n), each, hardware.devices_per_node) for n, each in zip(sizes, strides, strict=True))
-        pieces = per_layer if layout.sharding == "parameters" else 1
-        return sum(
-            collective_seconds(hardware, name, size * per_parameter / pieces, span) * pieces
-            for size, span in zip((dense, experts), spans, strict=True)
-        )
-
-    overlaps = layout.overlaps_gradients and hardware.device.overlaps
-    contends = Span.of(ranks, layout.tp, hardware.devices_per_node).per_node > 1
-    if layout.sharding == "parameters":
-        shards = min(ranks, layout.sharding_ranks), min(copies, expert_shards(layout))
-        copies_and_hooks = per_layer * hardware.device.shard_seconds
-        gather = copies_and_hooks + seconds("all_gather", layout.weight_bytes, shards, (layout.tp, stride))
-        scatter = copies_and_hooks + seconds("reduce_scatter", layout.gradient_bytes, shards, (layout.tp, stride))
-        is_kept = layout.pp > 1  # a stage keeps its weights during a step
-        total = (gather if is_kept else 2 * m * gather) + (1 if layout.keeps_whole_gradients else m) * scatter
-        if ranks > layout.sharding_ranks:
-            strides = layout.tp * shards[0], stride * shards[1]
-            reduced = layout.gradient_bytes / layout.sharding_ranks
-            total += seconds("all_reduce", reduced, (ranks // shards[0], copies // shards[1]), strides)
-        if not overlaps:
-            return total, 0.0
-        exposed = exposed_seconds(computation * m, total, first=(gather + scatter) / per_layer, contends=contends)
-        return exposed, total - exposed
-    where = (ranks, copies), (layout.tp, stride)
-    if layout.sharding == "replicated":
-        total = seconds("all_reduce", layout.gradient_bytes, *where)
-    else:
-        total = seconds("reduce_scatter", layout.gradient_bytes, *where)
-        total += seconds("all_gather", layout.weight_bytes, *where)
-    if not overlaps:
+    total = m * (every_forward + every_backward) + first_forward + last_backward
+    if not (layout.overlaps_gradients and hardware.device.overlaps):
         return total, 0.0
-    exposed = exposed_seconds(computation * 2 / 3, total, first=total / per_layer, contends=contends)
+    contends = any(Span.of(each.ranks, each.stride, hardware.devices_per_node).per_node > 1 for each in groups)
+    exposed = sum(
+        count * exposed_seconds(computation, transfers, first=bare, contends=contends)
+        for count, computation, transfers, bare in (
+            (m - 1, rank.forward, every_forward, 0.0),
+            (m - 1, rank.backward, every_backward, 0.0),
+            (1, rank.forward, every_forward + first_forward, first),
+            (1, rank.backward, every_backward + last_backward, last),
+        )
+    )
     return exposed, total - exposed
+
+
+def group_seconds(group: ParameterGroup, layout: PlanLayout, hardware: Hardware) -> tuple[float, float, float]:
+    """Return the times of gathering weights, of scattering gradients, and of reducing their shards over replicas."""
+    pieces = group.modules if group.sharding == "parameters" else 1
+    shards = Span.of(group.shards, group.stride, hardware.devices_per_node)
+    replicas = Span.of(group.ranks // group.shards, group.stride * group.shards, hardware.devices_per_node)
+    size = group.size / pieces
+    gather = collective_seconds(hardware, "all_gather", size * layout.weight_bytes, shards)
+    scatter = collective_seconds(hardware, "reduce_scatter", size * layout.gradient_bytes, shards)
+    reduction = collective_seconds(hardware, "all_reduce", size * layout.gradient_bytes / group.shards, replicas)
+    # FSDP's hooks and copies
+    hooks = hardware.device.shard_seconds if group.sharding == "parameters" and group.shards > 1 else 0.0
+    return pieces * (gather + hooks), pieces * (scatter + hooks), pieces * reduction
