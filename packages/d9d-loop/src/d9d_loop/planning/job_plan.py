@@ -54,14 +54,9 @@ class RankMemory:
     reserve: float
 
     @property
-    def state(self) -> float:
-        """Bytes of parameters, gradients and optimizer state."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
     def total(self) -> float:
         """Bytes of the process on the device."""
-        return self.state + self.activations + self.reserve
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.reserve
 
 
 @final
@@ -274,8 +269,8 @@ def _timing(
         scale=MemoryScale.of(
             shape,
             layout,
-            state_bytes=largest.state,
-            activation_bytes=largest.activations,
+            state_bytes=largest.parameters + largest.optimizer,
+            rest_bytes=largest.gradients + largest.activations,
             logit_tokens=max(logit_tokens(each, layout, shape) for each in runs),
         ),
         not_modelled=unmodelled_traits(plan, runs[0], layout, shape),

@@ -30,13 +30,14 @@ class MemoryScale:
     """Exact memory of a job over the closed form of its layout: the other layouts have the same model and operators.
 
     Attributes:
-        state: Factor of parameters, gradients and optimizer state.
-        activations: Factor of activations, gathered weights and the loss.
+        state: Factor of parameters and optimizer state.
+        rest: Factor of gradients, activations, gathered weights and the loss, which peak together: whole gradients that
+            are kept between microbatches are not apart from activations in the exact memory.
         logit_tokens: Tokens whose logits exist at a time; `None` for those of the microbatch.
     """
 
     state: float = 1.0
-    activations: float = 1.0
+    rest: float = 1.0
     logit_tokens: float | None = None
 
     @classmethod
@@ -46,22 +47,18 @@ class MemoryScale:
         layout: PlanLayout,
         *,
         state_bytes: float,
-        activation_bytes: float,
+        rest_bytes: float,
         logit_tokens: float | None = None,
     ) -> "MemoryScale":
         """Return the factors between the closed form of a layout and the exact bytes of its largest rank."""
         closed = worst_memory(shape, with_logits(layout, logit_tokens))
-        state = closed.parameters + closed.gradients + closed.optimizer
-        return cls(
-            state=state_bytes / state,
-            activations=activation_bytes / (closed.model - state),
-            logit_tokens=logit_tokens,
-        )
+        state = closed.parameters + closed.optimizer
+        return cls(state=state_bytes / state, rest=rest_bytes / (closed.model - state), logit_tokens=logit_tokens)
 
     def apply(self, memory: Memory) -> Memory:
         """Return the scaled memory, with its reserve."""
-        scaled = {name: self.state * getattr(memory, name) for name in ("parameters", "gradients", "optimizer")}
-        scaled |= {name: self.activations * getattr(memory, name) for name in ("activations", "gathered", "loss")}
+        scaled = {name: self.state * getattr(memory, name) for name in ("parameters", "optimizer")}
+        scaled |= {name: self.rest * getattr(memory, name) for name in ("gradients", "activations", "gathered", "loss")}
         return Memory(**scaled, reserve=reserve_bytes(sum(scaled.values())))
 
 

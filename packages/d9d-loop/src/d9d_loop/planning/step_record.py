@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,7 +168,7 @@ def _is_recomputed() -> bool:
     return (
         torch._C._current_graph_task_id() != -1
         and torch.is_grad_enabled()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        and _top_saved_tensors_default_hooks(True) is not None
     )
 
 
