@@ -27,9 +27,10 @@ def test_links_are_those_with_which_the_planner_predicts_the_measured_all_gather
     links = hardware.links.model_copy(update={"bandwidth": bandwidth, "latency": latency})
     fitted = hardware.fitted.model_copy(update={"link_efficiency": 1.0})
     mine = hardware.model_copy(update={"links": links, "fitted": fitted})
-    for size, expected in zip((0, calibration.GATHERED_BYTES), seconds.values(), strict=True):
+    for size, expected in zip((1024, calibration.GATHERED_BYTES), seconds.values(), strict=True):
         found = collective_seconds(mine, "all_gather", size, Span(num_devices, num_devices))
-        assert found == pytest.approx(expected)
+        # 1024 bytes are counted as none, which is 1024 / 2**25 of the time of the large ones.
+        assert found == pytest.approx(expected, abs=2e-3 * 1024 / calibration.GATHERED_BYTES)
 
 
 def test_an_existing_file_is_kept(tmp_path: Path) -> None:

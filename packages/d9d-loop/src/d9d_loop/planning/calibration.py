@@ -70,7 +70,7 @@ def _measured(device: torch.device) -> dict[str, Any]:
     network = (1e9, 5e-5) if is_cpu else (5e10, 5e-6)
     return {
         "name": name,
-        # Nothing is fitted to steps of this machine: no better than the worst of the clusters whose steps were measured.
+        # No step of this machine was measured, so its interval is as wide as the widest of the measured clusters.
         "relative_error": max(Hardware.load(each).relative_error for each in hardware_names()),
         "devices_per_node": os.cpu_count() if is_cpu else num_devices,
         "device": {
