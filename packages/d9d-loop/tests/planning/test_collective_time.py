@@ -12,9 +12,18 @@ def hardware() -> Hardware:
 
 
 def test_all_reduce_in_a_node_is_two_rings(hardware: Hardware) -> None:
+    """Members pass on one chunk a step, until each has the sum of one chunk, and then of all (counted step by step)."""
     rate = hardware.links.bandwidth * hardware.fitted.link_efficiency
-    expected = 2 * (7 / 8 * 1e9 / rate + 7 * hardware.links.latency)
-    assert collective_seconds(hardware, "all_reduce", 1e9, Span(8, 8)) == pytest.approx(expected, rel=1e-12)
+    chunks = [[{(member, chunk)} for chunk in range(8)] for member in range(8)]
+    seconds = 0.0
+    for step in range(14):
+        sent = [(member, (member - step) % 8) for member in range(8)]
+        received = [((member + 1) % 8, chunk, set(chunks[member][chunk])) for member, chunk in sent]
+        for member, chunk, parts in received:
+            chunks[member][chunk] |= parts
+        seconds += 1e9 / 8 / rate + hardware.links.latency
+    assert all(len(parts) == 8 for member in chunks for parts in member)
+    assert collective_seconds(hardware, "all_reduce", 1e9, Span(8, 8)) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_all_gather_takes_half_of_an_all_reduce(hardware: Hardware) -> None:

@@ -1,10 +1,12 @@
 """Closed-form sizes against published ones, and against torch modules."""
 
 import pytest
+import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from d9d_loop.planning import DecoderShape
-from d9d_metrics import transformer_flops_per_token
 
 LLAMA_405B = DecoderShape(
     vocab_size=128256,
@@ -44,12 +46,23 @@ def test_gpt_counts_the_matrices_of_a_torch_layer() -> None:
     assert shape.attention_parameters + shape.dense_parameters == matrices
 
 
-def test_flops_are_those_of_the_metric() -> None:
-    expected = transformer_flops_per_token(
-        num_matmul_parameters=LLAMA_405B.matmul_parameters,
-        num_layers=126,
-        num_heads=128,
-        head_dim=128,
-        sequence_length=8192,
+def test_flops_are_those_that_torch_counts() -> None:
+    """A step of products of the layers' sizes and of unmasked attention, counted by torch."""
+    shape = DecoderShape(
+        vocab_size=96,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
     )
-    assert LLAMA_405B.flops_per_token(8192) == expected
+    x = torch.ones(16, 32, requires_grad=True)
+    q, k, v, out = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 32)
+    gate, up, down, head = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 96)
+    with FlopCounterMode(display=False) as counter:
+        queries = q(x).unflatten(-1, (4, 8)).transpose(0, 1)
+        keys, values = (each(x).unflatten(-1, (2, 8)).transpose(0, 1).repeat_interleave(2, 0) for each in (k, v))
+        x = out(((queries @ keys.mT).softmax(-1) @ values).transpose(0, 1).flatten(1))
+        head(down(functional.silu(gate(x)) * up(x))).sum().backward()
+    assert shape.flops_per_token(16, causal=False) * 16 == counter.get_total_flops()

@@ -1,5 +1,6 @@
 """Search of layouts: what is legal, what fits, and the order."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,13 +10,23 @@ from d9d_loop.planning import (
     DecoderShape,
     Hardware,
     PlanLayout,
+    describe,
     legal_layouts,
+    memory_of,
     nearest_layouts,
     search_layouts,
     step_time,
 )
-from d9d_loop.planning.layout_search import mesh_config, num_changes, worst_memory
-from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
+from d9d_loop.planning.layout_search import (
+    Evaluation,
+    MemoryScale,
+    mesh_config,
+    microbatch_activations,
+    num_changes,
+    replicas_near,
+    with_logits,
+    worst_memory,
+)
 
 QWEN3_30B = DecoderShape(
     vocab_size=151936,
@@ -53,18 +64,85 @@ def test_layouts_are_sorted_and_fit() -> None:
 
 
 def test_the_nearest_layouts_have_the_fewest_changes() -> None:
-    """The exact memory of the job is 1.1 times the closed form, so the memory of every layout is scaled by it."""
+    """The memory of every layout is scaled by the exact memory of the job over its closed form."""
     layout = PlanLayout(dp=4, tp=2, microbatch_size=2, length=4096, recompute="full")
-    exact = 1.1 * worst_memory(QWEN3_30B, layout).model
-    found = list(nearest_layouts(QWEN3_30B, HARDWARE, layout, global_size=8, model_bytes=exact))
+    scale = MemoryScale(state=1.1, rest=0.9)
+    found = list(nearest_layouts(QWEN3_30B, HARDWARE, layout, global_size=8, scale=scale))
     keys = [(num_changes(layout, each.layout), each.seconds) for each in found]
     assert keys
     assert keys == sorted(keys)
     legal = legal_layouts(QWEN3_30B, HARDWARE, world_size=8, global_size=8, length=4096)
-    limit = (HARDWARE.device.memory_bytes - CONTEXT_BYTES) / (1 + FRAGMENTATION) / 1.1
+    fits = {each: scale.apply(worst_memory(QWEN3_30B, each)).total <= HARDWARE.device.memory_bytes for each in legal}
     assert {each.layout for each in found} == {
-        each for each in legal if worst_memory(QWEN3_30B, each).model <= limit and num_changes(layout, each)
+        each for each, does_fit in fits.items() if does_fit and num_changes(layout, each)
     }
+
+
+DENSE_8B = DecoderShape(
+    vocab_size=128256,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+)
+
+
+def test_the_nearest_layout_of_a_replicated_job_is_the_same_with_sharding() -> None:
+    layout = PlanLayout(dp=8, length=4096, recompute="full", sharding="replicated", shard_ranks=1)
+    assert worst_memory(DENSE_8B, layout).total > HARDWARE.device.memory_bytes
+    best = next(nearest_layouts(DENSE_8B, HARDWARE, layout, global_size=8, scale=MemoryScale()))
+    assert best.layout == replace(layout, sharding="parameters", shard_ranks=None)
+    assert num_changes(layout, best.layout) == 1
+    assert "dp=1x8 (replicate x shard)" in describe(best.layout)
+    assert (mesh_config(layout).data_parallel_replicate, mesh_config(layout).data_parallel_shard) == (8, 1)
+
+
+def test_a_search_for_a_job_considers_its_number_of_replicas() -> None:
+    layout = PlanLayout(dp=8, length=4096, shard_ranks=4)
+    legal = legal_layouts(
+        DENSE_8B, HARDWARE, world_size=8, global_size=8, length=4096, base=layout, replicas=replicas_near(layout)
+    )
+    meshes = [mesh_config(each) for each in legal if each.dp == 8]
+    assert {(each.data_parallel_replicate, each.data_parallel_shard) for each in meshes} == {(1, 8), (2, 4)}
+    for mesh in meshes:
+        mesh.resolve(8)
+
+
+@pytest.mark.parametrize("factors", [(0.5, 0.25), (2.0, 3.0)])
+def test_the_closed_form_is_scaled_in_both_directions(factors: tuple[float, float]) -> None:
+    layout = PlanLayout(dp=8, num_microbatches=4, length=4096)
+    closed = worst_memory(DENSE_8B, layout)
+    state = factors[0] * (closed.parameters + closed.optimizer)
+    rest = factors[1] * (closed.gradients + closed.activations + closed.gathered + closed.loss)
+    scale = MemoryScale.of(DENSE_8B, layout, state_bytes=state, rest_bytes=rest)
+    assert (scale.state, scale.rest) == pytest.approx(factors)
+    assert scale.apply(closed).model == pytest.approx(state + rest)
+
+
+def test_a_chunked_loss_needs_no_more_memory_for_longer_microbatches() -> None:
+    """A chunk of 1,024 tokens has 14 bytes for each of the 128,256 logits of a token."""
+    for size in (1, 4):
+        layout = with_logits(PlanLayout(dp=8, microbatch_size=size, length=4096), 1024)
+        assert worst_memory(DENSE_8B, layout).loss == pytest.approx(1024 * 128256 * 14)
+    short = with_logits(PlanLayout(dp=8, length=512), 1024)
+    assert worst_memory(DENSE_8B, short).loss == pytest.approx(512 * 128256 * 14)
+
+
+def test_offload_moves_the_activations_of_every_microbatch_once_each_way() -> None:
+    """The last rank needs most memory here, for the logits; it has one microbatch in flight, the first one four."""
+    layout = PlanLayout(pp=4, dp=2, num_microbatches=8, length=4096, recompute="full")
+    kept = microbatch_activations(DENSE_8B, layout)
+    assert worst_memory(DENSE_8B, layout).loss > 0
+    assert kept == 4096 * 8 * 2 * 4096  # tokens, layers, bytes, hidden size
+    slow = HARDWARE.model_copy(update={"device": HARDWARE.device.model_copy(update={"host_bandwidth": 1e6})})
+    plain, offloaded = (
+        Evaluation(DENSE_8B, slow)(each, memory_of(DENSE_8B, each, 0))
+        for each in (layout, replace(layout, offload=True))
+    )
+    hidden = 0.8 * plain.time.compute
+    assert offloaded.seconds - plain.seconds == pytest.approx(2 * 8 * kept / 1e6 - hidden)
 
 
 def test_a_model_that_fits_nowhere_has_a_smallest_layout() -> None:

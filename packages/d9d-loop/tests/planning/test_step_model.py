@@ -8,7 +8,7 @@ from d9d_dist import MeshConfig
 from d9d_loop.planning import DecoderShape, Hardware, PlanLayout, step_time
 from d9d_loop.planning.layer_time import layer_time
 from d9d_loop.planning.plan_layout import Sharding
-from d9d_loop.planning.step_model import PARTS, group_seconds, layers_of, parameter_groups, stage_seconds
+from d9d_loop.planning.step_model import PARTS, group_seconds, layers_of, parameter_groups
 
 SHAPE = DecoderShape.gpt(hidden_size=6144, num_layers=48, num_heads=64, vocab_size=51200, length=2048)
 LAYOUT = PlanLayout(tp=8, pp=2, dp=4, num_microbatches=16, length=2048, recompute="full")
@@ -111,11 +111,16 @@ def test_stages_have_whole_layers_and_early_ones_the_remainder() -> None:
     ]
 
 
-def test_stages_of_a_rank_have_their_own_times() -> None:
-    seconds = stage_seconds(replace(SHAPE, num_layers=6), replace(LAYOUT, pp=2, stages_per_rank=2), HARDWARE)
-    forward = [each for each, _ in seconds]
-    assert forward[0] == forward[1] == pytest.approx(2 * forward[2])
-    assert forward[3] > forward[2]  # the head
+def test_v_shaped_schedules_have_the_head_on_the_first_rank() -> None:
+    layout = replace(LAYOUT, stages_per_rank=2, placement="v")
+    shape = replace(SHAPE, num_layers=10)  # stages of 3, 3, 2 and 2 layers; rank 0 has the first and the last
+    assert [layers_of(shape, layout, rank)[0] for rank in range(2)] == [5, 5]
+    assert [layers_of(shape, replace(layout, placement="loop"), rank)[0] for rank in range(2)] == [5, 5]
+    assert [layers_of(replace(SHAPE, num_layers=9), layout, rank)[0] for rank in range(2)] == [5, 4]
+    untied = replace(shape, tie_embeddings=False)
+    held = [sum(each.size for each in parameter_groups(untied, layout, rank)) for rank in range(2)]
+    ends = (untied.embedding_parameters + untied.head_parameters) / layout.tp
+    assert held[0] - held[1] == pytest.approx(ends)
 
 
 def test_eager_pointwise_operators_move_twice_the_bytes_of_fused_ones() -> None:

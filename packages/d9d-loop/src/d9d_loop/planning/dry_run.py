@@ -49,6 +49,10 @@ class DryRun:
         rank: Global rank.
         stages: Global indices of the rank's pipeline stages.
         parameter_bytes: Local parameters and buffers.
+        num_parameters: Local parameters.
+        num_trainable: Local parameters that require gradients.
+        dtype: Dtype of most of the local parameters.
+        is_compiled: True if a module of the model is compiled, such as each layer.
         gradient_bytes: Local gradients at the end of the backward pass.
         optimizer_bytes: Local optimizer state.
         num_microbatches: Microbatches of the recorded step.
@@ -61,6 +65,10 @@ class DryRun:
     rank: int
     stages: tuple[int, ...]
     parameter_bytes: int
+    num_parameters: int
+    num_trainable: int
+    dtype: torch.dtype
+    is_compiled: bool
     gradient_bytes: int
     optimizer_bytes: int
     num_microbatches: int
@@ -196,6 +204,10 @@ def run_rank(
         rank=ctx.rank,
         stages=tuple(stages),
         parameter_bytes=counted(parameter_bytes),
+        num_parameters=counted(_num_parameters),
+        num_trainable=counted(_num_trainable),
+        dtype=_main_dtype(pipeline.model),
+        is_compiled=any(module._compiled_call_impl is not None for module in pipeline.model.modules()),
         gradient_bytes=gradients,
         optimizer_bytes=optimizer_bytes(optimizer) + marks.num_dropped * optimizer_bytes(optimizer, repeated),
         num_microbatches=plan.num_microbatches,
@@ -247,6 +259,21 @@ def representatives(plan: JobPlan, world_size: int) -> tuple[int, ...]:
 def parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's parameters and buffers."""
     return sum(_local_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(_local(each).numel() for each in model.parameters())
+
+
+def _num_trainable(model: nn.Module) -> int:
+    return sum(_local(each).numel() for each in model.parameters() if each.requires_grad)
+
+
+def _main_dtype(model: nn.Module) -> torch.dtype:
+    sizes: dict[torch.dtype, int] = {}
+    for each in model.parameters():
+        sizes[each.dtype] = sizes.get(each.dtype, 0) + each.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -337,5 +364,9 @@ def _messages(
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return local.numel() * local.element_size()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

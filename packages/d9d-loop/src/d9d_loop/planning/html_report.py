@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from d9d_dist import UserError
 from d9d_loop.planning.job_plan import ClusterPlan, describe
 from d9d_loop.planning.plan_report import report, verdict
-from d9d_loop.planning.step_model import PARTS, stage_seconds
-from d9d_pipeline import Backward, Compute, Forward, Overlap, plot_simulation, simulate
+from d9d_loop.planning.schedule_time import simulated_step
+from d9d_loop.planning.step_model import PARTS
+from d9d_pipeline import plot_simulation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,9 +44,11 @@ def write_html(plan: ClusterPlan, path: Path) -> None:
         UserError: If matplotlib is not installed, or the file cannot be written.
     """
     try:
-        pictures = [("Memory by rank", _memory(plan)), ("Time of a step", _time(plan)), ("Roofline", _roofline(plan))]
-        if plan.layout.pp > 1:
-            pictures.append(("Pipeline", _pipeline(plan)))
+        pictures = [("Memory by rank", _memory(plan))]
+        if not isinstance(plan.timing, str):
+            pictures += [("Time of a step", _time(plan)), ("Roofline", _roofline(plan))]
+            if plan.layout.pp > 1:
+                pictures.append(("Pipeline", _pipeline(plan)))
         if plan.search is not None and plan.search.fitting:
             pictures.append(("Layouts: time and memory", _pareto(plan)))
     except ModuleNotFoundError:
@@ -124,20 +127,10 @@ def _time(plan: ClusterPlan) -> str:
 
 
 def _pipeline(plan: ClusterPlan) -> str:
-    program, layout = plan.program, plan.layout
-    seconds = stage_seconds(plan.shape, layout, plan.hardware)
-
-    def duration(action: Compute) -> float:
-        if isinstance(action, Overlap):
-            return duration(action.forward) + duration(action.backward)
-        forward, backward = seconds[action.stage]
-        if isinstance(action, Forward):
-            return forward
-        return backward if isinstance(action, Backward) else backward / 2
-
-    figure = _figure(1.3 + 0.3 * layout.pp)
-    timeline = simulate(program, duration=duration)
-    plot_simulation(timeline, figure.subplots(), title=f"{program.num_microbatches} microbatches, in seconds")
+    timeline = simulated_step(plan.timed.shape, plan.layout, plan.hardware, plan.program)
+    figure = _figure(1.3 + 0.3 * plan.layout.pp)
+    title = f"{plan.program.num_microbatches} microbatches, in seconds"
+    plot_simulation(timeline, figure.subplots(), title=title)
     return _encoded(figure)
 
 
@@ -149,7 +142,7 @@ def _roofline(plan: ClusterPlan) -> str:
     peak = device.peak_flops["bf16"] * fitted.matmul_efficiency
     intensities = [2**power for power in range(-2, 14)]
     axes.loglog(intensities, [min(peak, each * roof) / 1e12 for each in intensities], color="black", label="roofline")
-    shape, layout = plan.shape, plan.layout
+    shape, layout = plan.timed.shape, plan.layout
     tokens, h = layout.tokens_per_microbatch, shape.hidden_size
     products = {
         "attention projection": (tokens, shape.num_heads * shape.head_dim / layout.tp, h),

@@ -1,7 +1,8 @@
 """Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and better layouts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from d9d_dist import Launch, MeshConfig, UserError, planned_accelerator
@@ -10,12 +11,22 @@ from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import DryRun, representatives
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
-from d9d_loop.planning.layout_search import Candidate, SearchResult, mesh_config, nearest_layouts, search_layouts
+from d9d_loop.planning.job_traits import layout_of, logit_tokens, unmodelled_traits
+from d9d_loop.planning.layout_search import (
+    Candidate,
+    MemoryScale,
+    SearchResult,
+    mesh_config,
+    nearest_layouts,
+    replicas_near,
+    search_layouts,
+)
 from d9d_loop.planning.memory_size import reserve_bytes
-from d9d_loop.planning.model_shape import shape_of_job
-from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.planning.model_shape import UnknownDecoderError, shape_of_job
+from d9d_loop.planning.plan_layout import PlanLayout
+from d9d_loop.planning.schedule_time import scheduled_step_time
 from d9d_loop.planning.short_run import short_runs
-from d9d_loop.planning.step_model import StepTime, step_time
+from d9d_loop.planning.step_model import StepTime
 from d9d_pipeline import Program, build, simulate
 
 PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan]
@@ -50,19 +61,37 @@ class RankMemory:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Modelled step time of a job, and what it was computed from.
+
+    Attributes:
+        shape: Sizes of the decoder.
+        step: Predicted step time and its parts.
+        sensitivity: Step time in seconds if one thing were 10 % better, by its name.
+        scale: Exact memory of the job over the closed form.
+        not_modelled: Traits of the job that change its step time, but that the prediction does not know.
+    """
+
+    shape: DecoderShape
+    step: StepTime
+    sensitivity: dict[str, float]
+    scale: MemoryScale
+    not_modelled: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """Memory, communication and step time of a job on a cluster.
 
     Attributes:
         hardware: The cluster.
         layout: Layout of the job.
-        shape: Sizes of its decoder.
         memory: Memory of each class of ranks.
-        time: Predicted step time and its parts.
+        timing: Predicted step time; a message if the model is no decoder whose time the planner can compute.
         steps: Steps of the job.
         collectives: Bytes of a step on the first rank, by name of the collective and size of its group.
         goodput: Expected share of useful time with failures.
-        sensitivity: Step time in seconds if one thing were 10 % better, by its name.
         program: Program of the pipeline schedule, with at most the microbatches that were recorded.
         search: The ten fastest layouts and the Pareto front of time and memory; `None` without a search.
         nearest: If the job does not fit, the layout that fits with the fewest changes; `None` without one.
@@ -70,13 +99,11 @@ class ClusterPlan:
 
     hardware: Hardware
     layout: PlanLayout
-    shape: DecoderShape
     memory: tuple[RankMemory, ...]
-    time: StepTime
+    timing: Timing | str
     steps: int
     collectives: dict[str, int]
     goodput: Goodput
-    sensitivity: dict[str, float]
     program: Program
     search: SearchResult | None = None
     nearest: Candidate | None = None
@@ -92,6 +119,18 @@ class ClusterPlan:
         return self.spare_bytes >= 0
 
     @property
+    def timed(self) -> Timing:
+        """The predicted step time. Raises `UserError` if the planner cannot compute it, with the reason."""
+        if isinstance(self.timing, str):
+            raise UserError(self.timing)
+        return self.timing
+
+    @property
+    def time(self) -> StepTime:
+        """Predicted step time and its parts; raises `UserError` like all figures of time."""
+        return self.timed.step
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all devices."""
         return self.layout.global_tokens / self.time.total
@@ -99,7 +138,7 @@ class ClusterPlan:
     @property
     def mfu(self) -> float:
         """Model FLOPs per second over the bf16 peak of all devices."""
-        flops = self.shape.flops_per_token(self.layout.length) * self.layout.global_tokens
+        flops = self.timed.shape.flops_per_token(self.layout.length) * self.layout.global_tokens
         return flops / self.time.total / self.layout.world_size / self.hardware.device.peak_flops["bf16"]
 
     @property
@@ -119,27 +158,32 @@ class ClusterPlan:
         return self.time.total * (1 - error), self.time.total * (1 + error)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures: bytes, seconds, and fractions."""
-        parts = {name: getattr(self.time, name) for name in StepTime.__slots__}
-        return {
+        """Return all figures: bytes, seconds and fractions; without a step time, the reason in place of the seconds."""
+        known = {
             "hardware": self.hardware.name,
             "world_size": self.layout.world_size,
             "layout": describe(self.layout),
             "fits": self.fits,
             "spare_bytes": self.spare_bytes,
             "memory": [{name: getattr(each, name) for name in RankMemory.__slots__} for each in self.memory],
-            "seconds": parts,
+            "goodput": {name: getattr(self.goodput, name) for name in Goodput.__slots__},
+            "collective_bytes": self.collectives,
+            "nearest": None if self.nearest is None else _candidate_json(self.nearest),
+            "search": None if self.search is None else _search_json(self.search),
+        }
+        if isinstance(self.timing, str):
+            return {**known, "no_step_time": self.timing}
+        return {
+            **known,
+            "not_modelled": self.timing.not_modelled,
+            "seconds": {name: getattr(self.time, name) for name in StepTime.__slots__},
             "interval_seconds": self.interval,
             "limit": self.time.limit,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "days": self.days,
             "device_hours": self.device_hours,
-            "goodput": {name: getattr(self.goodput, name) for name in Goodput.__slots__},
-            "sensitivity_seconds": self.sensitivity,
-            "collective_bytes": self.collectives,
-            "nearest": None if self.nearest is None else _candidate_json(self.nearest),
-            "search": None if self.search is None else _search_json(self.search),
+            "sensitivity_seconds": self.timing.sensitivity,
         }
 
 
@@ -163,12 +207,19 @@ def plan_cluster(
         length: Tokens of a sample; read from the data by default.
 
     Raises:
-        UserError: If the job's own checks fail for this number of devices, or the model is not a decoder.
+        UserError: If the job's own checks fail for this number of devices, or `search` is set and the model is no
+            decoder whose step time the planner can compute.
     """
     launch = Launch(world_size=world_size, device="cpu")
     plan = plan_with(launch, None, None, None)
+    refusal = ""
     if shape is None or length is None:
-        shape, length = shape_of_job(plan)
+        try:
+            shape, length = shape_of_job(plan)
+        except UnknownDecoderError as error:
+            if search:
+                raise
+            shape, length, refusal = None, 0, str(error)
     fewer, shown = shown_microbatches(plan)
     first, *others = representatives(plan, world_size)
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
@@ -177,27 +228,53 @@ def plan_cluster(
         runs = short_runs(
             plan, ranks=ranks, world_size=world_size, num_microbatches=(fewer, shown), precision=precision
         )
-    layout = _layout(plan, shape, length, runs[0])
+    layout = layout_of(plan, runs[0], length=length)
     names = ("first stage", "last stage") if len(runs) == 2 else ("first stage", "second stage", "last stage")
+    memory = tuple(_rank_memory(each, name) for each, name in zip(runs, names, strict=False))
     made = ClusterPlan(
         hardware=hardware,
         layout=layout,
-        shape=shape,
-        memory=tuple(_rank_memory(each, name) for each, name in zip(runs, names, strict=False)),
-        time=step_time(shape, layout, hardware),
+        memory=memory,
+        timing=refusal if shape is None else _timing(plan, runs, layout, shape, memory=memory, hardware=hardware),
         steps=plan.steps,
         collectives={
             f"{name} over {size}": total
             for (name, size), total in runs[0].collective_bytes(plan.num_microbatches).items()
         },
         goodput=goodput(world_size, failures_per_device_day=hardware.failures_per_device_day),
-        sensitivity=sensitivity(shape, layout, hardware),
         program=build(plan.model.schedule, num_ranks=layout.pp, num_microbatches=shown),
     )
-    if not search and made.fits:
+    if shape is None or (made.fits and not search):
         return made
     checks = _Checks(plan_with, launch, layout.stages_per_rank)
     return _with_other_layouts(made, checks, global_size=plan.config.batch.global_size, search=search)
+
+
+def _timing(
+    plan: JobPlan,
+    runs: Sequence[DryRun],
+    layout: PlanLayout,
+    shape: DecoderShape,
+    *,
+    memory: Sequence[RankMemory],
+    hardware: Hardware,
+) -> Timing:
+    """Return the step time of a job, and the scale of the closed form of its memory, from its dry runs."""
+    largest = max(memory, key=lambda each: each.total)
+    timed = partial(scheduled_step_time, shape, layout, schedule=plan.model.schedule, program=plan.model.program)
+    return Timing(
+        shape=shape,
+        step=timed(hardware),
+        sensitivity=sensitivity(timed, hardware),
+        scale=MemoryScale.of(
+            shape,
+            layout,
+            state_bytes=largest.parameters + largest.optimizer,
+            rest_bytes=largest.gradients + largest.activations,
+            logit_tokens=max(logit_tokens(each, layout, shape) for each in runs),
+        ),
+        not_modelled=unmodelled_traits(plan, runs[0], layout, shape),
+    )
 
 
 def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: int, search: bool) -> ClusterPlan:
@@ -205,19 +282,21 @@ def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: in
 
     The search runs if the caller wants it, or if there is no nearest layout.
     """
-    shape, hardware, layout, nearest = plan.shape, plan.hardware, plan.layout, None
+    timed, hardware, layout, nearest = plan.timed, plan.hardware, plan.layout, None
     if not plan.fits:
-        exact = max(each.total - each.reserve for each in plan.memory)
-        others = nearest_layouts(shape, hardware, layout, global_size=global_size, model_bytes=exact)
+        others = nearest_layouts(timed.shape, hardware, layout, global_size=global_size, scale=timed.scale)
         nearest = next(iter(checks.accepted(others, 1)), None)
     if nearest is not None and not search:
         return replace(plan, nearest=nearest)
     found = search_layouts(
-        shape,
+        timed.shape,
         hardware,
         world_size=layout.world_size,
         global_size=global_size,
         length=layout.length,
+        base=layout,
+        replicas=replicas_near(layout),
+        scale=timed.scale,
         keep=None,
     )
     fastest, front = (checks.accepted(each, 10) for each in (found.fitting, found.pareto()))
@@ -247,7 +326,7 @@ def shown_microbatches(plan: JobPlan) -> tuple[int, int]:
     return plan.num_microbatches, plan.num_microbatches
 
 
-def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> dict[str, float]:
+def sensitivity(timed: Callable[[Hardware], StepTime], hardware: Hardware) -> dict[str, float]:
     """Return the step time in seconds with each part of the hardware 10 % faster, by part."""
     device, links, network = hardware.device, hardware.links, hardware.network
     faster = {
@@ -268,14 +347,18 @@ def sensitivity(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> 
             update={"network": network.model_copy(update={"bandwidth": 1.1 * network.bandwidth})}
         ),
     }
-    return {name: step_time(shape, layout, each).total for name, each in faster.items()}
+    return {name: timed(each).total for name, each in faster.items()}
 
 
 def describe(layout: PlanLayout) -> str:
-    """Return a layout in one line, such as "dp=64 tp=8, 16 microbatches of 1, recompute full"."""
-    degrees = [
-        f"{name}={getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp", "ep") if getattr(layout, name) > 1
-    ]
+    """Return a layout in one line, such as "dp=2x32 (replicate x shard) tp=8, 16 microbatches of 1, recompute full".
+
+    `dp` has the degrees `data_parallel_replicate` and `data_parallel_shard`.
+    """
+    degrees = [f"{name}={getattr(layout, name)}" for name in ("cp", "tp", "pp", "ep") if getattr(layout, name) > 1]
+    if layout.dp > 1:
+        replicate = min(layout.replicas, layout.dp)
+        degrees.insert(0, f"dp={replicate}x{layout.dp // replicate} (replicate x shard)")
     parts = [" ".join(degrees) or "one device"]
     if layout.stages_per_rank > 1:
         parts.append(f"{layout.stages_per_rank} stages a rank")
@@ -299,32 +382,6 @@ def _rank_memory(run: DryRun, name: str) -> RankMemory:
         activations=run.activation_bytes,
         reserve=reserve_bytes(run.state_bytes + run.activation_bytes),
     )
-
-
-def _layout(plan: JobPlan, shape: DecoderShape, length: int, run: DryRun) -> PlanLayout:
-    mesh = plan.model.mesh
-    shards = mesh.data_parallel_shard * mesh.context_parallel_shard
-    layout = PlanLayout(
-        tp=mesh.tensor_parallel,
-        pp=mesh.pipeline_parallel,
-        cp=mesh.context_parallel_shard * mesh.context_parallel_replicate,
-        dp=mesh.data_parallel_replicate * mesh.data_parallel_shard,
-        ep=mesh.expert_parallel,
-        stages_per_rank=plan.model.schedule.stages_per_rank,
-        microbatch_size=plan.microbatch_size,
-        num_microbatches=plan.num_microbatches,
-        length=length,
-        sharding="parameters" if shards > 1 else "replicated",
-        shard_ranks=shards,
-        reduces_each_microbatch=plan.config.gradients.reduce_each_microbatch,
-    )
-    return replace(layout, recompute=_recompute(run))
-
-
-def _recompute(run: DryRun) -> Recompute:
-    """Return what the job recomputes: a whole forward runs attention's forward kernel twice for each backward one."""
-    forward, backward = run.attention_calls
-    return "full" if backward and forward >= 2 * backward else "none"
 
 
 class _Checks:

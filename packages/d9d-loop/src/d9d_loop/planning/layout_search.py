@@ -9,9 +9,9 @@ from d9d_dist import MeshConfig, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layer_time import LayerTime
-from d9d_loop.planning.memory_size import Memory, memory_of
-from d9d_loop.planning.plan_layout import PlanLayout, Recompute
-from d9d_loop.planning.step_model import LAYER_SETTINGS, StepTime, layer_times, step_time
+from d9d_loop.planning.memory_size import Memory, activation_bytes_per_token, memory_of, reserve_bytes
+from d9d_loop.planning.plan_layout import PlanLayout, Recompute, Sharding
+from d9d_loop.planning.step_model import LAYER_SETTINGS, StepTime, layer_times, layers_of, step_time
 
 RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
     ("none", 1),
@@ -22,6 +22,52 @@ RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
     ("full", 4),
 )
 """Choices of recomputation: what, and of every how many layers."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryScale:
+    """Exact memory of a job over the closed form of its layout: the other layouts have the same model and operators.
+
+    Attributes:
+        state: Factor of parameters and optimizer state.
+        rest: Factor of gradients, activations, gathered weights and the loss, which peak together: whole gradients that
+            are kept between microbatches are not apart from activations in the exact memory.
+        logit_tokens: Tokens whose logits exist at a time; `None` for those of the microbatch.
+    """
+
+    state: float = 1.0
+    rest: float = 1.0
+    logit_tokens: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        shape: DecoderShape,
+        layout: PlanLayout,
+        *,
+        state_bytes: float,
+        rest_bytes: float,
+        logit_tokens: float | None = None,
+    ) -> "MemoryScale":
+        """Return the factors between the closed form of a layout and the exact bytes of its largest rank."""
+        closed = worst_memory(shape, with_logits(layout, logit_tokens))
+        state = closed.parameters + closed.optimizer
+        return cls(state=state_bytes / state, rest=rest_bytes / (closed.model - state), logit_tokens=logit_tokens)
+
+    def apply(self, memory: Memory) -> Memory:
+        """Return the scaled memory, with its reserve."""
+        scaled = {name: self.state * getattr(memory, name) for name in ("parameters", "optimizer")}
+        scaled |= {name: self.rest * getattr(memory, name) for name in ("gradients", "activations", "gathered", "loss")}
+        return Memory(**scaled, reserve=reserve_bytes(sum(scaled.values())))
+
+
+def with_logits(layout: PlanLayout, tokens: float | None) -> PlanLayout:
+    """Return a layout whose loss holds the logits of at most some tokens at a time, as a chunked loss does."""
+    if tokens is None:
+        return layout
+    share = min(1.0, tokens / layout.tokens_per_microbatch)
+    return replace(layout, loss_bytes=share * layout.loss_bytes)
 
 
 @final
@@ -77,6 +123,8 @@ def search_layouts(
     global_size: int,
     length: int,
     base: PlanLayout | None = None,
+    replicas: tuple[int, ...] = (1,),
+    scale: MemoryScale | None = None,
     keep: int | None = 200,
 ) -> SearchResult:
     """Return the layouts for a number of devices, ranked by predicted step time.
@@ -88,6 +136,8 @@ def search_layouts(
         global_size: Samples of a step.
         length: Tokens of a sample.
         base: Traits of the implementation; by default those of d9d: sharded fp32 master weights, sequence parallelism.
+        replicas: Numbers of replicas of the sharded state to consider.
+        scale: Exact memory of the job over the closed form; by default 1, with the logits of a whole microbatch.
         keep: Number of fitting layouts to return; `None` for all.
 
     Raises:
@@ -97,11 +147,12 @@ def search_layouts(
     smallest: Candidate | None = None
     num_legal = 0
     evaluate = Evaluation(shape, hardware)
+    scale = scale or MemoryScale()
     for layout in legal_layouts(
-        shape, hardware, world_size=world_size, global_size=global_size, length=length, base=base
+        shape, hardware, world_size=world_size, global_size=global_size, length=length, base=base, replicas=replicas
     ):
         num_legal += 1
-        memory = worst_memory(shape, layout)
+        memory = scale.apply(worst_memory(shape, with_logits(layout, scale.logit_tokens)))
         fits = memory.total <= hardware.device.memory_bytes
         is_smallest = smallest is None or memory.total < smallest.memory.total
         if not (fits or is_smallest):
@@ -121,35 +172,55 @@ def search_layouts(
 
 
 def nearest_layouts(
-    shape: DecoderShape, hardware: Hardware, layout: PlanLayout, *, global_size: int, model_bytes: float
+    shape: DecoderShape, hardware: Hardware, layout: PlanLayout, *, global_size: int, scale: MemoryScale
 ) -> Iterator[Candidate]:
     """Yield the other layouts that fit, those with the fewest changes of `layout` first, of equally many the fastest.
 
-    Layouts with more changes are evaluated only when they are reached. The closed form of memory is scaled to the exact
-    memory of `layout`, if that is larger: the other layouts have the same model.
+    Layouts with more changes are evaluated only when they are reached.
 
     Args:
         shape: Sizes of the decoder.
         hardware: The cluster.
         layout: Layout of the job.
         global_size: Samples of a step.
-        model_bytes: Exact memory of `layout` on its largest rank, without the reserve.
+        scale: Exact memory of `layout` over the closed form.
     """
-    scale = max(1.0, model_bytes / worst_memory(shape, layout).model)
     by_changes: dict[int, list[PlanLayout]] = {}
     for each in legal_layouts(
-        shape, hardware, world_size=layout.world_size, global_size=global_size, length=layout.length
+        shape,
+        hardware,
+        world_size=layout.world_size,
+        global_size=global_size,
+        length=layout.length,
+        base=layout,
+        replicas=replicas_near(layout),
     ):
         by_changes.setdefault(num_changes(layout, each), []).append(each)
     by_changes.pop(0, None)
     evaluate = Evaluation(shape, hardware)
     for _, layouts in sorted(by_changes.items()):
-        memories = ((each, worst_memory(shape, each).times(scale)) for each in layouts)
+        memories = ((each, scale.apply(worst_memory(shape, with_logits(each, scale.logit_tokens)))) for each in layouts)
         fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
         yield from sorted(fitting, key=lambda each: each.seconds)
 
 
-_SETTINGS = ("tp", "pp", "cp", "dp", "ep", "microbatch_size", "stages_per_rank", "offload", "reduces_each_microbatch")
+def replicas_near(layout: PlanLayout) -> tuple[int, ...]:
+    """Return the numbers of replicas that a search for a job considers: one, and the job's own."""
+    return tuple(sorted({1, layout.replicas}))
+
+
+_SETTINGS = (
+    "tp",
+    "pp",
+    "cp",
+    "dp",
+    "replicas",
+    "ep",
+    "microbatch_size",
+    "stages_per_rank",
+    "offload",
+    "reduces_each_microbatch",
+)
 
 
 def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
@@ -172,8 +243,7 @@ class Evaluation:
         time = self._time(replace(layout, offload=False) if layout.offload else layout)
         seconds = time.total
         if layout.offload:
-            kept = worst_memory(self._shape, replace(layout, offload=False)).activations
-            moved = 2 * kept / max(1, min(layout.num_microbatches, layout.pp)) * layout.num_microbatches
+            moved = 2 * layout.num_microbatches * microbatch_activations(self._shape, layout)
             seconds += max(0.0, moved / self._hardware.device.host_bandwidth - 0.8 * time.compute)
         return Candidate(layout=layout, memory=memory, time=time, seconds=seconds)
 
@@ -186,6 +256,13 @@ class Evaluation:
         time = step_time(self._shape, layout, self._hardware, layers=self._layers[key])
         self._last = layout, time
         return time
+
+
+def microbatch_activations(shape: DecoderShape, layout: PlanLayout) -> float:
+    """Return the bytes that one microbatch's forward pass saves on the pipeline rank that saves most."""
+    dense, sparse = (activation_bytes_per_token(shape, layout, sparse=each) for each in (False, True))
+    ranks = {layers_of(shape, layout, index) for index in range(layout.pp)}
+    return layout.tokens_per_microbatch * max(num * dense + more * sparse for num, more in ranks)
 
 
 def worst_memory(shape: DecoderShape, layout: PlanLayout) -> Memory:
@@ -203,8 +280,12 @@ def legal_layouts(
     global_size: int,
     length: int,
     base: PlanLayout | None = None,
+    replicas: tuple[int, ...] = (1,),
 ) -> Iterator[PlanLayout]:
-    """Yield every layout that the checks of a job accept: degrees divide ranks, heads, experts, layers and samples."""
+    """Yield every layout that the checks of a job accept: degrees divide ranks, heads, experts, layers and samples.
+
+    The ranks of each replica shard what `base` shards: all state by default, or only optimizer state and gradients.
+    """
     base = base or PlanLayout()
     degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
     tensor = [
@@ -220,7 +301,9 @@ def legal_layouts(
         dp = world_size // (tp * cp * pp)
         if global_size % dp:
             continue
-        for ep, size in product(_expert_degrees(shape, dp * cp * tp), (1, 2, 4, 8, 16)):
+        shardings = [_sharding(base, dp, cp, each) for each in replicas if dp % each == 0]
+        expert_degrees = _expert_degrees(shape, dp * cp * tp)
+        for ep, size, (sharding, shard_ranks) in product(expert_degrees, (1, 2, 4, 8, 16), shardings):
             if (global_size // dp) % size:
                 continue
             m = global_size // dp // size
@@ -235,6 +318,8 @@ def legal_layouts(
                         dp=dp,
                         ep=ep,
                         stages_per_rank=v,
+                        sharding=sharding,
+                        shard_ranks=shard_ranks,
                         microbatch_size=size,
                         num_microbatches=m,
                         length=length,
@@ -243,6 +328,15 @@ def legal_layouts(
                         offload=offload,
                         reduces_each_microbatch=reduce,
                     )
+
+
+def _sharding(base: PlanLayout, dp: int, cp: int, replicas: int) -> tuple[Sharding, int | None]:
+    """Return the sharding with some replicas, and the ranks of one of them."""
+    sharding = "parameters" if base.sharding == "replicated" else base.sharding
+    if replicas == 1:
+        return sharding, None
+    shards = dp * cp // replicas
+    return ("replicated", 1) if shards == 1 else (sharding, shards)
 
 
 def _expert_degrees(shape: DecoderShape, ranks: int) -> list[int]:
@@ -263,7 +357,8 @@ def mesh_config(layout: PlanLayout) -> MeshConfig:
     """Return the mesh of a layout for the configuration of a job."""
     return MeshConfig(
         pipeline_parallel=layout.pp,
-        data_parallel_shard=layout.dp,
+        data_parallel_replicate=layout.replicas,
+        data_parallel_shard=layout.dp // layout.replicas,
         context_parallel_shard=layout.cp,
         tensor_parallel=layout.tp,
         expert_parallel=layout.ep,

@@ -17,14 +17,18 @@ from d9d_loop.planning.step_record import Operation, recorded
 from d9d_loop.task import to_inputs
 
 
+class UnknownDecoderError(UserError):
+    """The model is no decoder whose step time the planner can compute."""
+
+
 def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     """Return the sizes of a job's decoder, and the number of tokens of a sample.
 
-    The model must be a decoder: an embedding table, a list of layers, and attention by
+    The model must be a decoder: an embedding table, and a list of layers that all have attention by
     `torch.nn.functional.scaled_dot_product_attention`. The job must have several ranks, or a provider with `late_init`.
 
     Raises:
-        UserError: If the model is not such a decoder. The message says which part was not found.
+        UnknownDecoderError: If the model is not such a decoder. The message says which part was not found.
     """
     model = plan.model.built.module
     samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(1)]
@@ -36,11 +40,23 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
         raise _unknown("a ModuleList or ModuleDict of layers")
     probe, layers, _ = without_repeats(model, repeats_of(found[1]).count - 1)
     probe.to("meta")
-    layers[-1].register_forward_hook(_stop)
+    starts: list[int] = []
     with fake:
         allocate(probe, device=torch.device("cpu"))
         with torch.no_grad(), recorded() as record, suppress(_LastLayerDone):
+            for layer in layers:
+                layer.register_forward_pre_hook(lambda *_: starts.append(len(record.operations)))
+            layers[-1].register_forward_hook(_stop)
             probe(*inputs.first, **inputs.shared)
+    ends = [*starts[1:], len(record.operations)]
+    without = [
+        index
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if not any(map(_is_attention, record.operations[start:end]))
+    ]
+    if without and len(without) < len(layers):
+        names = sorted({type(layers[index]).__name__ for index in without})
+        raise _unknown(f"attention in {len(without)} of {len(layers)} different layers ({', '.join(names)})")
     whole = [x for x in pytree.tree_leaves((inputs.first, inputs.shared)) if isinstance(x, Tensor) and x.dim() > 1]
     if not whole:
         raise _unknown("a tensor of token ids with a batch and a sequence dim in the task's inputs")
@@ -61,7 +77,7 @@ def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[O
     if not tables:
         raise _unknown("an embedding table outside of the layers")
     vocab_size, hidden_size = max(tables, key=Tensor.numel).shape
-    attention = next((each for each in operations if "scaled_dot_product" in each.name), None)
+    attention = next(filter(_is_attention, operations), None)
     if attention is None:
         raise _unknown("a call of scaled_dot_product_attention")
     query, key, value = attention.shapes[:3]
@@ -109,15 +125,26 @@ def _kv_heads(layer: nn.Module, *, heads: int, kv_heads: int, head_dim: int, hid
     return kv_heads
 
 
+def _is_attention(operation: Operation) -> bool:
+    return "scaled_dot_product" in operation.name
+
+
 def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:
-    """Return the elements of a layer's matrices without attention, of its experts, and the number of experts."""
-    matrices = sum(each.numel() for each in layer.parameters() if each.dim() == 2)
-    experts = [each for each in layer.parameters() if each.dim() == 3]
+    """Return the elements of a layer's matrices without attention, of its experts, and the number of experts.
+
+    Of a layer that is mostly frozen, the frozen matrices count: the others are adapters.
+    """
+    parameters = list(layer.parameters())
+    frozen = [each for each in parameters if not each.requires_grad]
+    if 2 * sum(map(Tensor.numel, frozen)) > sum(map(Tensor.numel, parameters)):
+        parameters = frozen
+    matrices = sum(each.numel() for each in parameters if each.dim() == 2)
+    experts = [each for each in parameters if each.dim() == 3]
     return matrices - attention_size, sum(map(Tensor.numel, experts)), experts[0].shape[0] if experts else 0
 
 
-def _unknown(part: str) -> UserError:
-    return UserError(
+def _unknown(part: str) -> UnknownDecoderError:
+    return UnknownDecoderError(
         f"the planner found no {part} in the model; expected a decoder with scaled_dot_product_attention. Pass its "
         "sizes: trainer.plan(..., shape=DecoderShape(...), length=...)."
     )

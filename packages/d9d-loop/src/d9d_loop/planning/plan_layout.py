@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, final
 
+from d9d_pipeline import StagePlacement
+
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicated", "optimizer", "gradients", "parameters"]
 Pointwise = Literal["eager", "fused", "compiled"]
@@ -19,6 +21,7 @@ class PlanLayout:
         dp: Data-parallel degree, without context parallelism.
         ep: Expert-parallel degree; uses the ranks of dp x cp x tp.
         stages_per_rank: Stages of each pipeline rank (interleaving).
+        placement: Ranks of stages: stage s on rank s modulo `pp` (loop), or every second round reversed (v).
         virtual_layers: Layers that the embedding and the head count for when layers are split over stages.
         microbatch_size: Samples of a microbatch of one data-parallel rank.
         num_microbatches: Microbatches of a step on each data-parallel rank.
@@ -72,6 +75,7 @@ class PlanLayout:
     dp: int = 1
     ep: int = 1
     stages_per_rank: int = 1
+    placement: StagePlacement = "loop"
     virtual_layers: tuple[int, int] = (0, 0)
     microbatch_size: int = 1
     num_microbatches: int = 1
@@ -122,6 +126,19 @@ class PlanLayout:
         return self.pp * self.stages_per_rank
 
     @property
+    def head_rank(self) -> int:
+        """Pipeline rank of the last stage."""
+        return 0 if self.placement == "v" and self.stages_per_rank % 2 == 0 else self.pp - 1
+
+    def stages_of(self, pipeline_rank: int) -> list[int]:
+        """Return the global indices of a pipeline rank's stages."""
+        back = self.pp - 1 - pipeline_rank
+        return [
+            index * self.pp + (back if self.placement == "v" and index % 2 else pipeline_rank)
+            for index in range(self.stages_per_rank)
+        ]
+
+    @property
     def tokens_per_microbatch(self) -> float:
         """Tokens of a microbatch on one rank, before tensor parallelism."""
         return self.microbatch_size * self.length / self.cp
@@ -135,6 +152,11 @@ class PlanLayout:
     def keeps_whole_gradients(self) -> bool:
         """True if whole gradients are kept between microbatches although weights are sharded."""
         return self.num_microbatches > 1 and not self.reduces_each_microbatch
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the state of a dense parameter, over data- and context-parallel ranks."""
+        return self.dp * self.cp // self.sharding_ranks
 
     @property
     def sharding_ranks(self) -> int:

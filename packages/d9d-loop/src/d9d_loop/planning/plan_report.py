@@ -9,22 +9,26 @@ GIB = 2**30
 
 
 def verdict(plan: ClusterPlan) -> str:
-    """Return three lines: if the job fits, how long it takes, and what limits it."""
+    """Return a line each: if the job fits, how long it takes, what limits it, and what the time does not model."""
     spare = plan.spare_bytes / GIB
     memory = plan.hardware.memory_error * max(each.total for each in plan.memory) / GIB
     fits = f"fits with {spare:.1f} GiB to spare" if plan.fits else f"does NOT fit: {-spare:.1f} GiB too much"
+    fits += f" (+- {memory:.1f} GiB) on {plan.layout.world_size} x {plan.hardware.name}: {describe(plan.layout)}"
+    if isinstance(plan.timing, str):
+        return f"{fits}\nno step time and no other layouts: {plan.timing}"
     low, high = plan.interval
     limit = plan.time.limit
     share = getattr(plan.time, limit) / plan.time.total
-    return "\n".join(
-        (
-            f"{fits} (+- {memory:.1f} GiB) on {plan.layout.world_size} x {plan.hardware.name}: {describe(plan.layout)}",
-            f"{plan.time.total:.3g} s a step ({low:.3g} to {high:.3g}), {plan.tokens_per_second:,.0f} tokens/s, MFU "
-            f"{plan.mfu:.1%}; {plan.steps} steps: {plan.days:.2g} days, {plan.device_hours:,.0f} device hours",
-            f"limited by {limit} ({share:.0%} of the step); goodput {plan.goodput.fraction:.1%} with a save every "
-            f"{plan.goodput.save_seconds / 60:.0f} minutes",
-        )
-    )
+    lines = [
+        fits,
+        f"{plan.time.total:.3g} s a step ({low:.3g} to {high:.3g}), {plan.tokens_per_second:,.0f} tokens/s, MFU "
+        f"{plan.mfu:.1%}; {plan.steps} steps: {plan.days:.2g} days, {plan.device_hours:,.0f} device hours",
+        f"limited by {limit} ({share:.0%} of the step); goodput {plan.goodput.fraction:.1%} with a save every "
+        f"{plan.goodput.save_seconds / 60:.0f} minutes",
+    ]
+    if plan.timing.not_modelled:
+        lines.append(f"not modelled, so the step time may be off: {'; '.join(plan.timing.not_modelled)}")
+    return "\n".join(lines)
 
 
 def fit_message(plan: ClusterPlan) -> str:
@@ -41,6 +45,8 @@ def fit_message(plan: ClusterPlan) -> str:
 
 
 def _nearest(plan: ClusterPlan) -> str:
+    if isinstance(plan.timing, str):
+        return f"Other layouts were not compared: {plan.timing}"
     if plan.nearest is None:
         return "No layout that fits was found. Use more devices, or ones with more memory."
     best = plan.nearest
@@ -56,22 +62,16 @@ def report(plan: ClusterPlan) -> str:
         (each.name, *(f"{getattr(each, name) / GIB:.2f}" for name in _MEMORY), f"{each.total / GIB:.2f}")
         for each in plan.memory
     ]
-    time = [
-        (name, f"{getattr(plan.time, name):.4g}", f"{getattr(plan.time, name) / plan.time.total:.1%}")
-        for name in PARTS
-        if getattr(plan.time, name) > 0
+    sections = [
+        verdict(plan),
+        "Memory in GiB (exact, but for the reserve)\n" + _table(("rank", *_MEMORY, "total"), memory),
     ]
-    better = [(name, f"{value:.4g}", f"{1 - value / plan.time.total:.1%}") for name, value in plan.sensitivity.items()]
+    if not isinstance(plan.timing, str):
+        sections += _time_sections(plan)
     sent = [
         (name, f"{size / GIB:.3f}")
         for name, size in sorted(plan.collectives.items(), key=lambda each: -each[1])
         if size >= 2**20
-    ]
-    sections = [
-        verdict(plan),
-        "Memory in GiB (exact, but for the reserve)\n" + _table(("rank", *_MEMORY, "total"), memory),
-        "Time of a step\n" + _table(("part", "seconds", "share"), time),
-        "If it were 10 % faster\n" + _table(("part", "step in s", "gain"), better),
     ]
     if sent:
         sections.append("Collectives of the first rank in a step\n" + _table(("collective", "GiB"), sent))
@@ -87,6 +87,22 @@ def report(plan: ClusterPlan) -> str:
         empty += f"{describe(plan.search.smallest.layout)}. Use more devices, or ones with more memory."
         sections.append(f"{title}\n" + _table(("seconds", "GiB", "limit", "layout"), rows) if rows else empty)
     return "\n\n".join(sections)
+
+
+def _time_sections(plan: ClusterPlan) -> list[str]:
+    """Return the tables of the step time's parts and of its sensitivity."""
+    time = [
+        (name, f"{getattr(plan.time, name):.4g}", f"{getattr(plan.time, name) / plan.time.total:.1%}")
+        for name in PARTS
+        if getattr(plan.time, name) > 0
+    ]
+    better = [
+        (name, f"{value:.4g}", f"{1 - value / plan.time.total:.1%}") for name, value in plan.timed.sensitivity.items()
+    ]
+    return [
+        "Time of a step\n" + _table(("part", "seconds", "share"), time),
+        "If it were 10 % faster\n" + _table(("part", "step in s", "gain"), better),
+    ]
 
 
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "reserve")

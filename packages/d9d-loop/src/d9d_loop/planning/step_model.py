@@ -123,7 +123,7 @@ def step_time(
     m = layout.num_microbatches
     groups = parameter_groups(shape, layout, slowest)
     data, hidden = _data_parallel(groups, layout, hardware, ranks[slowest])
-    transfer = _transfer(shape, layout, hardware)
+    transfer = transfer_seconds(shape, layout, hardware)
     passes = pipeline_seconds(
         seconds,
         num_microbatches=m,
@@ -148,34 +148,16 @@ def step_time(
     )
 
 
-def stage_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> list[tuple[float, float]]:
-    """Return the times of one microbatch's forward and backward on each stage, without transfers."""
-    layers, dense = layer_times(shape, layout, hardware), shape.num_layers - shape.num_sparse_layers
-    seconds = []
-    for index in range(layout.num_stages):
-        forward = backward = 0.0
-        counts = _stage_layers(shape.num_layers, dense, index, layout.num_stages, layout.virtual_layers)
-        for layer, count in zip(layers, counts, strict=True):
-            forward += count * layer.forward.device
-            backward += count * (layer.backward.device + layer.recompute.device)
-        seconds.append((forward, backward))
-    head = head_time(shape, layout, hardware)
-    forward, backward = seconds[-1]
-    seconds[-1] = forward + head[0].device, backward + head[1].device
-    return seconds
-
-
 def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tuple[int, int]:
-    """Return the numbers of dense and sparse layers of a pipeline rank.
-
-    Each stage has whole layers, as `StageInfo.layers` splits them, and stage s is on rank s modulo `pp`.
-    """
-    stages = range(pipeline_rank, layout.num_stages, layout.pp)
-    dense = shape.num_layers - shape.num_sparse_layers
-    counts = [
-        _stage_layers(shape.num_layers, dense, index, layout.num_stages, layout.virtual_layers) for index in stages
-    ]
+    """Return the numbers of dense and sparse layers of a pipeline rank."""
+    counts = [stage_layers(shape, layout, index) for index in layout.stages_of(pipeline_rank)]
     return sum(each for each, _ in counts), sum(each for _, each in counts)
+
+
+def stage_layers(shape: DecoderShape, layout: PlanLayout, index: int) -> tuple[int, int]:
+    """Return the numbers of dense and sparse layers of a stage: whole layers, as `StageInfo.layers` splits them."""
+    dense = shape.num_layers - shape.num_sparse_layers
+    return _stage_layers(shape.num_layers, dense, index, layout.num_stages, layout.virtual_layers)
 
 
 @cache
@@ -192,7 +174,7 @@ def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int
     """Return the parameters of a pipeline rank: the dense ones, and those of its experts if it has some."""
     num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
     every = (num_dense + num_sparse) * shape.attention_parameters + num_dense * shape.dense_parameters
-    is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.pp - 1
+    is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.head_rank
     if is_first:
         every += shape.embedding_parameters
     if is_last:
@@ -222,7 +204,7 @@ def _ranks(
     kinds: dict[tuple[object, ...], _RankTime] = {}
     found = []
     for index in range(layout.pp):
-        kind = (layers_of(shape, layout, index), index == 0, index == layout.pp - 1)
+        kind = (layers_of(shape, layout, index), index == 0, index == layout.head_rank)
         if kind not in kinds:
             kinds[kind] = _rank(shape, layout, hardware, layers, index)
         found.append(kinds[kind])
@@ -251,7 +233,7 @@ def _rank(
         rest += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
     if index == 0:
         rest += embedding_time(shape, layout, hardware)
-    if index == layout.pp - 1:
+    if index == layout.head_rank:
         forward, backward = head_time(shape, layout, hardware)
         rest += forward + backward
         first += forward.device
@@ -260,7 +242,7 @@ def _rank(
     return _RankTime(parts, again, seconds, seconds * first / parts.device)
 
 
-def _transfer(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
+def transfer_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
     """Return the time of one send between stages; tensor-parallel ranks send a part each."""
     if layout.pp == 1:
         return 0.0

@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,7 @@ class Operation:
         num_bytes: Bytes of all inputs and outputs, each counted once.
         shapes: Shapes of the tensor arguments.
         results: Shapes of the tensor results.
+        is_recomputed: True if activation checkpointing runs the operator again, in the backward pass.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Operation:
     num_bytes: int
     shapes: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...] = ()
+    is_recomputed: bool = False
 
 
 @final
@@ -160,6 +163,15 @@ def _may_copy(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+def _is_recomputed() -> bool:
+    """Return True in a checkpointed forward that runs again: its tensors are saved by a hook, in a backward pass."""
+    return (
+        torch._C._current_graph_task_id() != -1
+        and torch.is_grad_enabled()
+        and _top_saved_tensors_default_hooks(True) is not None
+    )
+
+
 @final
 class StepRecorder(TorchDispatchMode):
     """Dispatch mode that fills a `StepRecord`; use it inside of `FakeTensorMode` or without it.
@@ -234,7 +246,7 @@ class StepRecorder(TorchDispatchMode):
         unique = {id(tensor): tensor for tensor in (*tensors, *outputs)}
         num_bytes = sum(self._counted(tensor.numel() * tensor.element_size(), tensor) for tensor in unique.values())
         shapes = (tuple(tuple(tensor.shape) for tensor in each) for each in (tensors, outputs))
-        self.record.operations.append(Operation(name, flops, num_bytes, *shapes))
+        self.record.operations.append(Operation(name, flops, num_bytes, *shapes, is_recomputed=_is_recomputed()))
 
     def _counted(self, number: int, tensor: Tensor) -> int:
         """Return a number of a tensor, with those of the dropped repeats."""

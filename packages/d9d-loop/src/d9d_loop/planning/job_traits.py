@@ -1,0 +1,138 @@
+"""Layout and traits of a job, from its configuration and dry run, and the names of those that are not modelled."""
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from d9d_loop.job.plan import JobPlan
+from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.dry_run import DryRun
+from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.planning.schedule_time import has_closed_form
+from d9d_pipeline import Overlap
+
+_UNCOUNTED = 0.05
+"""Share of parameters that may be biases, norms and adapters, which the closed form does not count."""
+
+
+def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
+    """Return the layout of a job; `length` is the number of tokens of a sample."""
+    mesh, schedule = plan.model.mesh, plan.model.schedule
+    shards = mesh.data_parallel_shard * mesh.context_parallel_shard
+    operators = {each.name for each in run.forward_backward.operations}
+    recompute, every = recomputation_of(run)
+    layout = PlanLayout(
+        tp=mesh.tensor_parallel,
+        pp=mesh.pipeline_parallel,
+        cp=mesh.context_parallel_shard * mesh.context_parallel_replicate,
+        dp=mesh.data_parallel_replicate * mesh.data_parallel_shard,
+        ep=mesh.expert_parallel,
+        stages_per_rank=schedule.stages_per_rank,
+        placement=schedule.placement,
+        microbatch_size=plan.microbatch_size,
+        num_microbatches=plan.num_microbatches,
+        length=length,
+        recompute=recompute,
+        recompute_every=every,
+        sharding="parameters" if shards > 1 else "replicated",
+        shard_ranks=shards,
+        reduces_each_microbatch=plan.config.gradients.reduce_each_microbatch,
+        pointwise="compiled" if run.is_compiled or plan.config.compile is not None else "eager",
+        groups_experts=any("grouped_mm" in name for name in operators) or "bmm" in operators,
+        dropout=any("dropout" in name for name in operators),
+        weight_bytes=run.dtype.itemsize if plan.config.precision == "parameters" else 2,
+        stored_weight_bytes=run.parameter_bytes / run.num_parameters,
+        # Frozen parameters have none of these, so the means are small.
+        gradient_bytes=run.gradient_bytes / run.num_parameters,
+        kept_gradient_bytes=run.gradient_bytes / run.num_parameters,
+        master_bytes=run.optimizer_bytes / run.num_parameters,
+    )
+    return replace(layout, sequence_parallel=_splits_sequences(run, layout))
+
+
+def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
+    """Return what the job computes again in its backward pass, and in every how many layers.
+
+    Each checkpointed layer runs its operators again. Of an operator that only layers have, the share of calls that run
+    again is one over the number of layers between checkpointed ones; of those outside of layers, too, it is smaller.
+    """
+    again, once = Counter[str](), Counter[str]()
+    products = set[str]()
+    for each in run.forward_backward.operations:
+        (again if each.is_recomputed else once)[each.name] += 1
+        if each.flops and each.is_recomputed:
+            products.add(each.name)
+    forward, backward = run.attention_calls
+    if backward and forward > backward:
+        return "full", max(1, round(backward / (forward - backward)))
+    if not again:
+        return "none", 1
+    share = max(min(1.0, count / once[name]) for name, count in again.items() if name in once)
+    return "full" if products else "selective", max(1, round(1 / share))
+
+
+def unmodelled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: DecoderShape) -> tuple[str, ...]:
+    """Return the traits of a job that change its step time, but that the model of the time does not know."""
+    operators = {each.name for each in run.forward_backward.operations}
+    schedule, found = plan.model.schedule, []
+    if (method := _context_method(run, layout)) is not None:
+        found.append(f"context parallelism by {method} (timed as an all-gather)")
+    if layout.ep > 1 and not any(each.name == "all_to_all" for each in run.forward_backward.collectives):
+        found.append("the job's own dispatch of experts (timed as an all-to-all)")
+    if any("scaled_mm" in name or "scaled_grouped_mm" in name for name in operators):
+        found.append("products in float8 (timed as bfloat16)")
+    if plan.config.precision == "parameters" and run.dtype != torch.bfloat16:
+        found.append(f"products in {run.dtype} (timed as bfloat16)".replace("torch.", ""))
+    if run.num_trainable < run.num_parameters:
+        frozen = 1 - run.num_trainable / run.num_parameters
+        found.append(
+            f"frozen parameters, {frozen:.1%} of the rank's (their weight gradients are timed, though not run)"
+        )
+    if any(each.flops for each in run.update.operations):
+        found.append("matrix products of the optimizer (its memory traffic is timed)")
+    parts = [each for rank in plan.model.program.ranks for each in rank]
+    if any(isinstance(each, Overlap) for each in parts):
+        found.append("overlap of forward and backward passes by the schedule (timed one after the other)")
+    if layout.pp > 1 and not has_closed_form(schedule):
+        found.append(f"{type(schedule).__name__} in other layouts (timed as interleaved 1F1B)")
+    whole = sum(each.numel() for each in plan.model.built.module.parameters())
+    if abs(whole - shape.num_parameters) > _UNCOUNTED * whole:
+        share = (whole - shape.num_parameters) / whole
+        found.append(
+            f"{abs(share):.0%} of the parameters ({'more' if share > 0 else 'fewer'} than the decoder of equal layers "
+            "that is timed)"
+        )
+    return tuple(found)
+
+
+def logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
+    """Return the tokens whose logits exist at a time; 0 if no result has the rank's part of the vocabulary."""
+    vocabulary = -(-shape.vocab_size // layout.tp)
+    rows = (
+        result
+        for each in run.forward_backward.operations
+        for result in each.results
+        if len(result) > 1 and result[-1] == vocabulary
+    )
+    sizes = [torch.Size(result[:-1]).numel() for result in rows]
+    return max(sizes, default=0) * (layout.tp if layout.gathers_logits else 1)
+
+
+def _splits_sequences(run: DryRun, layout: PlanLayout) -> bool:
+    """Return True if tensor-parallel ranks scatter activations, or there are none."""
+    start = run.rank - run.rank % layout.tp
+    ranks = tuple(range(start, start + layout.tp))
+    return layout.tp == 1 or any(
+        each.name == "reduce_scatter" and each.ranks == ranks for each in run.forward_backward.collectives
+    )
+
+
+def _context_method(run: DryRun, layout: PlanLayout) -> str | None:
+    """Return the method of context parallelism, unless it gathers keys and values, or there is none."""
+    if layout.cp == 1:
+        return None
+    attention = next((each for each in run.forward_backward.operations if "scaled_dot_product" in each.name), None)
+    if attention is None:
+        return "a ring, or another method without scaled_dot_product_attention"
+    return "all-to-all of heads" if attention.shapes[0][-2] == layout.length else None
