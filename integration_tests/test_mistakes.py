@@ -360,7 +360,7 @@ class _NotANumber(Regression):
 
 
 def test_a_run_without_any_update_fails(tmp_path: Path) -> None:
-    with pytest.raises(BadStepError, match=r"no update was applied in the steps 1 to 3: all were bad\."):
+    with pytest.raises(BadStepError, match=r"no update was applied in the steps 1 to 3: all were bad steps\."):
         _train(tmp_path, {"task": _NotANumber()}, [])
 
 

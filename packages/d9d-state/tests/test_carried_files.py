@@ -107,7 +107,7 @@ def test_large_files_are_logged_and_not_copied(
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [("{", r"source/config\.json: .*Expected the config"), ("[]", r"holds list; expected a JSON")],
+    [("{", r"source/config\.json: .*Expected the config"), ("[]", r"contains a list; expected a JSON")],
 )
 def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path, config: str, message: str) -> None:
     source = _source(tmp_path / "source")

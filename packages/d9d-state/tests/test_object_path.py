@@ -71,7 +71,7 @@ def test_checkpoints_are_saved_found_verified_and_deleted(prefix: ObjectPath) ->
     assert torch.equal(loaded["model.weight"], model.weight + 3)
     with pytest.raises(UserError, match="step-00000003 exists and is complete"):
         store.save(3, {"model.weight": model.weight})
-    with pytest.raises(UserError, match="is in an object store; expected a folder"):
+    with pytest.raises(UserError, match="is in an object store; expected a local folder"):
         _ = info.folder
 
 

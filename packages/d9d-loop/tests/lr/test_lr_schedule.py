@@ -51,7 +51,7 @@ def test_warm_up_stable_decay() -> None:
     assert [schedule(step) for step in range(10)] == pytest.approx(expected)
     assert WsdConfig().build(10)(0) == 1.0
     assert WsdConfig(decay="sqrt").build(10)(9) == pytest.approx(0.0)
-    with pytest.raises(UserError, match="take 11 steps and the remaining ones, but the job has 10"):
+    with pytest.raises(UserError, match="take 11 steps, but the job has 10; expected fewer"):
         WsdConfig(warmup_steps=9).build(10)
 
 
