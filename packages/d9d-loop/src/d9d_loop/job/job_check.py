@@ -86,7 +86,7 @@ def check_writable(folder: Path) -> None:
 
 
 def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper | None:
-    """Return the mapper of an export; raise `UserError` if there is no mapper, or the mapper omits trained parameters."""
+    """Return the mapper of an export; raise `UserError` if there is none, or the mapper omits trained parameters."""
     try:
         return disk_mapper(provider.state_mapper(model), model)
     except UserError as error:

@@ -82,7 +82,7 @@ class Reports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Deliver the pending values, close the progress bar and the trackers, and write the report unless the job failed."""
+        """Deliver the pending values, close progress bar and trackers, and write the report unless the job failed."""
         self._open.__exit__(kind, error, at)
         folder = self._config.run.dir
         if kind is None and self._ctx.is_main_process and self._config.logging.report:
