@@ -23,8 +23,8 @@ class _Variant:
 def describe_fields(model: type[BaseModel], *, section: str = "") -> str:
     """Return the `--help` page: an overview of all keys by section, or the details of one section.
 
-    The overview has a line for each key of the default kind of each section. The details have the keys of all kinds,
-    those of the items of lists, and all descriptions.
+    The overview has a line for each key of the default kind of each section. The details have the keys of all kinds
+    and of list items, with all descriptions.
 
     Args:
         model: Configuration class.

@@ -8,7 +8,7 @@ from yaml.constructor import ConstructorError
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML document. The `ValueError` of a malformed document or a refused feature has the line and column."""
+    """Parse a YAML document. Malformed documents and refused features raise `ValueError` with the line and column."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a subclass of the safe loader)
     except yaml.YAMLError as error:

@@ -22,9 +22,9 @@ M = TypeVar("M", bound=BaseModel)
 def parse_command_line(model: type[M], default_file: str | Path | None, arguments: Sequence[str] | None) -> M:
     """Parse the command line `[FILE] [--section.key VALUE ...]` to a configuration.
 
-    `--help` prints an overview of the keys and exits, `--help SECTION` all about one section; `--schema` prints the
-    JSON Schema of configuration files and exits. The
-    arguments and errors are those of `JobConfig.from_cli`.
+    `--help` prints an overview of the keys and exits; `--help SECTION` prints the details of one section and exits;
+    `--schema` prints the JSON Schema of configuration files and exits. The arguments and errors are those of
+    `JobConfig.from_cli`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for flag in ("--help", "-h"):

@@ -40,16 +40,16 @@ class JobConfig(Section):
     def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
         """Read the configuration from the command line `script.py [FILE] [--section.key VALUE ...]`.
 
-        Values on the command line override those of the file. `--help` prints an overview of the
-        keys and exits, `--help optimizer` all about one section; `--schema` prints
-        the JSON Schema of configuration files, for editors, and exits.
+        Values on the command line override those of the file. `--help` prints an overview of the keys and
+        exits; `--help optimizer` prints the details of one section and exits; `--schema` prints the JSON Schema of
+        configuration files, for editors, and exits.
 
         Args:
             default_file: TOML, JSON or YAML file to read if the command line names none.
             arguments: Command line without the program's name; by default `sys.argv[1:]`.
 
         Raises:
-            UserError: If the file cannot be read or is malformed, or listing every invalid key.
+            UserError: If the file cannot be read or is malformed, or keys are invalid; the message lists all of them.
         """
         return parse_command_line(cls, default_file, arguments)
 

@@ -22,7 +22,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def prompt(self, text: str, *, special: bool) -> list[int]:
-        """Return the bytes of a text, which has no special tokens at its beginning."""
+        """Return the bytes of a prompt. `special` has no effect, because a prompt of bytes has no special tokens."""
         del special
         return self.encode(text)
 

@@ -32,7 +32,7 @@ class ChatData(DataProvider):
         held_out: Files of the evaluation data, or a map-style dataset; None for no evaluation.
         kind: `chats`, `pairs`, or `scored_pairs` for reward models; see `ChatStream` and `PairStream`.
         too_long: Treatment of longer conversations; see `ChatStream`.
-        window: Number of conversations packed together. More leave less padding, and take longer at the start.
+        window: Number of conversations packed together. Larger windows leave less padding and take longer at the start.
         shuffle: If False, read each epoch in order; the rows of a window are shuffled nevertheless.
 
     Raises:

@@ -24,19 +24,19 @@ def tokenize_chats(
 ) -> TokenFile:
     """Tokenize conversations, write them to a token file with masks, and open it.
 
-    Read the file with a `DocumentStream` whose `max_length` is at least `max_length`, else it splits conversations, and
-    their later parts lack the earlier messages.
+    Read the file with a `DocumentStream` whose `max_length` is at least `max_length`. A shorter `max_length` splits
+    conversations, and their later parts lack the earlier messages.
 
     Args:
         samples: Samples in a form that `read_conversation` accepts.
         folder: Folder to write; must not exist.
         tokenizer: Renders and tokenizes conversations, and verifies their masks.
-        max_length: Largest number of positions of a conversation; None for any.
+        max_length: Largest number of positions of a conversation; None for no limit.
         too_long: Treatment of longer conversations; see `ChatStream`.
 
     Raises:
-        UserError: If a conversation is invalid or too long; the message has its index. If the folder exists, or no
-            conversation is left.
+        UserError: If a conversation is invalid or too long; the message has its index. Also if the folder exists,
+            or no conversation is left.
     """
     about: dict[str, JsonValue] = {"tokenizer_sha256": tokenizer.identity(), "max_length": max_length}
     dropped = 0

@@ -54,7 +54,7 @@ class ChatTokenizer:
         tokenizer: A `tokenizers.Tokenizer`.
         template: Template of the conversations.
         stop_tokens: Texts of further tokens that may end a turn, if the tokenizer does not list them as special.
-        thinking: First and last text of a thinking block.
+        thinking: Text that opens a thinking block, and text that closes it.
 
     Raises:
         UserError: If a stop token is not in the vocabulary.
@@ -155,7 +155,7 @@ class ChatTokenizer:
         return start, stop
 
     def _end_of_turn(self, text: str, turn: str, start: int) -> int | None:
-        """Return the end of a turn in the whole text, from `turn`, the text up to the turn; None if it differs."""
+        """Return the end of a turn in the whole text; None if `turn`, the text up to the turn's end, is no prefix."""
         for same in (turn, self._block.sub("", turn)):
             if len(same) > start and text.startswith(same):
                 return len(same)
@@ -166,7 +166,7 @@ class ChatTokenizer:
         first, bare = empty.end() if empty else start, self._block.sub("", turn[start:])
         if text.startswith(bare, first):
             return first + len(bare)
-        # The template ends the last turn of a text with another stop token, or with one more.
+        # The template ends the last turn of a text with another stop token, or with an additional stop token.
         stop = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, text, strict=False)))
         cut = [token.start() for token in self._first_stop.finditer(turn) if token.start() < stop < token.end()]
         stop = cut[0] if cut else stop

@@ -80,7 +80,8 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     in `read_conversation`.
 
     Raises:
-        UserError: If `chosen` or `rejected` is missing, both are equal, or a message lacks its role or content.
+        UserError: If `chosen` or `rejected` is missing, one is a prefix of the other, or a message lacks its role or
+            content.
     """
     if sample.get("chosen") is None or sample.get("rejected") is None:
         raise _unknown(sample, "chosen and rejected, with or without prompt")

@@ -15,7 +15,7 @@ from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.window_cursor import WindowCursor
 
 MaskedTokens = tuple[list[int], list[bool]]
-"""Tokens of a document, and for each whether it is trained."""
+"""Tokens of a document, and its loss mask: True for each token that is trained."""
 
 
 class ConversationStream(SampleStream):

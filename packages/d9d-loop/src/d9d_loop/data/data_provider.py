@@ -50,7 +50,7 @@ class DatasetProvider(DataProvider):
         draws: See `DataProvider`. `None`: False for a list, tuple or tensor with the default `collate`, else True.
 
     Raises:
-        UserError: If `samples` or `evaluation` has no length or no samples by index.
+        UserError: If `samples` or `evaluation` has no length or cannot be indexed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Conversion of what users pass as a dataset to a map-style dataset. Other objects are refused with the remedy."""
+"""Conversion of the user's dataset to a map-style dataset. Errors say how to convert other objects."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -20,7 +20,7 @@ class Document(TypedDict):
 
 
 class Pair(TypedDict):
-    """Preferred and rejected document, which belong to one row.
+    """Preferred and rejected document, which are packed into one row.
 
     Attributes:
         source: Index of the pair's source in a mixture; absent without a mixture.
@@ -32,7 +32,7 @@ class Pair(TypedDict):
 
 
 def documents_of(sample: Document | Pair) -> list[Document]:
-    """Return the documents of a sample: itself, or those of a pair, chosen before rejected."""
+    """Return the documents of a sample: the sample itself, or both documents of a pair, chosen before rejected."""
     match sample:
         case {"chosen": chosen, "rejected": rejected, **source}:
             return [{**cast(Document, document), **source} for document in (chosen, rejected)]
@@ -43,8 +43,8 @@ def documents_of(sample: Document | Pair) -> list[Document]:
 def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:
     """Split a document into parts; return the first and last token of each part, both inclusive.
 
-    A part has at most `max_length` positions and starts at the last token of the previous part. So each token but the
-    first is a label exactly once. A document of fewer than two tokens has no parts, since there is no label.
+    A part has at most `max_length` positions and starts at the last token of the previous part. So each token except
+    the first is a label exactly once. A document of fewer than two tokens has no parts, since there is no label.
     """
     last = num_tokens - 1
     return [(start, min(start + max_length, last)) for start in range(0, last, max_length)]

@@ -15,7 +15,7 @@ _EMPTY = "the evaluation data are empty; expected at least one sample. Check the
 
 
 def check_evaluation_data(data: Samples | SampleStream, *, num_samples: int | None) -> None:
-    """Check that one pass over the data ends and has samples, else raise `UserError`. Reads no samples."""
+    """Raise `UserError` if a dataset is empty, or a stream is endless and `num_samples` is None. Reads no samples."""
     if not isinstance(data, SampleStream):
         if len(data) == 0:
             raise UserError(_EMPTY)

@@ -13,7 +13,7 @@ from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.data.samples import Samples
 
 _MOST_AHEAD = 4096
-"""Upper limit of the positions whose indices are computed in one call. The number starts lower and doubles."""
+"""Limit on the number of sample indices computed ahead of use. The number starts lower and doubles."""
 
 
 @final

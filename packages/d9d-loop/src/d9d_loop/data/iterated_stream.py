@@ -93,7 +93,7 @@ class _IteratedCursor(Cursor):
         self._epoch = place.epoch
         self._data = epoch(place.epoch)
         self._is_new = place.data is None
-        self._loaded = place.data  # until it has yielded an element, an iterable may not report the loaded state
+        self._loaded = place.data  # an iterable may not report the loaded state before its first element
         if place.data is not None:
             self._data.load_state_dict(place.data)
         self._elements = iter(self._data)

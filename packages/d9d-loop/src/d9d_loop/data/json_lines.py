@@ -1,4 +1,4 @@
-"""Map-style dataset of JSON lines files, whose lines are found once and read on demand."""
+"""Map-style dataset of JSON Lines files: the constructor locates the lines, which are then read on demand."""
 
 import json
 from array import array
@@ -14,7 +14,7 @@ from d9d_dist import UserError
 class JsonLines:
     """Objects in the lines of `.jsonl` files, in the order of the files. Empty lines are skipped.
 
-    The constructor finds the lines, and keeps eight bytes for each. Instances can be pickled.
+    The constructor locates the lines, and keeps an offset of eight bytes for each line. Instances can be pickled.
 
     Raises:
         UserError: If a file does not exist, or there are no lines; in `__getitem__`, if a line is not a JSON object.

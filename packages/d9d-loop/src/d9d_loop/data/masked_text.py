@@ -9,7 +9,7 @@ _GREEN, _DIM, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
 def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:
-    """Return the text with its trained parts in brackets, or in green beside a dim rest.
+    """Return the text with its trained parts in brackets, or in green with the other parts dimmed.
 
     Args:
         text: The text.

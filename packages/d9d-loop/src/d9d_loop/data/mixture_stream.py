@@ -48,8 +48,8 @@ class MixtureStream(SampleStream):
     deficit. So the counts stay close to the shares at every position, without a periodic pattern that could align with
     the ranks. Each source has its own position and epochs.
 
-    Dictionary samples get the key `source`, the index of their source in the order of `sources`. It allows losses per
-    source; `PackedStream` turns it into `sources`.
+    Dictionary samples get the key `source`, the index of their source in the order of `sources`. The index
+    allows losses per source; `PackedStream` converts it to `sources`.
 
     Args:
         weights: Weight of each source by name, or phases of weights.
@@ -124,7 +124,7 @@ class MixtureStream(SampleStream):
     def counts(self, state: JsonValue) -> dict[str, SourceCount]:
         """Return the samples and tokens taken from each source at a cursor state of this stream, by source name.
 
-        `None` is the beginning. Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
+        `None` is the start of the stream. Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
         """
         place = _read_place(state, self._streams)
         counted = zip(self._sources, place.samples, place.tokens, strict=True)

@@ -90,7 +90,7 @@ def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) 
     """Concatenate documents into a row, pad the remaining positions, and return a sample as in `PackedStream`.
 
     A document has `tokens`, int64 [n + 1]: the first n become inputs, the last n labels. With a `mask`, bool [n + 1],
-    other labels become -100. `row_length` is at least the sum of n over the documents.
+    labels whose mask is False become -100. `row_length` is at least the sum of n over the documents.
     """
     row: dict[str, Any] = {
         "input_ids": torch.full((row_length,), pad_token),

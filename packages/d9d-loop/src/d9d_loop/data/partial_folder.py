@@ -44,7 +44,7 @@ class PartialFolder:
             os.close(self._descriptor)  # another process removed the folder before this one locked it
 
     def publish(self) -> None:
-        """Rename the folder to its final path. Raise `OSError` if that is a file or a folder with contents."""
+        """Rename the folder to its final path. Raise `OSError` if that path is a file or a non-empty folder."""
         self.path.chmod(0o755)  # mkdtemp creates it with mode 0o700
         self.path.rename(self._target)
 

@@ -41,7 +41,7 @@ class Prefetcher(Generic[T]):
     that takes an item waits for its copies; the host does not. `close` drops prefetched items, so state to be saved
     must be part of the items.
 
-    `items` and `prepare` must not draw random numbers, because the thread shares the training's generators.
+    `items` and `prepare` must not draw random numbers, because the thread shares the random generators of training.
 
     Args:
         prepare: Function applied to each item, such as a copy to the device.

@@ -23,7 +23,7 @@ class Cursor(ABC):
 
     @abstractmethod
     def state_dict(self) -> JsonValue:
-        """Return the position after the last taken entry, for `SampleStream.cursor`. Its size does not grow."""
+        """Return the position after the last taken entry, for `SampleStream.cursor`. Its size is bounded."""
 
 
 class SampleStream(ABC):

@@ -60,11 +60,11 @@ class StreamLoader:
     """Iterator over the steps of a job. Each item is the list of this rank's microbatches of a step.
 
     Every rank plans the whole stream, and reads its own share. The used samples are always a prefix of the global
-    order, so `state_dict` is equal on all ranks. One copy suffices, and a job with any number of ranks can resume from
-    it. Prefetched batches do not count as used.
+    order, so `state_dict` is equal on all ranks. One copy of the state suffices, and a job with any number of ranks
+    can resume from it. Prefetched batches do not count as used.
 
     The last step of a finite stream may have fewer samples: some of its microbatches are smaller, and the last ones of
-    a rank may be stand-ins, which must not count.
+    a rank may be stand-ins, whose losses must not count.
 
     With `draws`, the random numbers of samples and `collate` are a function of the seed and the position of the
     microbatch's first sample. They do not depend on `num_workers`.

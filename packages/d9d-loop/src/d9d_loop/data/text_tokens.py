@@ -92,7 +92,7 @@ class TextFiles:
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str = END_TOKEN) -> "Tokenizer":
     """Train a byte-level BPE tokenizer, which can encode any text. Requires `tokenizers`.
 
-    `vocab_size` is at least 257, else `UserError`: the 256 bytes and `end_token`, which ends a document.
+    The vocabulary has the 256 bytes and `end_token`, which ends a document; `vocab_size` below 257 raises `UserError`.
     """
     if vocab_size < 257:
         raise UserError(f"vocab_size = {vocab_size}; expected at least 257: one for each byte, and the end token.")

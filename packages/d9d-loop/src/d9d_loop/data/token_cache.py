@@ -20,9 +20,9 @@ def cached_token_file(
 ) -> TokenFile:
     """Open the token file of some documents, and write it first if the cache does not contain it.
 
-    The cache key is a digest of the documents, `vocab_size` and `name`. All ranks of a job may call this at once: each
-    rank writes a temporary folder, and the first to finish renames its own into place. If that takes too long, write a
-    token file before the job starts with `python -m d9d_loop.data`.
+    The cache key is `name` with a digest of the documents and `vocab_size`. All ranks of a job may call this at once:
+    each rank writes a temporary folder, and the first rank to finish renames its folder into place. If tokenizing takes
+    too long, write a token file before the job starts with `python -m d9d_loop.data`.
 
     Args:
         documents: Text, or other data to tokenize. Documents without tokens are skipped.

@@ -37,8 +37,8 @@ _PLACE = TypeAdapter(_Place)
 class WindowCursor(Cursor):
     """Cursor that takes windows of `size` entries from a stream and returns their rearranged entries.
 
-    A window is a pure function of its start. So the state is only that start and an offset; on resume, the window is
-    arranged again.
+    A window is a pure function of its start. So the state is only the window's index and start, and an offset in
+    the window; on resume, the window is arranged again.
     """
 
     def __init__(self, stream: SampleStream, state: JsonValue, *, size: int, arrange: Arrange) -> None:

@@ -1,1 +1,1 @@
-"""The engine: training that the caller drives step by step. The Trainer is its first client."""
+"""The engine: training that the caller drives step by step. The Trainer uses the engine."""

@@ -18,7 +18,7 @@ from d9d_state import CheckpointStore
 class EngineCheckpoints:
     """Checkpoints of an engine: model, optimizer, random states, step, and a JSON value of the caller.
 
-    The run folder is locked from the first call until `close`. Nothing is written before.
+    The run folder is locked from the first save or load until `close`. Nothing is written before the lock.
 
     Args:
         store: Checkpoint store of the run.
@@ -77,7 +77,7 @@ class EngineCheckpoints:
         self._store.clear_tiers(self._ctx)
 
     def load(self) -> tuple[int, JsonValue] | None:
-        """Load the newest valid step; return it and its state, `None` without any. Collective."""
+        """Load the newest valid checkpoint; return its step and the caller's state, `None` without one. Collective."""
         self._lock()
         self._store.wait()
         num_loads = self._caller.num_loads
@@ -99,7 +99,7 @@ class EngineCheckpoints:
 
 @final
 class _CallerState:
-    """Part of a checkpoint that belongs to the caller."""
+    """JSON value of the caller in a checkpoint."""
 
     def __init__(self) -> None:
         self.value: JsonValue = None

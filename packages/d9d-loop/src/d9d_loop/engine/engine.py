@@ -1,7 +1,7 @@
 """`Engine`: training that the caller drives: forward and backward, optimizer steps, scores, weights, checkpoints.
 
-The Trainer is its first client. Post-training methods with an outer loop of their own, such as reinforcement learning,
-use it directly.
+The Trainer uses the engine. Post-training methods with their own outer loop, such as reinforcement learning, call the
+engine directly.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ from d9d_state import StateMapper
 
 @final
 class Engine:
-    """Training of a model that is driven from outside, in any layout. The constructor is collective.
+    """Training of a model in any parallel layout, driven by the caller. The constructor is collective.
 
     All ranks call the same methods in the same order. Losses are sums with weights: the gradient of a step is the sum
     over all microbatches, calls and ranks, divided once by the sum of all weights.
@@ -62,15 +62,15 @@ class Engine:
         ctx: Distributed context.
         task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
         max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
-        num_microbatches: Number of microbatches that most steps have on a rank; others are supported too.
+        num_microbatches: Number of microbatches that most steps have on a rank; other numbers are supported too.
         guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
         polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
             the guard and acts on its decisions.
         events: Event bus; by default a new one.
         state_mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
-        reference: Reference of `reference`: a function of the model that returns a context manager in which the model
-            is the reference, such as `d9d_peft.adapters_off`; or "initial", for a copy in host memory of the weights
-            that the model has now. `None` disables it.
+        reference: Reference for the method `reference`: a function of the model that returns a context manager in which
+            the model acts as the reference, such as `d9d_peft.adapters_off`; or "initial", for a copy of the current
+            weights in host memory. `None` disables the method.
         checkpoints: Checkpoints for `save` and `load`; `None` disables them.
     """
 
@@ -138,8 +138,8 @@ class Engine:
             task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
             optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
             pipeline_schedule: Pipeline schedule; by default the one of the configuration.
-            reference: Reference of `reference`: `d9d_peft.adapters_off`, or "initial" for a copy in host memory of the
-                initial weights.
+            reference: Reference for the method `reference`: `d9d_peft.adapters_off`, or "initial" for a copy of the
+                initial weights in host memory.
 
         Raises:
             UserError: If the configuration, model or environment is invalid. Most checks run before the process group
@@ -153,13 +153,13 @@ class Engine:
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.
 
-        Ranks may pass different numbers of batches, of different shapes: those with fewer run stand-ins, whose loss is
-        0 (`BatchTask.stand_in`). Collectives: an all-gather of the numbers, those of the model, sends and receives
-        between stages, the gradient reduction of each call, and those of the returned values.
+        Ranks may pass different numbers of batches, of different shapes. Ranks with fewer batches run stand-ins, whose
+        loss is 0 (`BatchTask.stand_in`). Collectives: an all-gather of the numbers of batches, the model's collectives,
+        sends and receives between stages, the gradient reduction, and the exchange of the returned values.
 
         Args:
             batches: This rank's batches, one for each microbatch, as the collate function builds them: on any device,
-                sequences whole. All ranks of a data-parallel coordinate pass the same batches.
+                with whole sequences. All ranks of a data-parallel coordinate pass the same batches.
             loss: Function of the model's outputs and the batch that returns the `Loss` of a microbatch, such as
                 `task.loss`. Under context parallelism it gets this rank's part of the batch.
 
@@ -197,17 +197,17 @@ class Engine:
             `experts` also `expert_indices` [B, L, layers, A], int64, -1 in layers without experts.
 
         Raises:
-            UserError: If the model has no argument `scores` and there is no `read`. As for `forward_backward`.
+            UserError: If the model has no argument `scores` and there is no `read`. Also as for `forward_backward`.
         """
         self._require_onloaded("score()")
         return self._scorer(batches, read, experts)
 
     @contextmanager
     def reference(self) -> Generator[None]:
-        """Let the model be its frozen reference in the body, to `score`. No collectives.
+        """Make the model act as its frozen reference in the body, for `score`. No collectives.
 
         Raises:
-            UserError: If the engine has no reference or is its reference already, or the body trains or saves.
+            UserError: If the engine has no reference, `reference` is already active, or the body trains or saves.
         """
         self._require_training("reference()")
         with self._reference.active():
@@ -224,20 +224,20 @@ class Engine:
     ) -> Iterator[tuple[str, Tensor] | tuple[str, Tensor, Region]]:
         """Yield the weights of this rank's stages under their names on disk, as an export would write them.
 
-        Without `shards`, whole tensors: the ranks of a stage gather one group of the state mapper at a time, such as
-        the projections of a layer that the model fuses. Collective; consume the iterator completely on all ranks. A
+        Without `shards`, yield whole tensors: the ranks of a stage gather one group of the state mapper at a time, such
+        as the projections of a layer that the model fuses. Collective; consume the iterator completely on all ranks. A
         tensor may be a view of the group or of a parameter.
 
-        With `shards`, `(name, shard, region)` for each part of a tensor on disk that this rank holds: a view of the
-        parameter, and its place in the tensor. No collectives, nothing is copied. Replicas yield equal regions.
+        With `shards`, yield `(name, shard, region)` for each part of a tensor on disk that this rank holds: a view of
+        the parameter, and its region in the tensor. No collectives and no copies. Replicas yield equal regions.
 
-        With `base_only`, the weights without those of adapters, which have no place on disk: quantised ones
-        dequantised. Inside `reference`, the weights are those of the reference.
+        With `base_only`, omit adapter weights, which have no place on disk, and dequantize quantized weights. Inside
+        `reference`, the weights are those of the reference.
 
         Raises:
             UserError: If the state mapper does not match the model or has no inverse, or if it omits trained parameters
-                without `base_only`; with `shards` also if it computes values, such as dequantised ones. While
-                iterating, if a step, `offload` or `reference` comes in between.
+                without `base_only`; with `shards` also if it computes values, such as dequantized ones. Also
+                if a step, `offload` or `reference` occurs during the iteration.
         """
         self._require_onloaded("weights()")
         free_gathered_parameters(self._whole)
@@ -259,13 +259,13 @@ class Engine:
     def accumulate(
         self, batches: Sequence[Any], loss: LossFunction, *, num_own: int | None = None, measured: bool = False
     ) -> Timeline | None:
-        """Run forward and backward of prepared microbatches: `forward_backward` without its preparations and values.
+        """Run forward and backward of prepared microbatches, without placing batches and without returning values.
 
         Collectives: those of the model, sends and receives between stages, and the gradient reduction.
 
         Args:
-            batches: Microbatches on this rank's device, split for context parallelism, as many on every rank: those
-                of a `StreamLoader`.
+            batches: Microbatches on this rank's device, split for context parallelism, such as those of a
+                `StreamLoader`. Every rank passes the same number.
             loss: See `forward_backward`.
             num_own: Number of microbatches that count; the later ones are stand-ins. `None` if all count.
             measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
@@ -289,7 +289,7 @@ class Engine:
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
                 finite. Also if a forward wrote to sharded parameters, if the first step made, replaced or deleted
-                parameters, or if the second one read an attribute of a module that differs between ranks.
+                parameters, or if the second step read an attribute of a module that differs between ranks.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
@@ -331,7 +331,7 @@ class Engine:
 
     @contextmanager
     def evaluation_weights(self) -> Generator[None]:
-        """Swap in the weights that an averaging optimizer evaluates; other optimizers change nothing.
+        """Swap in the averaged weights of an averaging optimizer; with other optimizers, the weights do not change.
 
         Collective: copies shared parameters to all stages.
         """
@@ -349,7 +349,7 @@ class Engine:
             background: True to return after the copy to host memory, and write the files in the background.
 
         Raises:
-            UserError: If the engine has no checkpoints, or gradients were not used by a `step` yet.
+            UserError: If the engine has no checkpoints, or no `step` has used the accumulated gradients yet.
             BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
@@ -386,8 +386,8 @@ class Engine:
     def load(self) -> JsonValue:
         """Load the newest valid checkpoint, and return the state that was passed to `save`. Collective.
 
-        Without checkpoints, the weights stay, and the result is `None`. Accumulated gradients are discarded. Learning
-        rates are not restored.
+        Without checkpoints, the weights do not change, and the result is `None`. Accumulated gradients are discarded.
+        Learning rates are not restored.
 
         Raises:
             UserError: If the engine has no checkpoints.
@@ -409,7 +409,7 @@ class Engine:
         return self._checkpoints
 
     def set_learning_rates(self, factor: float) -> None:
-        """Set the learning rate of each parameter group to `factor` times that of the optimizer as it was built."""
+        """Set the learning rate of each parameter group to `factor` times its initial learning rate."""
         self._rates.scale(factor)
 
     def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:

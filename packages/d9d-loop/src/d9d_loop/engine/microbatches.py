@@ -1,4 +1,4 @@
-"""Microbatches of a call: placed on the device, and equally many on all ranks."""
+"""Microbatches of a call: placed on the device, the same number on all ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from d9d_loop.task import BatchTask
 @final
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """This rank's microbatches of a call: its own batches, then stand-ins of no weight.
+    """This rank's microbatches of a call: its own batches, then stand-ins, which do not count.
 
     Attributes:
-        batches: Placed batches, equally many on all ranks.
+        batches: Batches on the device, the same number on all ranks.
         num_own: Number of batches that are not stand-ins.
     """
 

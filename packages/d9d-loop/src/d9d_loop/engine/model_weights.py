@@ -39,7 +39,7 @@ class ModelWeights:
         return self._unchanged(weight_shards(self._model, self._mapper))
 
     def _unchanged(self, weights: Iterator[W]) -> Iterator[W]:
-        """Yield weights; raise `UserError` if they changed in between."""
+        """Yield weights; raise `UserError` if the weights change during the iteration."""
         version = self._version()
         for each in weights:
             yield each

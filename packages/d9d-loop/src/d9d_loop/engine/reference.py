@@ -16,14 +16,14 @@ Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | L
 
 @final
 class ReferenceModel:
-    """Reference of an engine, which its model becomes for some time.
+    """Reference of an engine: the engine's model acts as the reference inside `active`.
 
     Attributes:
-        is_active: True while the model is the reference.
+        is_active: True while the model acts as the reference.
 
     Args:
         model: This rank's part of the model.
-        reference: The reference; `None` if there is none. "initial" copies the values that `whole` has now.
+        reference: The reference; `None` if there is none. "initial" copies the current values of `whole`.
         whole: The model with the copies of shared parameters.
     """
 
@@ -39,7 +39,7 @@ class ReferenceModel:
 
     @contextmanager
     def active(self) -> Generator[None]:
-        """Let the model be the reference in the body. No collectives. Raises `UserError` if there is no reference."""
+        """Make the model act as the reference in the body; raise `UserError` without a reference. No collectives."""
         if self._weights is not None:
             context: AbstractContextManager[object] = self._weights.swapped_in()
         elif self._enter is not None:
@@ -64,7 +64,7 @@ class ReferenceWeights:
     Frozen parameters have no copies: the reference shares them.
 
     Args:
-        model: This rank's part of the model, which has the values of the reference now.
+        model: This rank's part of the model, whose current values are those of the reference.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -18,9 +18,9 @@ from d9d_loop.task import BatchTask, to_inputs
 from d9d_pipeline import Inputs
 
 RecordLayers: TypeAlias = Callable[[nn.Module], AbstractContextManager[Mapping[int, Sequence[Tensor]]]]
-"""Function such as `d9d_moe.record_experts`: records values [B, L, A] of each layer in each forward pass of its body.
+"""Context manager such as `d9d_moe.record_experts`: records values [B, L, A] of each layer in each forward pass.
 
-It yields the records by the index of the layer in the whole model; layers without values have empty lists.
+Yields the records by the index of the layer in the whole model; layers without values have empty lists.
 """
 
 ReadTokens: TypeAlias = Callable[[Any, Any], Mapping[str, Tensor]]
@@ -78,7 +78,7 @@ class Scorer:
         return self._token_values([values[index] for index in sorted(values)])
 
     def _joined(self, found: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """Return the records of all layers [B, L, layers, A] of each batch; -1 for layers without. Collective."""
+        """Return the records of all layers [B, L, layers, A] of each batch; -1 for layers without any. Collective."""
         layers = {str(layer): list(records) for layer, records in found.items()}
         if self._stages is not None:
             layers = {name: each for tree in all_gather_trees(layers, self._stages) for name, each in tree.items()}

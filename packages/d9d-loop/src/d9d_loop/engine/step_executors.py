@@ -1,4 +1,4 @@
-"""Executors of training steps, built when a number of microbatches is first used, and the reduction they share."""
+"""Executors of training steps, built when a number of microbatches is first used, and their gradient reduction."""
 
 from typing import final
 

@@ -34,9 +34,9 @@ class StepTotals:
             self._sums[1].add_(loss.weight)
 
     def start_reduction(self, group: dist.ProcessGroup) -> None:
-        """Start to sum over the ranks of a group: one all-reduce, which overlaps with that of the gradients.
+        """Start the sum over the ranks of a group: one all-reduce, which overlaps with the gradient reduction.
 
-        Each collective costs at least the latency of the slowest link.
+        One all-reduce for both sums, because each collective costs at least the latency of the slowest link.
         """
         if group.size() > 1:
             if self._sums is None:
@@ -49,8 +49,8 @@ class StepTotals:
         The tensors are 0-dim float64. 1 / weight is 0 for weight 0, because 0 / 0 would be NaN; NaN for a NaN weight.
 
         Raises:
-            UserError: On a CPU, if the weight is negative. On an accelerator, 1 / weight is NaN then, so that the step
-                is bad.
+            UserError: On a CPU, if the weight is negative. On an accelerator, 1 / weight is NaN instead, so that the
+                step is bad.
         """
         if self._reduction is not None:
             self._reduction.wait()

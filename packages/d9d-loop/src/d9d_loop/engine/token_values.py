@@ -1,4 +1,4 @@
-"""Values per token of a call: whole rows, on every rank that has the tokens."""
+"""Values per token that a call returns: whole rows, on every rank of a data-parallel coordinate."""
 
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -27,10 +27,10 @@ class TokenValues:
 
         Args:
             values: Values of each batch by name, [B, L] for this rank's part of the rows. Ranks without the last stage
-                pass none.
+                pass an empty list.
 
         Raises:
-            UserError: If a value is not a tensor with a dim of tokens.
+            UserError: If a value is not a tensor with a token dim.
         """
         mine = [{name: value.detach() for name, value in each.items()} for each in values]
         if self._split is not None and self._pipeline.has_last_stage:

@@ -100,13 +100,13 @@ class TrainStep:
         values: dict[int, Mapping[str, Tensor]] | None = None,
         measured: bool = False,
     ) -> Timeline | None:
-        """Run forward and backward of all microbatches, and add their gradients, losses and weights to the step's.
+        """Run forward and backward of all microbatches, and add gradients, losses and weights to those of the step.
 
         Collectives: those of the model; sends and receives between stages; the gradient reduction.
 
         Args:
             number: Number of the step, counted from 1.
-            batches: Microbatches on this rank's device, equally many on all ranks.
+            batches: Microbatches on this rank's device, the same number on all ranks.
             loss: Function of the model's outputs and the batch.
             num_own: Number of microbatches that count; the others are stand-ins, whose loss is 0.
             values: Receives the values per token of the microbatches that count, by index.
@@ -116,8 +116,8 @@ class TrainStep:
             Start and end of every pipeline action, if `measured`.
 
         Raises:
-            UserError: On this rank, if it has stand-ins, and batch norms would count them; if the result of `loss` is
-                not a `Loss` of 0-dim values; or if an earlier call failed.
+            UserError: On this rank, if batch norms would count its stand-ins; if the result of `loss` is not a `Loss`
+                of 0-dim values; or if an earlier call failed.
         """
         self._refuse_partial_gradients()
         if num_own < len(batches):

@@ -1,4 +1,4 @@
-"""Gradients of another dtype than their parameters, which most optimizers do not support."""
+"""Gradients whose dtype differs from that of the parameter, which most optimizers do not support."""
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from d9d_dist import grad_dtype_of
 
 
 def wide_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters whose gradients accumulate in another dtype than their own."""
+    """Return the parameters whose gradients accumulate in a dtype other than the parameter's."""
     return [parameter for parameter in parameters if grad_dtype_of(parameter) != parameter.dtype]
 
 

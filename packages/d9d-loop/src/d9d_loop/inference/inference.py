@@ -198,7 +198,7 @@ class Inference:
                     sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
                     results = forward(batches, sizes, each=partial(pace.batch, number + 1))
                 if part is not None and results is not None:
-                    # The remaining results are those of padding batches.
+                    # The results after the part's samples belong to padding batches.
                     self._results.write(part, results[: len(self._results.samples_of(part))])
                 for _ in own[number]:
                     progress.step()

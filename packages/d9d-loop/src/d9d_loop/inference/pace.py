@@ -12,16 +12,16 @@ from d9d_dist import DistributedContext
 from d9d_loop.resilience import HangWatchdog
 
 _MOST_AHEAD = 4
-"""Batches that a rank may be ahead of the slowest rank; enough that uneven batches rarely make a rank wait."""
+"""Number of batches that a rank may be ahead of the slowest rank; uneven batches rarely make a rank wait."""
 
 
 @final
 class Pace:
-    """Limit of `_MOST_AHEAD` batches between the fastest and the slowest rank, so that a lost rank is noticed early.
+    """Limit of `_MOST_AHEAD` batches between the fastest and the slowest rank, so that a failed rank is noticed early.
 
-    After each batch, a rank starts an asynchronous barrier, and waits for the barrier of the batch `_MOST_AHEAD`
-    before. All earlier barriers are complete, so a wait covers at most one batch of the slowest rank. The time limit of
-    a wait is that of one batch.
+    After each batch, a rank starts an asynchronous barrier, and waits for the barrier from `_MOST_AHEAD`
+    batches earlier. All earlier barriers are complete, so a wait covers at most one batch of the slowest rank. The time
+    limit of a wait is the time limit of a batch.
     """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:

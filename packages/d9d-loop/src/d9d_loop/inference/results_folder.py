@@ -71,7 +71,7 @@ class ResultsFolder:
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:
-        """Write the results of a part atomically with fsync; raise `UserError` if a result is not JSON, like NaN."""
+        """Write the results of a part atomically with fsync; raise `UserError` for non-JSON results such as NaN."""
         assert len(results) == len(self.samples_of(part))
         try:
             lines = [f"{json.dumps(result, allow_nan=False)}\n" for result in results]

@@ -1,4 +1,4 @@
-"""Description of where a job runs, written as `environment.json` for people and the report."""
+"""Description of the software and hardware of a job, written as `environment.json` for users and the report."""
 
 import json
 import platform

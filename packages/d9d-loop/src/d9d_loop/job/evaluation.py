@@ -30,7 +30,7 @@ class Evaluator:
         task: Provides model inputs, losses and metrics.
         collate: Builds a batch from a list of samples.
         num_samples: Number of samples to use: evenly spaced ones of a dataset, or the first ones of a stream. `None`
-            uses all of a dataset or of a finite stream.
+            uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
         ctx: Distributed context of the job.
         seed: Seed of the random numbers that the dataset and `collate` draw.
@@ -66,8 +66,8 @@ class Evaluator:
     def __call__(self) -> dict[str, float]:
         """Return the loss and the task's metrics, equal on every rank. Collective over all ranks.
 
-        The model runs in evaluation mode without gradients. Modes and random states are restored afterwards. `loss` is
-        the weighted mean over all samples.
+        The model runs in evaluation mode without gradients. Module modes and random states are restored
+        afterwards. `loss` is the weighted mean over all samples.
         """
         metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
         mean_loss = WeightedMean().to(self._ctx.device)

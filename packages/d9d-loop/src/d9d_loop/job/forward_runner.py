@@ -27,8 +27,8 @@ class ForwardRunner:
     def __call__(self, batches: Sequence[Any], on_outputs: OutputHandler) -> None:
         """Run one step. Collective over the ranks that hold parts of the model.
 
-        `batches` are placed and equally many on all ranks. The ranks of the last stage call `on_outputs` with the
-        outputs and the index of each batch.
+        `batches` are on the device, and every rank passes the same number of them. The ranks of the last stage call
+        `on_outputs` with the outputs and the index of each batch.
         """
         if len(batches) not in self._executors:
             self._executors[len(batches)] = self._pipeline.evaluation(len(batches))

@@ -12,10 +12,10 @@ from d9d_loop.events import StepDone
 class GarbageCollection:
     """Context manager that disables automatic garbage collection and collects after every `every`-th step.
 
-    A collection takes long if many objects are alive, and every rank waits for the slowest one. With automatic
-    collection, among a thousand ranks one is nearly always collecting. Objects that are alive on entry, such as
-    modules, are frozen (`gc.freeze`) until exit. A process that has frozen objects or disabled automatic collection
-    manages garbage itself, and nothing is frozen. `every=None` keeps automatic collection.
+    A collection takes long if many objects are alive, and every rank waits for the slowest rank. With automatic
+    collection, at almost any time one of a thousand ranks is collecting. Objects that are alive on entry, such as
+    modules, are frozen (`gc.freeze`) until exit. Nothing is frozen if the process has already frozen objects or
+    disabled automatic collection. `every=None` keeps automatic collection.
     """
 
     def __init__(self, every: int | None) -> None:

@@ -135,7 +135,7 @@ def build_engine(
     guard: StepGuard,
     events: Events | None = None,
 ) -> Engine:
-    """Build the engine of a job, which leaves decisions on bad steps to its caller. Collective."""
+    """Build the engine of a job. The caller acts on the decisions on bad steps. Collective."""
     return Engine(
         pipeline,
         optimizer,
@@ -266,7 +266,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
 
 
 def evaluate_job(job: Job) -> TrainResult:
-    """Evaluate a job's model in the state of its newest checkpoint, without a step. Collective.
+    """Evaluate a job's model without training. `build_job` has restored the newest checkpoint, if any. Collective.
 
     Trackers receive nothing, and nothing is exported.
     """
@@ -277,7 +277,7 @@ def evaluate_job(job: Job) -> TrainResult:
 
 
 def _write_start(job: Job) -> None:
-    """Write the files of the start of a job, and its record in the journal. Collective."""
+    """Write the configuration and the plots to the run folder, and record the start in the journal. Collective."""
     folder = job.plan.config.run.dir
     with writes_together(folder, job.ctx):
         if job.ctx.is_main_process:
@@ -287,7 +287,7 @@ def _write_start(job: Job) -> None:
 
 
 def _draw_plans(plan: JobPlan) -> None:
-    """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables it."""
+    """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables them."""
     config, folder = plan.config, plan.config.run.dir
     if config.pipeline.draw and plan.model.is_pipelined:
         draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
@@ -297,7 +297,7 @@ def _draw_plans(plan: JobPlan) -> None:
 
 
 def _end_startup(job: Job, result: StepResult) -> None:
-    """After the first step, check it, switch to the step timeout and prepare background saves. Collective."""
+    """Check the first step, switch to the step timeout, and prepare background saves. Collective."""
     if result.weight.item() == 0:
         raise UserError(
             f"the loss weight of step {job.record.step} is 0 over all samples, so there is no gradient; expected the "

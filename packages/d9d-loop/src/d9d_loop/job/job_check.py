@@ -33,7 +33,7 @@ def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
     if config.epochs is not None:
         return  # the last step of finite data has the remaining samples
     if not (isinstance(data, DatasetProvider) and 0 < data.num_samples < config.batch.global_size):
-        return  # an empty dataset has a message of its own
+        return  # for an empty dataset, another check raises
     raise UserError(
         f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, so "
         "each step would repeat samples; expected at most the size of the data. Use --batch.global_size "
@@ -86,7 +86,7 @@ def check_writable(folder: Path) -> None:
 
 
 def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper | None:
-    """Return the mapper of an export; raise `UserError` if there is none, or it omits trained parameters."""
+    """Return the mapper of an export; raise `UserError` if there is none, or the mapper omits trained parameters."""
     try:
         return disk_mapper(provider.state_mapper(model), model)
     except UserError as error:
@@ -94,7 +94,10 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper |
 
 
 def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
-    """Return the number of steps of a job; raise `UserError` if the training data do not determine or suffice it."""
+    """Return the number of steps of a job.
+
+    Raise `UserError` if the number of steps is unknown or the data are too few.
+    """
     if stream.is_endless:
         if config.steps is None:
             raise UserError(
@@ -114,7 +117,7 @@ def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
 
 
 def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
-    """Return the number of samples of a microbatch; raise `UserError` if it does not divide the global batch."""
+    """Return the microbatch size; raise `UserError` if the global batch cannot be divided evenly over the ranks."""
     total, size = config.batch.global_size, config.batch.microbatch_size
     unit = dp_size if size is None else dp_size * size
     if total % unit:
@@ -169,8 +172,8 @@ def checkpoint_folder(config: TrainerConfig) -> str | Path:
 def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue) -> bool:
     """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
 
-    They are needed without such a checkpoint, or if checkpoints contain only trainable parameters. Raises `UserError`
-    if the checkpoint has another model, more steps than the job, or other data.
+    The initial weights are needed if no checkpoint is readable, or if checkpoints contain only trainable parameters.
+    Raises `UserError` if the checkpoint is of another model or other data, or has more steps than the job.
     """
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
@@ -205,10 +208,10 @@ def changed_settings(config: TrainerConfig, *, has_optimizer: bool) -> list[str]
 
     Args:
         config: The job's configuration.
-        has_optimizer: True if the caller passed an optimizer, so that the configuration's is unused.
+        has_optimizer: True if the caller passed an optimizer, which replaces that of the configuration.
 
     Raises:
-        UserError: If the kind of the optimizer differs, whose saved state would not fit.
+        UserError: If the optimizer has another kind than that of the checkpoint, so its saved state would not fit.
     """
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
@@ -240,7 +243,7 @@ def _is_readable(info: CheckpointInfo) -> bool:
 def differences(before: JsonValue, now: JsonValue, name: str, *, known_only: bool = False) -> Iterator[str]:
     """Yield a line with the dotted name of each value that differs between two JSON values.
 
-    With `known_only`, keys that only one of them has are ignored: another version of the configuration has them.
+    With `known_only`, keys that only one of the values has are ignored: versions of the configuration differ in keys.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):

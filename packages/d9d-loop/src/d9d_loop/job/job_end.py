@@ -28,7 +28,7 @@ def finish_job(job: Job) -> TrainResult:
 
 
 def train_result(job: Job, *, export_dir: Path | None) -> TrainResult:
-    """Return the result of a job after its last step so far."""
+    """Return the result of a job after its last completed step."""
     record = job.record
     return TrainResult(
         steps=record.step,

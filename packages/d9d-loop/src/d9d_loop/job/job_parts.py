@@ -38,7 +38,7 @@ class Job:
         garbage: Collects Python's garbage at fixed steps.
         watchdog: Ends the job if a rank hangs.
         stop: Makes ranks agree on stop signals.
-        stragglers: Names ranks that are slow.
+        stragglers: Detects slow ranks.
     """
 
     plan: JobPlan

@@ -164,7 +164,7 @@ class JobState:
         return record
 
     def _find(self, *, is_rollback: bool) -> CheckpointInfo | None:
-        """Return the newest valid checkpoint; `None` if the run has none and starts. Collective."""
+        """Return the newest valid checkpoint; `None` if the run has no checkpoint yet. Collective."""
         self.store.discard_partials(self._ctx)
         info = self.store.newest(self._ctx)
         if info is None:
@@ -194,7 +194,7 @@ class JobState:
         self.store.prepare(self._tensors(trainable_only=self._trainable_only), self._ctx)
 
     def save(self, record: Record, *, metric: float | None = None, background: bool = False) -> None:
-        """Save a checkpoint, after a pending background save. Collective.
+        """Wait for a pending background save, then save a checkpoint. Collective.
 
         Args:
             record: Progress of the job; its step is the checkpoint's step.
@@ -222,7 +222,7 @@ class JobState:
         self.store.save_local(record.step, **self._content(record))
 
     def _content(self, record: Record) -> dict[str, Any]:
-        """Return the arguments of a save that are its content."""
+        """Return the content of a save, as keyword arguments of `CheckpointStore.save`."""
         refuse_later_writes(self._model)
         return {
             "tensors": self._tensors(trainable_only=self._trainable_only),

@@ -1,6 +1,6 @@
-"""Journal of a run: when it started, how far it came, and why it was interrupted; one JSON object per line.
+"""Journal of a run: its starts, its progress, and the causes of interruptions; one JSON object per line.
 
-A killed job writes no last line, so the main process records its progress while it trains. Every rank records a
+A killed job writes no final line, so the main process records its progress while it trains. Every rank records a
 failure, because the main process may be the one that failed. The journal is never truncated, unlike the metrics of a
 resumed run.
 """
@@ -22,7 +22,7 @@ _LONGEST = 1000  # maximum length of a recorded cause, in characters
 
 @final
 class Journal:
-    """Journal of a run. Errors of the file are ignored, because the journal only informs people.
+    """Journal of a run. I/O errors are ignored, because training does not depend on the journal.
 
     Args:
         folder: Run folder.
@@ -44,7 +44,7 @@ class Journal:
             self._write("progress", step=step)
 
     def slow(self, step: int, parts: Sequence[str]) -> None:
-        """Record ranks that have become slow. On the main process."""
+        """Record ranks that have become slow. Call this method on the main process only."""
         self._write("slow", step=step, parts=list(parts))
 
     def ended(self, step: int, how: str) -> None:
@@ -53,11 +53,11 @@ class Journal:
             self._write("ended", step=step, how=how)
 
     def failed(self, cause: str) -> None:
-        """Record that this rank fails, and the cause that it knows. On every rank."""
+        """Record that this rank failed, and the cause if this rank knows it. Any rank may call this method."""
         self._write("failed", rank=self._ctx.rank, host=socket.gethostname(), cause=cause[:_LONGEST])
 
     def _write(self, event: Literal["started", "progress", "slow", "ended", "failed"], **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"
-        # One write of a file in append mode, because several ranks may write.
+        # A single write in append mode, because several ranks may write to the file.
         with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
             file.write(line)

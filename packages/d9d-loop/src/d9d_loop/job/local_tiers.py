@@ -12,7 +12,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108 - Linux' file system for shared memory
 
 
 def local_tiers(config: LocalTierConfig, run: Path) -> list[LocalTier]:
-    """Return the configured tiers of a run folder, memory first. Each run has folders of its own in them."""
+    """Return the configured local tiers of a run, memory first. Each run has its own folder in each tier."""
     name = f"d9d-{os.getuid()}-{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]}"
     tiers: list[LocalTier] = []
     if config.memory_every is not None:
@@ -27,8 +27,8 @@ def check_local_tiers(config: LocalTierConfig, *, section: str, every: int | Non
 
     Args:
         config: Settings of the tiers.
-        section: Name of their section for messages.
-        every: Steps between checkpoints, if they are regular.
+        section: Name of the configuration section, for messages.
+        every: Steps between checkpoints; `None` if the caller decides when to save.
     """
     if (config.local_every is None) != (config.local_folder is None):
         given, missing = ("local_folder", "local_every")[:: 1 if config.local_every is None else -1]

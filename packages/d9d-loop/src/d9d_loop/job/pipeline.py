@@ -72,7 +72,7 @@ class Pipeline:
     def program(self, num_microbatches: int) -> Program:
         """Return the program of a training step; raise `UserError` if the schedule does not support the number.
 
-        Programs are kept: data with a token budget give numbers that come again.
+        Programs are cached, because a caller may alternate between numbers of microbatches.
         """
         if num_microbatches not in self._programs:
             self._programs[num_microbatches] = self._program(self._schedule, num_microbatches)
@@ -100,7 +100,7 @@ class Pipeline:
         return self._executor(self._program(_forward_only(self._schedule), num_microbatches))
 
     def all_ranks_get(self, tree: Any) -> Any:
-        """Return the tree of the last stage's rank on every pipeline rank. Collective over the pipeline.
+        """Return, on every pipeline rank, the tree of the last stage's rank. Collective over the pipeline.
 
         Other ranks pass `None`. The leaves are tensors; their metadata is sent as JSON.
         """

@@ -1,4 +1,4 @@
-"""Plan of a training job: each rank checks it by itself, before a process group starts or a file is written."""
+"""Plan of a training job: each rank checks it independently, before a process group starts or a file is written."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +96,7 @@ def plan_job(
 ) -> JobPlan:
     """Check a training job and plan it; the arguments are those of `Trainer`, as providers. No collectives or writes.
 
-    `launch` is this process's place in the job; by default it is read from the launcher's environment.
+    `launch` has the rank and the world size of this process; by default it is read from the launcher's environment.
 
     Raises:
         UserError: If a check fails. The message names the field, the value, the expected value and the remedy.

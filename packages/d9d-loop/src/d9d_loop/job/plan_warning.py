@@ -1,4 +1,4 @@
-"""Warning of a job that does not fit into the memory of its devices, before it starts."""
+"""Warning before the start of a job that does not fit into the memory of its devices."""
 
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
-    """Print on rank 0 that a job needs more memory than its devices have, if `plan.hardware` is set. No collectives.
+    """Print a warning on rank 0 if a job needs more memory than its devices have. No collectives.
 
-    If the planner does not support the model, the reason is printed.
+    Without `plan.hardware`, nothing is checked. If the planner does not support the model, the reason is printed.
 
     Args:
         plan: Plan of the job.

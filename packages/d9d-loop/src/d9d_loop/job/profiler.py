@@ -23,8 +23,8 @@ class Profiler:
 
     The folder of a range is named after its last step, such as `profile/step-00000010`. It contains
     `rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md`. If the job ends or is stopped within a
-    range, its completed steps are written. After a rollback into a range, only the steps after the rollback are
-    written.
+    range, the completed steps of the range are written. After a rollback into a range, only the steps
+    after the rollback are written.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext, *, num_steps: int) -> None:
@@ -45,7 +45,7 @@ class Profiler:
 
     @on_event(DataReady, StepDone)
     def step(self, event: DataReady | StepDone) -> None:
-        """Write a range that ends with this step (collective), and start one that begins with the next step."""
+        """End a range whose last step this is (collective: writes the profile), and start a range that is due."""
         self._step = event.step
         if self._running is not None and event.step == self._last_step:
             self._end_profile()

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 _HIDDEN = ("learning_rate", "grad_norm", "peak_memory_gib")
-"""Values that the live line leaves to the trackers and the report."""
+"""Values that the progress bar omits; the trackers and the report have them."""
 
 _LINE_SECONDS = 10.0
 _GIB = 2**30
@@ -56,7 +56,7 @@ class Progress:
             self._bar.set_postfix({**shown, "memory": f"{peak_memory() / _GIB:.1f}GiB"}, refresh=False)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Print a row of the table of evaluations, after a header if the values are new."""
+        """Print a row of the evaluation table, after a header if the names of the values changed."""
         if list(values) != self._columns:
             self._columns = list(values)
             self.line(_row("held-out", self._columns))
@@ -81,7 +81,7 @@ class Progress:
 
 
 def peak_memory() -> int:
-    """Return the largest memory of this process so far, in bytes: of its accelerator, or of the host without one."""
+    """Return the peak memory of this process in bytes: on its accelerator, or without accelerator on the host."""
     if torch.accelerator.is_available():
         return torch.accelerator.max_memory_allocated()
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

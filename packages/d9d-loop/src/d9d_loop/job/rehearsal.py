@@ -1,8 +1,8 @@
 """Rehearsal of the first microbatch before a job starts, so that mistakes in the user's code are found at once.
 
 A forked process reads the samples, and runs the task and the model on fake tensors: torch propagates shapes and dtypes,
-and computes nothing. Whatever the user's code caches, counts or draws is gone with the process. Code that depends on
-values, such as `.item()`, cannot be rehearsed; its errors are left to the first step.
+and computes nothing. Caches, counters and random states that the user's code changes are discarded with the process.
+Code that depends on values, such as `.item()`, cannot be rehearsed; its errors appear in the first step.
 """
 
 import gc
@@ -37,7 +37,7 @@ from d9d_state import CheckpointStore
 _SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _JOB = ("process group", "accelerator", "forked", "gpu", "triton")
-"""Words of errors of code that needs the running job: its process group, or a kernel of its device."""
+"""Words in error messages of code that needs the running job: its process group, or a kernel of its device."""
 _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
 """Words in the messages of `RuntimeError`s that come from fake tensors, and would not be raised in a real step."""
 
@@ -45,12 +45,13 @@ _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "num
 def rehearse(plan: JobPlan) -> None:
     """Run the first microbatch of a planned job with fake tensors, in a forked process. No collectives.
 
-    Jobs that resume, pipelines and context parallelism are not rehearsed: the first have run before, and the inputs of
-    the others depend on process groups. Only rank 0 rehearses; if it raises, the launcher ends the other ranks.
+    Resumed jobs, pipelines and context parallelism are not rehearsed: resumed jobs have run before, and inputs under
+    pipelines and context parallelism depend on process groups. Only rank 0 rehearses; if rank 0 raises, the launcher
+    ends the other ranks.
 
     Raises:
-        UserError: If the dataset, the task or the model raises, or the task returns something else than a loss. Also if
-            forward writes to parameters that the job shards.
+        UserError: If the dataset, the task or the model raises, or the task returns something other than a loss.
+            Also if forward writes to parameters that the job shards.
     """
     if plan.model.launch.rank != 0:
         return
@@ -67,7 +68,7 @@ def _in_fork(function: Callable[[], str]) -> str:
     """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
     receiver, sender = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork of several threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork of a multi-threaded process
         child = os.fork()
     if child == 0:
         _run_and_exit(function, sender)
@@ -212,7 +213,7 @@ def _call(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def check_loss(task: Task, loss: Any, outputs: Any) -> None:
-    """Raise `UserError` unless a task's loss is a `Loss` of a 0-dim total with a gradient, and a positive weight."""
+    """Raise `UserError` unless a task's loss is a `Loss` with a 0-dim, differentiable total and a positive weight."""
     name = f"{type(task).__name__}.loss"
     if not isinstance(loss, Loss):
         raise UserError(
@@ -246,7 +247,7 @@ def check_loss(task: Task, loss: Any, outputs: Any) -> None:
 
 @final
 class _SameDtypes(TorchDispatchMode):
-    """Check of the dtypes of matrix products, which fake tensors leave out."""
+    """Mode that checks the operands of matrix products for equal dtypes, because fake tensors do not."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -276,7 +277,7 @@ def _is_limit(error: BaseException) -> bool:
 
 
 def _make_fake(model: nn.Module) -> bool:
-    """Replace the parameters and buffers of a module by fake ones on the CPU; False for tensor subclasses."""
+    """Replace the parameters and buffers of a module by fake ones on the CPU; return False for tensor subclasses."""
     fakes: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for values in (module._parameters, module._buffers):

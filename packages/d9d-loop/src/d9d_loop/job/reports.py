@@ -82,7 +82,7 @@ class Reports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Deliver the pending values, close the progress bar and the trackers, and write the report."""
+        """Deliver the pending values, close progress bar and trackers, and write the report unless the job failed."""
         self._open.__exit__(kind, error, at)
         folder = self._config.run.dir
         if kind is None and self._ctx.is_main_process and self._config.logging.report:
@@ -118,7 +118,7 @@ class Reports:
         self.progress.evaluation(self._record.step, values)
 
     def track(self, values: Mapping[str, Tracked]) -> None:
-        """Track further values of the record's step."""
+        """Track additional values for the record's step."""
         self._tracker.log(self._record.step, values)
 
     def on_rollback(self) -> None:
@@ -179,7 +179,7 @@ class _Clock:
 
     @contextmanager
     def stopped(self) -> Generator[None]:
-        """Exclude the time of the body. Pending work of the device counts, so this waits for the device first."""
+        """Exclude the time of the body. Wait for the device first, because the time of its pending work counts."""
         self._lap_weight.item()
         self._take_time()
         try:

@@ -14,7 +14,7 @@ from d9d_state import StateError
 
 @contextmanager
 def writes_together(folder: Path, ctx: DistributedContext) -> Generator[None]:
-    """Raise a `StateError` with the folder on all ranks if the body cannot write on one, e.g. to a full disk.
+    """Raise `StateError` on all ranks if the body cannot write to the folder on one rank, e.g. to a full disk.
 
     Collective over all ranks.
     """
@@ -27,7 +27,7 @@ def writes_together(folder: Path, ctx: DistributedContext) -> Generator[None]:
 
 
 def write_config(resolved: Mapping[str, JsonValue], folder: Path) -> None:
-    """Write the configuration to `config.json`, without secrets. A file is replaced as a whole."""
+    """Write the configuration to `config.json`, without secrets. An existing file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / ".config.json.partial"
     try:

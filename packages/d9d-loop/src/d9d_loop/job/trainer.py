@@ -1,4 +1,4 @@
-"""`Trainer`: plans, builds and runs a training job. Its components also work without it.
+"""`Trainer`: plans, builds and runs a training job. The components of a job also work without the Trainer.
 
 FSDP and DTensor take as long to import as torch, so they are imported when a Trainer is constructed.
 """
@@ -35,8 +35,8 @@ class Trainer:
 
     Args:
         config: The job's configuration.
-        model: A model provider, a module, or a function that builds a pipeline stage of the model. A module is copied,
-            and keeps its values.
+        model: A model provider, a module, or a function that builds a pipeline stage of the model. A module is copied
+            with its values.
         data: A data provider, or a dataset of training samples, such as a list, a torch `Dataset` or a Hugging Face
             `Dataset`.
         task: Prepares inputs and computes the loss.
@@ -94,7 +94,7 @@ class Trainer:
 
         Args:
             world_size: Number of devices.
-            hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or an object.
+            hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or a `Hardware`.
             search: True to rank other layouts, too; they are also ranked if neither the job nor a similar layout fits.
             shape: Sizes of the decoder; read from the model by default.
             length: Tokens of a sample; read from the data by default.
@@ -123,7 +123,7 @@ class Trainer:
         return self._plan(config.model_copy(update=changes), launch=launch)
 
     def plan_for(self, launch: Launch) -> "JobPlan":
-        """Check and plan the job for a process's place in it, without starting it. No collectives or writes.
+        """Check and plan the job for the rank and world size of `launch`, without a start. No collectives or writes.
 
         Raises:
             UserError: If a check fails, as in `train`.

@@ -1,4 +1,4 @@
-"""Start and end of a planned training job: rehearsal, process group, lock of the run folder, messages of a failure."""
+"""Start and end of a planned training job: rehearsal, process group, lock of the run folder, failure messages."""
 
 import json
 from collections.abc import Callable, Generator
@@ -78,7 +78,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
 
 @contextmanager
 def _locked_for_export(config: TrainerConfig, ctx: DistributedContext) -> Generator[None]:
-    """If checkpoints are elsewhere, lock the run folder, which all ranks must see for the export. Collective."""
+    """Lock the run folder for an export if checkpoints are elsewhere. All ranks must see the folder. Collective."""
     if config.checkpoint.folder is None or not config.export:
         yield
         return
@@ -93,7 +93,7 @@ def _locked_for_export(config: TrainerConfig, ctx: DistributedContext) -> Genera
 
 
 def _report_failure(error: BaseException, job: Job | None, events: Events) -> None:
-    """Emit `Failed`. An error of an event handler becomes a note of the first error."""
+    """Emit `Failed`. If an event handler raises, add its exception as a note to `error`."""
     try:
         events.emit(Failed(0 if job is None else job.record.step, error))
     except Exception as another:
@@ -101,7 +101,7 @@ def _report_failure(error: BaseException, job: Job | None, events: Events) -> No
 
 
 def _what_is_saved(config: TrainerConfig) -> str:
-    """Describe the newest checkpoint for a message, as the command would resume from it."""
+    """Return a message about the newest checkpoint, from which the same command would resume."""
     found = CheckpointStore(checkpoint_folder(config)).complete()
     if not found:
         return f"No checkpoint is saved in {config.run.dir}; the same command starts again."

@@ -45,10 +45,10 @@ class AdaptedModel(ModelProvider):
         return self._base.initial_weights
 
     def build(self, stage: StageInfo) -> nn.Module:
-        """Build the base model, inject the adapters, and quantise the weights under them, if configured.
+        """Build the base model, inject the adapters, and quantize the adapted weights if configured.
 
-        The values of the adapters are drawn, also if the base is on `meta`; its weights are then quantised while they
-        are loaded.
+        The adapters are initialized even if the base model is on `meta`. The weights of such a base model are
+        quantized while they are loaded.
         """
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
         base_mapper = self._base.state_mapper(model)  # before the injection, which changes names
@@ -89,7 +89,7 @@ class AdaptedModel(ModelProvider):
     def export(self, done: Finished, source: Path | None) -> None:
         """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective.
 
-        Adapters of a quantised base are not merged, because merging would round their update.
+        Adapters of a quantized base are not merged, because merging would round their update.
         """
         folder, model, ctx = done.result.run_dir, done.model, done.ctx
         self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx)

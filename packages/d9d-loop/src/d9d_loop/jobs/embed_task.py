@@ -1,6 +1,6 @@
 """Contrastive training of text embeddings (InfoNCE, arXiv:1807.03748), for models of `transformers`.
 
-G: groups, K: pairs of a group, C: documents of a group, R = K + C: its texts, L: length, D: width.
+G: groups, K: pairs of a group, C: documents of a group, R = K + C: texts of a group, L: length, D: width.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,19 @@ from d9d_metrics import WeightedMean
 Batch = dict[str, Tensor]
 
 Pooling: TypeAlias = Literal["mean", "last", "first"]
-"""Token outputs that become the embedding: their mean, or that of the last or first token."""
+"""Token outputs that become the embedding: their mean, or the output of the last or first token."""
 
 
 @final
 class Embed(Task):
-    """Each query must find its own document among those of its group: summed cross entropy, and accuracy.
+    """Classification of each query's own document among the documents of its group, with summed cross entropy.
 
     The similarity is the cosine divided by the temperature. A copy of the query's own document is not a negative. The
     batch has `input_ids` and `attention_mask` [G, R, L], padded on the right.
 
     Args:
-        num_pairs: K. The first K texts of a group are queries, the next K their documents, the others negatives.
+        num_pairs: Number of pairs K. The first K texts of a group are queries, the next K are the documents of these
+            queries, and the remaining texts are negatives.
         pooling: Token outputs that become the embedding.
         temperature: Divisor of the cosine similarity.
     """

@@ -49,7 +49,7 @@ class LanguageModelConfig(Section):
     def entries(self) -> dict[str, Any]:
         """Entries of `config.json` that differ from those of the folder, or from the defaults of the family.
 
-        Their types are unknown, so numbers of the command line are texts here; they are parsed.
+        The types of the entries are unknown, so text from the command line is parsed as JSON if possible.
         """
         return {name: _parsed(value) for name, value in (self.model_extra or {}).items()}
 

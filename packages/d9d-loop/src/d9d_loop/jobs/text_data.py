@@ -1,4 +1,4 @@
-"""Data of jobs on text: tokenized samples, padded to the longest of a batch.
+"""Data of jobs on text: tokenized samples, padded to the longest sample of a batch.
 
 B: samples, L: padded length.
 """
@@ -48,7 +48,7 @@ class TextTokenizer(Protocol):
         ...
 
     def prompt(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of the beginning of a text, with those that the tokenizer adds if `special`."""
+        """Tokenize a prompt; with `special`, include the tokenizer's special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,7 +73,7 @@ class FileTokenizer:
         return self._tokenizer.encode(text).ids
 
     def prompt(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of the beginning of a text."""
+        """Tokenize a prompt; with `special`, include the tokenizer's special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -82,7 +82,7 @@ class FileTokenizer:
 
 
 def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
-    """Return the tokenizer that a job names: of a folder, or bytes for a new model without one."""
+    """Return the tokenizer of a job: from the configured folder, or a byte-level tokenizer without a folder."""
     folder = config.model.tokenizer or config.model.folder
     return ByteTokenizer() if folder is None else FileTokenizer(folder)
 
@@ -90,7 +90,7 @@ def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
 def dataset_of(
     training: Samples, evaluation: Samples | None, config: TextJobConfig, *, collate: Collate = default_collate
 ) -> DatasetProvider:
-    """Return a job's samples as its data. Only their order is random."""
+    """Return a data provider of a job's samples. Only the order of the samples is random."""
     shuffle = config.data.shuffle
     return DatasetProvider(training, evaluation=evaluation, shuffle=shuffle, collate=collate, draws=False)
 
@@ -98,7 +98,7 @@ def dataset_of(
 def _rows(
     training: Samples, evaluation: Samples | None, config: TextJobConfig, convert: Callable[[Any], dict[str, Tensor]]
 ) -> DatasetProvider:
-    """Return the data of samples that are converted to rows of tokens of any length while they are read."""
+    """Return a data provider that converts each sample to a row of tokens, of any length, when the sample is read."""
     held_out = None if evaluation is None else _Converted(evaluation, convert)
     return dataset_of(_Converted(training, convert), held_out, config, collate=_pad)
 
@@ -130,7 +130,7 @@ class _Converted:
 
 
 def chat_rows(config: TextJobConfig) -> DataProvider:
-    """Return the conversations of a job, packed if it says so; only the assistant's turns are labels."""
+    """Return the conversations of a job, packed if `dataset.packing` is set; only the assistant's turns are labels."""
     folder = config.model.tokenizer or config.model.folder
     if folder is None:
         raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
@@ -149,9 +149,9 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
 
 
 def labelled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
-    """Return the labelled texts of a job, and the names of its classes in the order of their numbers.
+    """Return the labeled texts of a job, and the names of the classes in the order of the class numbers.
 
-    Numeric labels keep their order; others are sorted. All labels are read once.
+    Classes are sorted: integers by value, then texts alphabetically. All labels are read once.
     """
     training, evaluation = samples_of(config)
     field = config.dataset.label_field
@@ -179,7 +179,7 @@ def text_windows(config: TextJobConfig) -> DatasetProvider:
 
 @final
 class PackedTexts(DataProvider):
-    """Texts of a job packed into rows of equal length; longer ones are split without losing tokens."""
+    """Texts of a job packed into rows of equal length; longer texts are split without losing tokens."""
 
     draws = False
 

@@ -1,4 +1,4 @@
-"""Samples of the files that a job names, whatever their format."""
+"""Samples from the data files of a job, in any supported format."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ _TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
 
 @final
 class PlainTexts:
-    """Samples that are whole text files, each in the field `text` or another one."""
+    """Samples that are whole text files. A sample is a dictionary with the text in one field."""
 
     def __init__(self, paths: Sequence[Path], *, field: str) -> None:
         self._paths, self._field = list(paths), field
@@ -94,5 +94,5 @@ def split_samples(samples: Samples, held_out: float, *, key: str) -> tuple[Sampl
             f"{key}, or set dataset.evaluation_files."
         )
     rest = [index for index in range(size) if index not in chosen]
-    data: Any = samples  # torch's annotation requires a Dataset, its code does not
+    data: Any = samples  # torch's annotation requires a Dataset, but its code does not
     return Subset(data, rest), Subset(data, sorted(chosen))

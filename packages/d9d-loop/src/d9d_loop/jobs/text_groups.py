@@ -1,7 +1,7 @@
-"""Data of jobs on text embeddings: groups of texts that belong together in pairs.
+"""Data of jobs on text embeddings: groups of pairs of a query and a document.
 
 The other documents of a group are the negatives of a query. A group is one sample of the job, so its loss is the same
-for any number of ranks and any size of a microbatch.
+for any number of ranks and any microbatch size.
 
 G: groups, R: texts of a group, L: padded length.
 """
@@ -40,7 +40,7 @@ def _pad(samples: list[list[Tensor]]) -> dict[str, Tensor]:
 
 @final
 class _Groups:
-    """Groups of pairs. Group g of n has samples g, g + n, g + 2n and so on: neighbours in a file are often alike."""
+    """Groups of pairs. Group g of n has samples g, g + n, g + 2n and so on: neighbors in a file are often similar."""
 
     def __init__(
         self, samples: Samples, tokenizer: TextTokenizer, config: TextJobConfig, embedding: EmbeddingConfig

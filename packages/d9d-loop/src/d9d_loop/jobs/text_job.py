@@ -1,4 +1,4 @@
-"""Trainer of a job on text, from its configuration alone."""
+"""Trainer of a job on text, built from its configuration alone."""
 
 import shutil
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 
 def text_trainer(config: TextJobConfig) -> Trainer:
-    """Build the Trainer of a job on text. The exported folder is loaded by `transformers`, tokenizer included.
+    """Build the Trainer of a job on text. `transformers` can load the exported folder with its tokenizer.
 
     Raises:
         UserError: If a file or folder is missing or does not fit the job, or a package is not installed.
@@ -132,7 +132,7 @@ def _own_model(config: TextJobConfig) -> ModelProvider:
 
 
 def _check_fit(config: TextJobConfig, model_config: Any) -> None:
-    """Raise `UserError` if a model of transformers sees what it predicts, or has no positions for long samples."""
+    """Raise `UserError` if a job on next tokens has a bidirectional model, or samples may exceed learned positions."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
@@ -190,7 +190,7 @@ def _vocabulary(config: TextJobConfig) -> dict[str, Any]:
 
 def _copy_tokenizer(done: Finished, tokenizer: Path) -> None:
     export = done.result.run_dir / "export"
-    if not done.ctx.is_main_process or not export.is_dir():  # adapters of a quantised base are not merged
+    if not done.ctx.is_main_process or not export.is_dir():  # adapters of a quantized base are not merged
         return
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     for name in _TOKENIZER_FILES:

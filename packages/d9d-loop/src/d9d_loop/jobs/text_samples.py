@@ -1,4 +1,4 @@
-"""Samples of text that a language model writes at each evaluation, for the trackers and the report."""
+"""Samples of text that a language model generates at each evaluation, for the trackers and the report."""
 
 from typing import Any, final
 
@@ -18,10 +18,10 @@ _NUM_TOKENS = 64
 
 @final
 class TextSamples:
-    """Continues the `prompts` of a job, or answers them in a chat, by greedy decoding of at most 64 tokens.
+    """Event handler that continues the `prompts` of a job, or answers them in a chat, by greedy decoding of 64 tokens.
 
-    Subscribe it to the events of a Trainer. At each evaluation, all ranks run equally many forward passes of one shape,
-    without a key/value cache. End tokens are part of the text, which goes on after them.
+    At each evaluation, all ranks run the same forward passes, without a key/value cache. Decoding does not stop at end
+    tokens, which are part of the text. If `dataset.length` is reached, decoding stops early.
 
     Raises:
         UserError: If a prompt has no token, or is not shorter than `dataset.length`.
@@ -72,5 +72,5 @@ def _shown(prompt: str, config: TextJobConfig) -> str:
 
 
 def _logits(outputs: Any) -> Tensor:
-    """Return the logits [1, L, V] of a model of `transformers`, or of d9d, which returns them alone."""
+    """Return the logits [1, L, V]: the outputs of a d9d model, or `logits` in the outputs of a `transformers` model."""
     return outputs if isinstance(outputs, Tensor) else outputs.logits

@@ -2,10 +2,10 @@
 
     ratio = sum over lives of (training time x kept steps / completed steps) / total time
 
-A life is the time between a start and the next one. Steps are kept if the next life resumes after them. The training
-time begins when the model is built and restored; the total time lasts from there to the last record, so it excludes the
-start-up of the first life and includes that of the others. The measure is that of Kokolis et al. 2024
-(arXiv:2410.21680), where it is called ETTR.
+A life is the time from one start to the next start. Steps are kept if the next life resumes after them. The training
+time of a life begins when the model is built and restored. The total time lasts from there in the first life to the
+last record, so it excludes the start-up of the first life and includes the start-up of later lives. The ratio is the
+ETTR of Kokolis et al. 2024 (arXiv:2410.21680).
 """
 
 import json
@@ -32,10 +32,11 @@ class Interruption:
         step: Last recorded completed step. The progress is recorded every 10 seconds.
         lost_steps: Recorded steps that were repeated.
         rank: Rank that failed; `None` if no rank reported a failure, as after the loss of all machines.
-        host: Its host; `None` if no report names it.
-        cause: Cause that most ranks reported, or how the job ended.
-        detection_seconds: Time from the last record of the progress to the first report; `None` without a report.
-        recovery_seconds: Time from the first report, else from the last record, to the first step of the next life.
+        host: Host of the failed rank; `None` if no failure record names it.
+        cause: Cause that most failure records name, or how the job ended.
+        detection_seconds: Time from the last progress record to the first failure record; `None` without a failure.
+        recovery_seconds: Time from the first failure record, else from the last record, to the first progress record
+            of the next life.
     """
 
     time: float
@@ -55,7 +56,7 @@ class RunHistory:
 
     Attributes:
         total_seconds: Time from the first start to the last record, in seconds.
-        effective_ratio: Share of the total time in which steps were computed that were kept, from 0 to 1.
+        effective_ratio: Fraction of the total time that was spent on kept steps, from 0 to 1.
         interruptions: Interruptions, in order.
         stragglers: Ranks with slow parts, by the step at which each was reported.
         lives: Progress of each life: time since the first start in seconds, and completed steps.
@@ -119,7 +120,7 @@ def _records(text: str) -> list[Mapping[str, Any]]:
 
 
 def _course(life: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the records of the main process with a step."""
+    """Return the records with a step, which the main process writes."""
     return [record for record in life if "step" in record]
 
 
@@ -153,7 +154,7 @@ def _interruption(life: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
 
 
 def _cause(failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-    """Return the rank and the cause that most ranks name; a rank that names no other one is the culprit itself."""
+    """Return the failed rank and the cause that most records name; a record without a rank names its own rank."""
     named: Counter[tuple[int, str]] = Counter()
     for failure in failures:
         found = _CULPRIT.search(failure["cause"])
@@ -163,7 +164,7 @@ def _cause(failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
 
 
 def _host(failures: Sequence[Mapping[str, Any]], rank: int | None, cause: str) -> str | None:
-    """Return the host of the culprit: from its own report, else from the cause that the others name."""
+    """Return the failed rank's host: from its own failure record, else from `cause`."""
     own = next((failure["host"] for failure in failures if failure["rank"] == rank), None)
     found = _HOST.search(cause)
     return own if own is not None or found is None else found[1]

@@ -23,7 +23,7 @@ def write_report(folder: Path) -> Path:
 
 
 def render_report(runs: Sequence[RunFolder]) -> str:
-    """Return the page of one run, or the comparison of several: curves in common charts, and changed settings."""
+    """Return the page of one run, or the comparison of several: curves in common charts, and settings that differ."""
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     body = [f"<h1>{escape(title)}</h1>", _legend(runs), _summary(runs), "<h2>Curves</h2>", _charts(runs)]
     if len(runs) > 1:
@@ -53,7 +53,7 @@ def _legend(runs: Sequence[RunFolder]) -> str:
 
 
 def _summary(runs: Sequence[RunFolder]) -> str:
-    """Return a table of the last value of each metric, with the best one for losses."""
+    """Return a table of the last step and the last value of each metric."""
     head = "".join(f'<th class="number">{escape(run.name)}</th>' for run in runs)
     rows = []
     for name in _names(runs):

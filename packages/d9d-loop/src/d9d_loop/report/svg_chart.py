@@ -1,4 +1,4 @@
-"""Line charts as SVG, with colors from the style sheet of the page, so that they follow its light and dark theme."""
+"""Line charts as SVG. The page's style sheet sets the colors, so that charts follow its light and dark theme."""
 
 import math
 from collections.abc import Mapping, Sequence

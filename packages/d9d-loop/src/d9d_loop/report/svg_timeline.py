@@ -1,4 +1,4 @@
-"""Time line of a run as SVG: completed steps over time, steps that were lost, and interruptions."""
+"""Timeline of a run as SVG: completed steps over time, steps that were lost, and interruptions."""
 
 from html import escape
 

@@ -1,4 +1,4 @@
-"""Command that talks to the result of a run: d9d-chat RUN_OR_FOLDER."""
+"""Command that chats with the model of a finished run: d9d-chat RUN_OR_FOLDER."""
 
 import argparse
 import sys
@@ -74,7 +74,7 @@ def stream_tokens(
 ) -> Iterator[int]:
     """Yield the tokens of one continuation, with the key/value cache of `transformers`, until a stop token.
 
-    Sampling is that of `d9d_modules.generate`; 0 as temperature selects greedy decoding.
+    Tokens are sampled as in `d9d_modules.generate`; temperature 0 selects greedy decoding.
     """
     device = result.model.device
     ids, cache = torch.tensor([list(input_ids)], device=device), None
@@ -90,7 +90,7 @@ def stream_tokens(
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return a device by name; None for the accelerator, or else the CPU."""
+    """Return a device by name; `None` selects the accelerator, or the CPU without one."""
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if accelerator is None else accelerator
@@ -165,7 +165,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def run() -> None:
-    """Run the command with messages for errors; the entry point `d9d-chat`."""
+    """Run the command, and print user errors without a traceback; entry point of `d9d-chat`."""
     with cli_main():
         main()
 

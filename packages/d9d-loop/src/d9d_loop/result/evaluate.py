@@ -1,4 +1,4 @@
-"""Command that measures the result of a run: d9d-eval RUN_OR_FOLDER --data text.jsonl, or --tasks of lm-eval."""
+"""Command that evaluates the model of a run: d9d-eval RUN_OR_FOLDER --data text.jsonl, or --tasks of lm-eval."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ class TextScore:
 
     Attributes:
         loss: Mean negative log-likelihood per predicted token, in nats.
-        accuracy: Fraction of the tokens that are the most likely ones.
+        accuracy: Fraction of the predicted tokens to which the model assigns the highest probability.
         bits_per_byte: Negative log-likelihood of all predicted tokens, in bits per byte of their text.
         num_tokens: Number of predicted tokens.
     """
@@ -47,8 +47,8 @@ class TextScore:
 def score_texts(result: LoadedResult, texts: Iterable[str], *, length: int) -> TextScore:
     """Score the tokens of each text, in windows of at most `length` predicted tokens.
 
-    Each window starts with the last token of the window before, so each token except the first one of a text is
-    predicted once. Its context is the part of its window before it.
+    Each window starts with the last token of the previous window, so each token except the first token of a text is
+    predicted once. The context of a token is the part of its window before the token.
 
     Raises:
         UserError: If no text has two tokens.
@@ -136,7 +136,7 @@ def _run_tasks(options: argparse.Namespace, device: torch.device) -> dict[str, o
 
 
 def run() -> None:
-    """Run the command, and print errors of the user without a traceback; entry point of `d9d-eval`."""
+    """Run the command, and print user errors without a traceback; entry point of `d9d-eval`."""
     with cli_main():
         main()
 

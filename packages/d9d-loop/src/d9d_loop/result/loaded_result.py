@@ -52,7 +52,7 @@ def load_result(path: str | Path, *, device: torch.device, dtype: torch.dtype | 
     """Load the model and tokenizer of a run folder, whose export is used, or of a folder in Hugging Face layout.
 
     A folder without tokenizer is accepted if the vocabulary has 256 tokens, which are bytes, or 257, with an end token.
-    Nothing is downloaded. `dtype` is that of the parameters; None for the dtype of the files.
+    Nothing is downloaded. `dtype` is the dtype of the parameters; None keeps the dtype of the files.
 
     Raises:
         UserError: If the folder has no model, holds only adapters, or has no tokenizer although it needs one.
@@ -102,7 +102,7 @@ def find_export(path: Path) -> Path:
 
 
 def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Any | None, list[int]]:
-    """Return the tokenizer, the same one if it has a chat template, and its end token."""
+    """Return the text tokenizer, the `transformers` tokenizer if it has a chat template, and the end tokens."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         if vocab_size == NUM_BYTES:
             return ByteTokenizer(), None, []
