@@ -3,8 +3,8 @@
 torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
 a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. With `--warm`,
 ranks are forked from a process of the node that has imported their modules, so a restart imports nothing. After a
-failure, ranks have ten seconds to end instead of 30, and the nodes meet again within half a second. Other arguments
-and behavior are those of torchrun.
+failure, ranks have ten seconds to end instead of 30, and the next rendezvous takes half a second. Other arguments and
+behavior are those of torchrun.
 """
 
 import json

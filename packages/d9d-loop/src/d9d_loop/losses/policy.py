@@ -52,7 +52,7 @@ class PolicyLoss:
     Attributes:
         ratio_level: Unit of the ratio.
         clip_low: $\varepsilon_l$.
-        clip_high: $\varepsilon_h$; None for `clip_low`.
+        clip_high: $\varepsilon_h$; None means the value of `clip_low`.
         max_ratio: Largest ratio in the unclipped term, above 1 + `clip_high`; None for no limit.
         kl_weight: Weight $\beta$ of the KL penalty.
         kl_form: Estimator of the KL divergence.
@@ -118,7 +118,7 @@ class PolicyLoss:
             reference_log_probs_BL: Log-probabilities under the reference; required if and only if `kl_weight` is set.
             importance_BL: Factor of the loss of each token, such as `truncated_importance`.
             auxiliary_losses_BL: Router losses of each token [B, L], added to its loss.
-            cp: See `sum_per_document`, which is called if sequences matter.
+            cp: See `sum_per_document`, which is called once, or twice for ratios of sequences.
 
         Raises:
             UserError: If `reference_log_probs_BL` does not match `kl_weight`, or the shapes differ.

@@ -146,7 +146,7 @@ class ModuleProvider(ModelProvider):
 
 
 def model_provider(model: "ModelProvider | nn.Module | BuildFunction") -> ModelProvider:
-    """Return the provider of what a user passes as a model: a provider, a module or a build function.
+    """Convert a user's model argument (a provider, a module or a build function) to a provider.
 
     Raises `UserError` for anything else.
     """

@@ -87,7 +87,7 @@ class HangPoller:
                 return
 
     def leave_store(self) -> None:
-        """Mark that this process, which is about to exit, needs the store no more; see `SideChannel.leave`."""
+        """Mark that this process, which is about to exit, no longer needs the store; see `SideChannel.leave`."""
         self._channel.leave()
 
     def explain(self, error: BaseException) -> None:

@@ -47,7 +47,7 @@ def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[s
 
 
 class PackedTask(Task):
-    """Base class of tasks of packed rows, which context parallelism can split."""
+    """Base class of tasks on packed rows; context parallelism can split the rows."""
 
     def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
         """Return this context-parallel rank's part of the rows, with the mesh of the split as `cp`."""
