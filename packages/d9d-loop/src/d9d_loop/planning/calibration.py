@@ -214,7 +214,7 @@ def _small_layers(device: torch.device) -> tuple[nn.Sequential, Callable[[], obj
 
 
 def _seconds(run: Callable[[], object], *, repeats: int | None = None) -> float:
-    """Return the shortest mean time of three calls, of `repeats` measurements or as many as fit into the time limit."""
+    """Return the time of a call: the best mean of three calls, in `repeats` measurements or until the time limit."""
     run()
     synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     best, start, count = float("inf"), time.perf_counter(), 0
