@@ -10,9 +10,9 @@ microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless 
 
 z: number of ranks that shard a term (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes
 per token of a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout,
-generalized to grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline rank
-r: min(m, p - r) microbatches with 1F1B, and on the first rank, with v stages per rank, 1 + (p - 1) / (p v) times as
-    much (Narayanan et al. 2021, section 2.2.2).
+generalized to grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline
+rank r: min(m, p - r) microbatches with 1F1B, and on the first rank, with v stages per rank, 1 + (p - 1) / (p v) times
+as much (Narayanan et al. 2021, section 2.2.2).
 """
 
 from dataclasses import dataclass

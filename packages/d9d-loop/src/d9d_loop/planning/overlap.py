@@ -4,9 +4,9 @@
 
 If layers are prefetched (FSDP), the first transfer is exposed, and each later transfer overlaps the computation of the
 previous layer. Transfers within a node slow the computation down by c = 0.4 of the transfer time, because they use
-multiprocessors and memory bandwidth; transfers between nodes do not (c = 0). Times are in s. Source of the
-overlap: PyTorch FSDP, Zhao et al. 2023, https://arxiv.org/abs/2304.11277, section 3.3. c was fitted once to the
-    measurements on A100 and H100.
+multiprocessors and memory bandwidth; transfers between nodes do not (c = 0). Times are in s. Source of the overlap:
+PyTorch FSDP, Zhao et al. 2023, https://arxiv.org/abs/2304.11277, section 3.3. c was fitted once to the measurements on
+A100 and H100.
 """
 
 CONTENTION = 0.4

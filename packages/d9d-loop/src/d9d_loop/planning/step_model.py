@@ -106,7 +106,7 @@ LAYER_SETTINGS = ("tp", "cp", "ep", "microbatch_size", "length", "recompute", "r
 
 
 def layer_times(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[LayerTime, LayerTime]:
-    """Return the times of a dense and of a sparse layer; for a dense model, twice those of a dense layer."""
+    """Return the times of a dense and of a sparse layer; for a dense model, both are those of a dense layer."""
     dense = layer_time(shape, layout, hardware, sparse=False)
     return dense, layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
 
@@ -114,7 +114,7 @@ def layer_times(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> 
 def step_time(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, layers: tuple[LayerTime, LayerTime] | None = None
 ) -> StepTime:
-    """Return the time of a decoder's step in a layout on a cluster; `layers` is the result of `layer_times`, if known."""
+    """Return the step time of a decoder in a layout on a cluster; `layers` is the result of `layer_times`, if known."""
     layers = layers or layer_times(shape, layout, hardware)
     ranks = _ranks(shape, layout, hardware, layers)
     seconds = [each.seconds for each in ranks]

@@ -112,7 +112,7 @@ class RepeatMarks:
         return self._shares.get(_storage_key(tensor), 0.0)
 
     def derive(self, result: Any, args: Any, *, joins: bool) -> None:
-        """Set the shares of an operator's results. In a list, a result has the share of the inputs at the same index."""
+        """Set the shares of an operator's results. In a list, a result has the share of the inputs at its index."""
         if not self._shares:
             return
         if isinstance(result, list | tuple):
@@ -189,7 +189,7 @@ class StepRecorder(TorchDispatchMode):
         self._part_start = (0, 0, 0)
 
     def start_block(self) -> Callable[[int], bool]:
-        """Start a block of `d9d_dist.each_block`; return a function that ends it and records `num_equal` more blocks."""
+        """Start a block of `d9d_dist.each_block`; return a function that ends it and records equal further blocks."""
         start = self._place()
 
         def end(num_equal: int) -> bool:
