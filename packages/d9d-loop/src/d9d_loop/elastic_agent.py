@@ -24,7 +24,7 @@ from d9d_loop.resilience.node_files import describe_lost_host, take_slow_host, w
 
 # Time for failing ranks to look for the first failure and to close trackers. Rank 0 keeps the store for 5 seconds.
 _END_SECONDS: Final = 10.0
-# Exit codes of a rank that runs (None) or has ended without a failure: other ranks may still be saving.
+# Exit codes of a running rank (None) or of a rank without a failure: other ranks may still be saving.
 _STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 _POLL_SECONDS = 0.02
 

@@ -75,7 +75,7 @@ class Events:
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
-        """Register the methods of objects that are marked by `on_event`. An object without any raises `UserError`."""
+        """Register the methods marked by `on_event`. An object without a marked method raises `UserError`."""
         for subscriber in subscribers:
             marked = [
                 (name, method)

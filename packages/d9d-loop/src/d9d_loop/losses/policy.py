@@ -114,7 +114,7 @@ class PolicyLoss:
             mask_BL: Positions whose label was sampled [B, L], bool. Each document with such a position is an answer.
             document_ids_BL: Document id of each position [B, L].
             old_log_probs_BL: Log-probabilities under the policy before the first update on these answers. None on the
-                first update: the ratio is then 1, and its gradient that of REINFORCE.
+                first update: the ratio is then 1, and the gradient is that of REINFORCE.
             reference_log_probs_BL: Log-probabilities under the reference; required if and only if `kl_weight` is set.
             importance_BL: Factor of the loss of each token, such as `truncated_importance`.
             auxiliary_losses_BL: Router losses of each token [B, L], added to its loss.

@@ -117,14 +117,14 @@ def dry_run(
         plan_for: Plans the job, such as `Trainer.plan_for`.
         ranks: Global ranks to run; `representatives` returns one rank of each class.
         world_size: Number of ranks of the job.
-        precision: Precision of the job on the planned device; by default that of the configuration on a CPU.
+        precision: Precision of the job on the planned device; by default, the configured precision, resolved for a CPU.
 
     Raises:
         UserError: If this process already has a process group, or the job fails a check of `Trainer.train`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings():
-        # Code that only compares addresses may read those of fake tensors; FSDP2's warning is for the user's real run.
+        # Reading addresses of fake tensors is harmless if code only compares them. FSDP2 warns again in the real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         messages = _messages(plan_for, world_size, fake, precision)
@@ -347,7 +347,7 @@ def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> 
 def _messages(
     plan_for: PlanFor, world_size: int, fake: FakeTensorMode, precision: PrecisionName | None
 ) -> Messages | None:
-    """Run the forward of each stage on its rank, and describe its output; `None` without a pipeline."""
+    """Return the metadata of each stage's output, by running its forward; `None` without a pipeline."""
     program = plan_for(Launch(world_size=world_size, device="cpu")).model.program
     if len(program.ranks) == 1:
         return None

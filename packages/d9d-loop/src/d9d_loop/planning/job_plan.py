@@ -62,7 +62,7 @@ class RankMemory:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Modelled step time of a job, with its inputs and limits.
+    """Modeled step time of a job, with its inputs and limits.
 
     Attributes:
         shape: Sizes of the decoder.
@@ -92,7 +92,7 @@ class ClusterPlan:
         steps: Steps of the job.
         collectives: Bytes of a step on the first rank, by name of the collective and size of its group.
         goodput: Expected share of useful time with failures.
-        program: Program of the pipeline schedule, with at most the microbatches that were recorded.
+        program: Program of the pipeline schedule, with at most as many microbatches as were recorded.
         search: The ten fastest layouts and the Pareto front of time and memory; `None` without a search.
         nearest: If the job does not fit, the layout that fits with the fewest changes; `None` if none was found.
     """
@@ -153,7 +153,7 @@ class ClusterPlan:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Step times between which 90 % of measured steps are expected, in seconds."""
+        """Range of step times, in seconds, in which 90 % of measured steps are expected."""
         error = self.hardware.relative_error
         return self.time.total * (1 - error), self.time.total * (1 + error)
 

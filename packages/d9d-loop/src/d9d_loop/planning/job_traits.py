@@ -1,4 +1,4 @@
-"""Layout and traits of a job, from its configuration and dry run, and names of the traits that are not modelled."""
+"""Layout and traits of a job, from its configuration and dry run, and names of the traits that are not modeled."""
 
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +43,7 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
         dropout=any("dropout" in name for name in operators),
         weight_bytes=run.dtype.itemsize if plan.config.precision == "parameters" else 2,
         stored_weight_bytes=run.parameter_bytes / run.num_parameters,
-        # Frozen parameters have none of these, so the means are small.
+        # Frozen parameters have no gradients and optimizer state, so the means are small.
         gradient_bytes=run.gradient_bytes / run.num_parameters,
         kept_gradient_bytes=run.gradient_bytes / run.num_parameters,
         master_bytes=run.optimizer_bytes / run.num_parameters,

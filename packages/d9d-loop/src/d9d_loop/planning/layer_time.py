@@ -26,8 +26,8 @@ from d9d_loop.planning.plan_layout import PlanLayout, Pointwise
 FORWARD_OPERATORS = 26
 BACKWARD_OPERATORS = 50
 SPARSE_OPERATORS = 30
-LOOP_OPERATORS = 60  # of counting and splitting tokens for experts with a product each
-COLLECTIVE_OPERATORS = 3  # of a tensor-parallel collective: checks, events and waits of its process group
+LOOP_OPERATORS = 60  # to count and split tokens, if each expert has its own product
+COLLECTIVE_OPERATORS = 3  # per tensor-parallel collective: checks, events and waits of its process group
 
 Linear = tuple[float, float, float, float]
 """Tokens, outputs and inputs of a linear layer, and the number of such layers."""

@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def verdict(plan: ClusterPlan) -> str:
-    """Return one line each for memory, step time and bottleneck, and for unmodelled traits if there are any."""
+    """Return one line each for memory, step time and bottleneck, and for traits that are not modeled, if any."""
     spare = plan.spare_bytes / GIB
     memory = plan.hardware.memory_error * max(each.total for each in plan.memory) / GIB
     fits = f"fits with {spare:.1f} GiB to spare" if plan.fits else f"does NOT fit: {-spare:.1f} GiB too much"

@@ -52,7 +52,7 @@ def short_runs(
     num_first, num_last = num_microbatches
     runs = _ShortRuns(replace(plan, num_microbatches=num_last), num_first, world_size, precision)
     with warnings.catch_warnings():
-        # Code that only compares addresses may read those of fake tensors; FSDP2's warning is for the user's real run.
+        # Reading addresses of fake tensors is harmless if code only compares them. FSDP2 warns again in the real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         messages = runs.messages()

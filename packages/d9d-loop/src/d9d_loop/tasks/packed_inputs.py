@@ -18,7 +18,7 @@ PackedBatch: TypeAlias = dict[str, Any]
 def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: bool = False) -> Inputs:
     """Return the arguments of d9d's decoders: token ids, labels, position ids and document ids.
 
-    `labels` replaces those of the batch; without any, the decoder returns logits. With `scores`, it returns the
+    `labels` replaces the labels of the batch; without labels, the decoder returns logits. With `scores`, it returns the
     log-probabilities of the labels apart from auxiliary losses; see `score_arguments`. If the batch has
     `expert_indices` [B, L, layers, A], the routers of a sparse decoder replay them.
     """

@@ -74,7 +74,7 @@ def assert_same_as_one_process(
 
     Raises:
         AssertionError: If a layout computes other values. The message names the layout, the first different tensor, and
-            the position in it.
+            the index of its largest error.
     """
     experiment = Experiment(model=model, batch=batch, task=task, collate=collate)
     expected = trace_layout(experiment, parse_layout(""))
