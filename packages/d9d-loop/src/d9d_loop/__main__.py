@@ -18,10 +18,10 @@ from d9d_loop.jobs.starter_files import STARTERS, write_starter
 def main() -> None:
     """Run training: `d9d-train FILE.toml [--section.key VALUE ...]`.
 
-    A file with the key `job` is a job on text (`TextJobConfig`). Other files are presets, which name their model, task
-    and data by import path; these are also resolved in the current folder and in the preset's folder. `--init JOB`
-    writes a commented file to start from, `--init` lists them. Help and messages about invalid keys do not wait for the
-    import of torch.
+    A file with the key `job` describes a text job (`TextJobConfig`). Other files are presets, which name their model,
+    task and data by import path. Import paths are also resolved in the current folder and in the preset's folder.
+    `--init JOB` writes a commented starter file; `--init` alone lists the jobs. Help and messages about invalid keys
+    are printed without importing torch.
     """
     words = sys.argv[1:]
     with cli_main():

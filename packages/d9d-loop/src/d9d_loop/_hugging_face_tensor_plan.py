@@ -35,8 +35,8 @@ class TensorPlan(NamedTuple):
 
     Attributes:
         styles: The plan for `parallelize_tensor`, by full module names.
-        whole: Blocks that stay replicated, with the modules that are the reasons; `*` stands for layer numbers. All
-            layers are one block if none is split.
+        whole: Blocks that stay replicated, each with the modules that prevent its split; `*` stands for layer numbers.
+            All layers are one block if no layer is split.
     """
 
     styles: dict[str, TensorStyle]
@@ -46,9 +46,10 @@ class TensorPlan(NamedTuple):
 def tensor_plan(model: Any, degree: int) -> TensorPlan:
     """Return the tensor-parallel plan of a model.
 
-    A block stays replicated if a module in it has a style that is not supported, or has none between split layers: the
-    results are equal, and the block saves no memory. Embeddings and heads have unsharded outputs. They also stay
-    replicated if the degree does not divide them, or if they are tied to a replicated module.
+    A block stays replicated if one of its modules has an unsupported style, or has no style and lies between split
+    layers. A replicated block gives the same results, but saves no memory. Embeddings and heads have unsharded outputs.
+    Embeddings and heads also stay replicated if the degree does not divide their rows, or if they are tied to a
+    replicated module.
 
     Raises:
         UserError: If the model has no plan.
@@ -87,7 +88,7 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
 
 
 def _block_of(model: nn.Module, name: str, plan: Mapping[str, TensorStyle]) -> str:
-    """Return the module around a module if it has split activations inside, else the name itself."""
+    """Return the parent of a module if activations inside of the parent are split, else the name itself."""
     around = name.rpartition(".")[0]
     styles = [plan.get(f"{around}.{child}") for child, _ in model.get_submodule(around).named_children()]
     has_split = any(
@@ -111,7 +112,7 @@ def _by_kind(blocks: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]
 
 
 def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -> TensorStyle | None:
-    """Return the style of a module by its rule and the rules of its parameters; None if a rule is not supported."""
+    """Return the style of a module from its rule and those of its parameters; None if a rule is not supported."""
     module = model.get_submodule(name)
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     style: TensorStyle | None = None
@@ -162,10 +163,10 @@ def _head_size(model: Any, name: str, num_outputs: int) -> int:
 
 
 def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> dict[str, list[str]]:
-    """Add styles that are missing in the model's plan; return the modules and parameters without one, by their block.
+    """Add styles that are missing in the model's plan; return the modules and parameters without a style, by block.
 
-    The gradients of these would be wrong: a module between split layers has partial gradients. Latent attention has
-    replicated modules before split layers.
+    Modules without a style would get wrong gradients: a module between split layers has partial gradients. Latent
+    attention has replicated modules before split layers.
     """
     unknown: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -196,17 +197,17 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> dict[str, l
 
 
 def _takes_sorted_tokens(experts: nn.Module) -> bool:
-    """Return True if the forward takes tokens only; others take the chosen experts and their weights, too."""
+    """Return True if the forward takes only tokens. Other forwards also take the chosen experts and their weights."""
     return len(signature(type(experts).forward).parameters) == 2  # self and the tokens
 
 
 def _is_loop(experts: nn.Module) -> bool:
-    """Return True if a module of `transformers` computes its experts one after another."""
+    """Return True if a module of `transformers` computes its experts in a loop."""
     return getattr(getattr(experts, "config", None), "_experts_implementation", "eager") == "eager"
 
 
 def _computes_absent_experts(experts: nn.Module) -> bool:
-    """Return True if the loop over experts does not skip `num_experts`, the expert of tokens of other ranks."""
+    """Return True if the loop over experts does not skip index `num_experts`, which marks tokens for other ranks."""
     source = getsource(type(experts))
     return "self.num_experts + 1" in source and "== self.num_experts:" not in source
 

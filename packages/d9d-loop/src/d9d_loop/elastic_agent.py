@@ -1,7 +1,7 @@
 """Agent of `d9d-torchrun`: torch's elastic agent, which ends the ranks of a failed job in seconds.
 
 torch's agent gives each rank 30 seconds between SIGTERM and SIGKILL, even if the job has failed and nothing can be
-saved. A rank that is stopped, or that waits for a host without power, takes all of this time.
+saved. A rank that is stopped, or that waits for a host without power, uses all 30 seconds.
 """
 
 import logging
@@ -24,7 +24,7 @@ from d9d_loop.resilience.node_files import describe_lost_host, take_slow_host, w
 
 # Time for failing ranks to look for the first failure and to close trackers. Rank 0 keeps the store for 5 seconds.
 _END_SECONDS: Final = 10.0
-# Exit codes of a rank that runs (None) or has ended without a failure: other ranks may still be saving.
+# Exit codes of a running rank (None) or of a rank without a failure: other ranks may still be saving.
 _STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 _POLL_SECONDS = 0.02
 
@@ -48,12 +48,12 @@ def _format_exception(record: logging.LogRecord) -> bool:
 class QuickAgent(LocalElasticAgent):
     """torch's agent of a node, with a short time limit for ranks of a failed job.
 
-    If a node is lost, its ranks end by themselves: they read the lost host from a file, and name it. If the ranks of
-    this node ask to replace it because it is slow, it becomes a spare node.
+    If another node is lost, the ranks of this node exit by themselves: they read the lost host from a file and report
+    it. If the ranks of this node ask to replace this node because it is slow, it becomes a spare node.
     """
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the agent; see torch's. A spare node that waits when the job ends has succeeded, with no ranks."""
+        """Run torch's agent. If a spare node still waits when the job ends, return success without ranks."""
         return super().run(role) or RunResult(WorkerState.SUCCEEDED)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -97,7 +97,7 @@ class QuickAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *arguments, **named)
 
     def _exit_codes(self) -> list[int | None]:
-        """Return the exit code of each rank, or `None` if it runs."""
+        """Return the exit code of each rank; `None` for a running rank."""
         match self._pcontext:
             case MultiprocessContext(_pc=ranks) if ranks is not None:
                 return [process.exitcode for process in ranks.processes]
@@ -112,7 +112,7 @@ class QuickAgent(LocalElasticAgent):
         return [process for process, code in zip(processes, self._exit_codes(), strict=True) if code is None]
 
     def _end_ranks(self) -> None:
-        """Ask the ranks to end, and kill those that are stopped, or take too long."""
+        """Send SIGTERM to the ranks; send SIGKILL to ranks that are stopped or exit too late."""
         deadline = time.monotonic() + _END_SECONDS
         for process in self._running():
             _signal(process, signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Rendezvous of `d9d-torchrun`: torch's c10d rendezvous, without its waits of one second, which names lost nodes.
+"""Rendezvous of `d9d-torchrun`: torch's c10d rendezvous with shorter waits, and with the names of lost nodes.
 
 torch's agents poll the state of the rendezvous once a second, and read a copy that may be a second old. A round takes
 several of these polls. In torch's rendezvous, a spare node competes with the nodes that restart their ranks, and a node
-that comes too late makes all of them restart once more. Here the spare node joins only if a node is missing.
+that joins too late makes all nodes restart once more. Here the spare node joins only if a node is missing.
 
 For each operation, torch also records an event, which no handler receives by default. The name of its caller comes from
 two calls of `inspect.stack()`. Each one searches all imported modules for frames without a source file, which
@@ -77,7 +77,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
         self._seen: set[Any] = set()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round; see torch's handler."""
+        """Join the next round, as torch's handler does."""
         try:
             joined = super().next_rendezvous()
         except RendezvousGracefulExitError:
@@ -88,7 +88,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
         return joined
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, and wait until the spare nodes have noticed it: this node may hold the store."""
+        """Close the rendezvous, and wait until the spare nodes have noticed: this node may hold the store."""
         is_closed, deadline = super().shutdown(), time.monotonic() + _LEAVE_SECONDS
         with suppress(RendezvousError):
             while self._state_holder.state.redundancy_list and time.monotonic() < deadline:
@@ -97,7 +97,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
         return is_closed
 
     def _leave_spares(self) -> None:
-        """Leave the spare nodes of a closed rendezvous, for which `shutdown` of another node waits."""
+        """Remove this node from the spare nodes of a closed rendezvous; `shutdown` on another node waits for this."""
         holder = self._state_holder
         with suppress(RendezvousError):
             while self._this_node in holder.state.redundancy_list:
@@ -114,19 +114,19 @@ class QuickRendezvous(DynamicRendezvousHandler):
     def has_spare(self) -> bool:
         """Return True if a spare node waits that this node has not trained with before. No request to the store.
 
-        Otherwise two slow nodes would change places again and again.
+        Earlier peers do not count, because two slow nodes would otherwise replace each other repeatedly.
         """
         return bool(self._state_holder.state.redundancy_list - self._seen)
 
     def yield_to_spare(self) -> None:
-        """Let a spare node take the place of this one in the next round, and be a spare node itself.
+        """Become a spare node, so that another spare node replaces this node in the next round.
 
-        If no spare node joins within 30 seconds, this one joins again.
+        If no spare node joins within 30 seconds, this node joins again.
         """
         self._quick.yields_until = time.monotonic() + _YIELD_SECONDS
 
     def lost_nodes(self) -> Sequence[tuple[int, str]]:
-        """Return rank and host of the nodes of this round that have given no sign of life for too long.
+        """Return rank and host of the nodes of this round whose keep-alive has timed out.
 
         A node that has left the round to join the next one is not lost. No request to the store.
         """
@@ -135,7 +135,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
         return [(rank, node.addr) for node, rank in self._ranks.items() if node not in present]
 
     def is_broken(self) -> bool:
-        """Return True if a node of this round has left it, so that its ranks are gone. No request to the store."""
+        """Return True if a node has left this round, so that its ranks have exited. No request to the store."""
         state = self._state_holder.state
         return not self._ranks.keys().isdisjoint(state.wait_list | state.redundancy_list)
 
@@ -157,7 +157,7 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[..., float] | None = None,
     ) -> None:
-        """Run an operation; see torch's executor, which sleeps for a second when it has to wait."""
+        """Run an operation like torch's executor, but with shorter waits than one second."""
 
         def next_action(ctx: _RendezvousContext, until: float) -> _Action:
             while (action := self._without_races(state_handler(ctx, until), ctx)) is _Action.SYNC:
@@ -172,9 +172,9 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
         """Record no event."""
 
     def _remove_from_participants(self) -> None:
-        """Leave a round. A node that leaves to join the next one waits for it from the same moment on.
+        """Leave a round, and join the wait list of the next round in the same update.
 
-        One that yields to a spare node becomes a spare node.
+        A node that yields to a spare node joins the spare nodes instead.
         """
         is_complete = self._state.complete
         super()._remove_from_participants()
@@ -201,5 +201,5 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
 
 
 def _coming_nodes(state: _RendezvousState) -> set[Any]:
-    """Return the nodes of this round and those that wait for the next one."""
+    """Return the nodes of this round and the nodes that wait for the next round."""
     return {*state.participants, *state.wait_list}

@@ -75,7 +75,7 @@ class Events:
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
-        """Register the methods of objects that are marked by `on_event`. An object without any raises `UserError`."""
+        """Register the methods marked by `on_event`. An object without a marked method raises `UserError`."""
         for subscriber in subscribers:
             marked = [
                 (name, method)
@@ -131,7 +131,7 @@ def _name_of(handler: _Handler) -> str:
 
 @contextmanager
 def _read_only(event: Event) -> Generator[None]:
-    """Disable gradients, restore the modes of the event's modules on exit, and refuse changes of its tensors."""
+    """Disable gradients, restore modules' modes on exit, and raise `UserError` if a tensor of the event was changed."""
     values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     versions = {name: value._version for name, value in values.items() if isinstance(value, Tensor)}
     modes = [

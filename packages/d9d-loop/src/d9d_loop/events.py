@@ -80,7 +80,7 @@ class DataReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepStarted(Event):
-    """Event before the first forward of a step; the step's microbatches are on the device."""
+    """Event before the first forward; the microbatches of the step's first `forward_backward` are on the device."""
 
 
 @dataclass(frozen=True, slots=True)

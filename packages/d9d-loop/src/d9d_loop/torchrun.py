@@ -3,8 +3,8 @@
 torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
 a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. With `--warm`,
 ranks are forked from a process of the node that has imported their modules, so a restart imports nothing. After a
-failure, ranks have ten seconds to end instead of 30, and the nodes meet again within half a second. Other arguments
-and behavior are those of torchrun.
+failure, ranks have ten seconds to end instead of 30, and the next rendezvous takes half a second. Other arguments and
+behavior are those of torchrun.
 """
 
 import json
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     # With the shared store, a node keeps the address of the ranks' store over restarts, and a node that replaces
-    # another one would wait for it in vain. Without it, the nodes exchange the address in each restart.
+    # another one would never receive the address. Without the shared store, the nodes exchange it in each restart.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     elastic_agent.install()
     if options.rdzv_backend == "c10d":
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record(run.run)(options)
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
-        # torch's agent ends the other ranks with SIGTERM, and dates all failures alike if ranks wrote no error file.
+        # torch's agent ends the other ranks with SIGTERM, and gives all failures one time if ranks wrote no error file.
         first = min(failed.failures.values(), key=lambda each: (each.exitcode == -signal.SIGTERM, each.timestamp))
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as received:

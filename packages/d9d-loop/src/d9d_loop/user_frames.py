@@ -17,7 +17,7 @@ _WRAPPERS = {"cli_main", "explained"}
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of the user's code that d9d called, outermost first; empty if there are none.
 
-    The frames of a script that calls d9d are excluded: the error is not there.
+    The frames of a script that calls d9d are excluded, because the error is not in the script.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [index for index, frame in enumerate(frames) if _is_d9d(frame.filename) and frame.name not in _WRAPPERS]

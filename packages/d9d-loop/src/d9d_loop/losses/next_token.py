@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and pretraining: cross entropy of the labelled tokens."""
+"""Supervised fine-tuning and pretraining: cross entropy of the labeled tokens."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from d9d_loop.task import Loss
 
 
 def next_token_loss(losses_BL: Tensor, labels_BL: Tensor) -> Loss:
-    r"""Return the negative log-likelihood of the labelled tokens, $-\sum_t \log p(y_t \mid y_{<t})$.
+    r"""Return the negative log-likelihood of the labeled tokens, $-\sum_t \log p(y_t \mid y_{<t})$.
 
     The weight is the number of labels, so that the loss of a step is the mean over all labels of the global batch. A
     mean per rank or per conversation would weigh the tokens of short answers more.

@@ -52,7 +52,7 @@ class PolicyLoss:
     Attributes:
         ratio_level: Unit of the ratio.
         clip_low: $\varepsilon_l$.
-        clip_high: $\varepsilon_h$; None for `clip_low`.
+        clip_high: $\varepsilon_h$; None means the value of `clip_low`.
         max_ratio: Largest ratio in the unclipped term, above 1 + `clip_high`; None for no limit.
         kl_weight: Weight $\beta$ of the KL penalty.
         kl_form: Estimator of the KL divergence.
@@ -114,11 +114,11 @@ class PolicyLoss:
             mask_BL: Positions whose label was sampled [B, L], bool. Each document with such a position is an answer.
             document_ids_BL: Document id of each position [B, L].
             old_log_probs_BL: Log-probabilities under the policy before the first update on these answers. None on the
-                first update: the ratio is then 1, and its gradient that of REINFORCE.
+                first update: the ratio is then 1, and the gradient is that of REINFORCE.
             reference_log_probs_BL: Log-probabilities under the reference; required if and only if `kl_weight` is set.
             importance_BL: Factor of the loss of each token, such as `truncated_importance`.
             auxiliary_losses_BL: Router losses of each token [B, L], added to its loss.
-            cp: See `sum_per_document`, which is called if sequences matter.
+            cp: See `sum_per_document`, which is called once, or twice for ratios of sequences.
 
         Raises:
             UserError: If `reference_log_probs_BL` does not match `kl_weight`, or the shapes differ.

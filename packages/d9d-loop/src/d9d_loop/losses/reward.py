@@ -21,7 +21,7 @@ from d9d_loop.task import Loss
 class RewardLoss:
     r"""Bradley-Terry loss of a reward model: $-\log \sigma(r(y_w) - r(y_l) - m)$ plus $c (r(y_w) + r(y_l))^2$.
 
-    "Training language models to follow instructions", arXiv:2203.02155, equation 1. The second term centres the rewards
+    "Training language models to follow instructions", arXiv:2203.02155, equation 1. The second term centers the rewards
     ("Helping or Herding?", arXiv:2312.09244, equation 2).
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Phases of a learning-rate schedule: the length of each and its curve."""
+"""Phases of a learning-rate schedule, each with a length and a curve."""
 
 import math
 from abc import ABC, abstractmethod
@@ -141,7 +141,7 @@ class ExponentialPhase(PhaseSettings):
     to: PositiveFloat = Field(description="Factor of the peak learning rate at the end of the phase.")
 
     def end(self, start: float) -> float:
-        """Return `to`. Raise `UserError` if `start` is 0, because no ratio leads from 0 to another value."""
+        """Return `to`. Raise `UserError` if `start` is 0, because 0 times any ratio stays 0."""
         if start == 0:
             raise UserError("an exponential phase starts at 0; expected a start above 0. Put a linear phase before it.")
         return self.to

@@ -1,4 +1,4 @@
-"""Compilation of a job's model by `torch.compile`, with a report of what it could not compile."""
+"""Compilation of a job's model by `torch.compile`, with a report of the graph breaks."""
 
 import os
 import traceback
@@ -24,9 +24,9 @@ def check_backend(name: str) -> None:
 def compile_stages(stages: Iterable[nn.Module], backend: str) -> None:
     """Compile the forward of parallelized stages, in place. The first call compiles.
 
-    Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly, as
-    does NumPy, whose functions torch's tracing emulates with errors. Changes of Python objects in a checkpointed module
-    are not repeated when it is recomputed. These settings of torch are global.
+    Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly.
+    NumPy also runs eagerly, because torch emulates some of its functions incorrectly. When a checkpointed module is
+    recomputed, its changes of Python objects are not repeated. The last two behaviors are global settings of torch.
     """
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
     torch._dynamo.config.trace_numpy = False  # ty: ignore[invalid-assignment]

@@ -1,4 +1,4 @@
-"""Inverse of a provider's state mapper: for weights that leave a model, by an export or to another program."""
+"""Inverse of a provider's state mapper, to export weights or to send them to another program."""
 
 from torch import nn
 
@@ -12,7 +12,7 @@ def disk_mapper(mapper: StateMapper | None, model: nn.Module, *, base_only: bool
     Args:
         mapper: Mapper from the weights on disk to those of the whole model.
         model: The model or a part of it, on any device.
-        base_only: True to accept that the weights on disk omit trained parameters.
+        base_only: If True, allow trained parameters that the weights on disk omit.
 
     Raises:
         UserError: If the mapper has no inverse, or omits trained parameters, such as those of adapters.
@@ -28,7 +28,7 @@ def disk_mapper(mapper: StateMapper | None, model: nn.Module, *, base_only: bool
 
 
 def _refuse_omissions(mapper: StateMapper, model: nn.Module) -> None:
-    """Raise `UserError` if the mapper only keeps trained parameters."""
+    """Raise `UserError` if the mapper does not load a trained parameter from disk."""
     kept = {name for group in mapper.groups if not group.inputs for name in group.outputs}
     trained = {name.removeprefix("model.") for name in model_tensors(model, trainable_only=True)}
     omitted = sorted(kept & trained)

@@ -1,9 +1,10 @@
 """Checks of what the first steps change in a model besides the values of parameters and buffers.
 
-The optimizer has the parameters that were built, so a step must not make others. State in Python attributes, such as a
-moving average in a number, must not depend on the rank's part of the batch. `check_buffers` compares buffers. An
-attribute may be kept for inspection only, such as the scores of the last batch. So an attribute that differs between
-ranks is refused only if the next forward reads it before it sets it. A list is read to add to it, so it is only named.
+The optimizer holds the parameters of the built model, so a step must not create or replace parameters. State in Python
+attributes, such as a moving average in a number, must not depend on the rank's part of the batch. `check_buffers`
+compares buffers. An attribute may be kept for inspection only, such as the scores of the last batch. So an attribute
+that differs between ranks raises an error only if the next forward reads the attribute before setting it. Adding to a
+list reads the list, so lists only cause a message.
 """
 
 import zlib
@@ -31,7 +32,7 @@ _OWN = frozenset(vars(nn.Module()))
 
 @final
 class FirstSteps:
-    """Checks after the first and the second step. Numbers and tensors are found in lists, tuples and dicts, too.
+    """Checks after the first and the second step, also of numbers and tensors in lists, tuples and dicts.
 
     A backward that gives a plain parameter a sparse gradient raises `UserError`.
 
@@ -56,8 +57,8 @@ class FirstSteps:
         attributes, and an all-gather of names.
 
         Raises:
-            UserError: If the first step made, replaced or deleted parameters. On all ranks, if the second step read an
-                attribute that differs between ranks before it set the attribute.
+            UserError: If the first step created, replaced or deleted parameters. On all ranks, if the second step read
+                an attribute that differs between ranks before it set the attribute.
         """
         self._num_steps += 1
         if self._num_steps == 1:
@@ -99,7 +100,7 @@ class FirstSteps:
 
 @final
 class _Reads:
-    """Watch of a module's attributes that are read before they are set, by a subclass of the module's class."""
+    """Recorder of the attributes that a module reads before setting them, by a subclass of the module's class."""
 
     def __init__(self, module: nn.Module, name: str, keys: set[str]) -> None:
         self._module, self._name, kind = module, name, type(module)
@@ -120,7 +121,7 @@ class _Reads:
         module.__class__ = type(kind.__name__, (self._kind,), {"__getattribute__": get, "__setattr__": put})
 
     def stop(self) -> dict[str, bool]:
-        """End the watch; return the names of the attributes that were read first, and if they are containers."""
+        """Stop recording; return for each attribute that was read before being set if it is a container, by name."""
         self._module.__class__ = self._kind
         return {_full_name(self._name, key): not _is_plain(vars(self._module).get(key)) for key in self._read}
 

@@ -70,7 +70,7 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
 
 
 def check_same_parameters(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Check that a step made and replaced no parameters, else raise `UserError`: the optimizer does not have them."""
+    """Raise `UserError` if a step created or replaced parameters, which the optimizer does not hold."""
     now = dict(model.named_parameters())
     changed = [canonical_name(name) for name, each in now.items() if before.get(name) is not each]
     changed += [canonical_name(name) for name in before if name not in now]

@@ -52,8 +52,8 @@ class ModelProvider(ABC):
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize one stage in place. The default is HSDP over the dense mesh, in the precision of the job.
 
-        If that is bfloat16, the default casts floating-point outputs of the stage to float32, for the loss. `model` is
-        the stage, on `meta` if the job has several ranks or `late_init` is True.
+        If this precision is bfloat16, the default casts floating-point outputs of the stage to float32, for the loss.
+        `model` is the stage, on `meta` if the job has several ranks or `late_init` is True.
         """
         from d9d_dist import parallelize_hsdp  # noqa: PLC0415 - imports FSDP and DTensor
 
@@ -146,7 +146,7 @@ class ModuleProvider(ModelProvider):
 
 
 def model_provider(model: "ModelProvider | nn.Module | BuildFunction") -> ModelProvider:
-    """Return the provider of what a user passes as a model: a provider, a module or a build function.
+    """Convert a user's model argument (a provider, a module or a build function) to a provider.
 
     Raises `UserError` for anything else.
     """

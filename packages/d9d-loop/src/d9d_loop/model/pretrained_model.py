@@ -1,4 +1,4 @@
-"""Provider of a Hugging Face folder of a family that d9d has, found through the entry point of d9d-modules."""
+"""Provider of d9d's own models for Hugging Face folders, found through the entry point of d9d-modules."""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points

@@ -26,8 +26,8 @@ def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tupl
 
     Raises:
         UserError: Lists parameters that are missing, unexpected or have another shape. Also lists parameters on several
-            stages that the model does not tie, or that only some of their stages train. Also lists persistent buffers
-            on several stages.
+            stages that the model does not tie, or that are trained only on some of these stages. Also lists persistent
+            buffers on several stages.
     """
     shared = shared_names([dict(stage.named_parameters()) for stage in stages])
     whole, tied = _shapes(model), _tied_names(model)

@@ -39,10 +39,10 @@ class _OnLocalShards(torch.optim.Adam):
         return has_complex
 
     def _joined_groups(self) -> list[dict[str, Any]]:
-        """Return the groups, with those joined that differ only in decoupled weight decay; decay their parameters.
+        """Join the groups that differ only in decoupled weight decay, and decay their parameters; return all groups.
 
-        Only foreach groups are joined. The decay is the first operation of a step, so the result has the same bits. One
-        call of each kernel for all matrices and vectors takes about half the time of two, if a model is small.
+        Only foreach groups are joined. The decay is the first operation of a step, so the result has the same bits. For
+        a small model, one kernel call for matrices and vectors together takes about half the time of two calls.
         """
         groups = self.param_groups
         joined: dict[object, dict[str, Any]] = {}

@@ -14,8 +14,8 @@ from d9d_loop.optimizers.joined import JoinedOptimizer
 def takes_gate(optimizer: Optimizer) -> bool:
     """Return True if a flag on the device can skip the steps of an optimizer.
 
-    These are d9d's own optimizers, and those whose kernels obey `found_inf`, the protocol of `torch.amp.GradScaler`:
-    torch's fused ones.
+    The flag works for d9d's own optimizers, and for torch's fused optimizers, whose kernels obey `found_inf` (the
+    protocol of `torch.amp.GradScaler`).
     """
     match optimizer:
         case JoinedOptimizer():
@@ -62,7 +62,7 @@ def step_unless(optimizer: Optimizer, gate: Tensor) -> None:
 
 
 def uncount_step(optimizer: Optimizer) -> None:
-    """Let an optimizer that counts steps on the host forget the last one, which the gate skipped."""
+    """Undo the host's step count of the last step, which the gate skipped."""
     match optimizer:
         case JoinedOptimizer():
             for each in optimizer.optimizers:

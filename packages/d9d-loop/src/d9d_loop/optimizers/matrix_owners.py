@@ -25,8 +25,8 @@ def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tens
     other way are all-gathered and computed on every rank. Unsharded matrices, and stacks sharded only between their
     matrices, are computed locally without collectives. Results come in any order.
 
-    `parts` are this rank's local shards, plain tensors. `likes` have their shapes and placements, in the same order on
-    every rank of a mesh.
+    `parts` are this rank's local shards, as plain tensors. `likes` are tensors with the global shapes and placements of
+    the matrices, in the same order on every rank of a mesh.
     """
     assigned: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
     for index, (part, like) in enumerate(zip(parts, likes, strict=True)):

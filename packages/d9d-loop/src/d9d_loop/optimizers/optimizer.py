@@ -109,7 +109,7 @@ class OptimizerSettings(Section, ABC):
     def _optimizers(self, named: Named, *, whole: bool) -> "list[Optimizer]":
         """Build this optimizer and those of its groups, except those without parameters.
 
-        If none has a parameter, this one is built with an empty group.
+        If no optimizer has a parameter, this optimizer is built with an empty group.
         """
         selectors = [Selector(group.pattern, group.of) for group in self.groups]
         rest, *matched = assign(named, selectors, whole=whole)
@@ -230,7 +230,7 @@ class MuonConfig(OptimizerSettings):
 
 @final
 class LionConfig(OptimizerSettings):
-    """Lion (arXiv:2302.06675). Use 3 to 10 times AdamW's weight decay, and a learning rate smaller by that factor."""
+    """Lion (arXiv:2302.06675). Use 3 to 10 times AdamW's weight decay, and a learning rate lower by the same factor."""
 
     kind: Literal["lion"] = "lion"
     learning_rate: PositiveFloat = Field(default=1e-4, description=_RATE)

@@ -1,4 +1,4 @@
-"""Command `d9d-plan`: what the job of a preset file needs and how long it takes on a cluster, without the cluster."""
+"""Command `d9d-plan`: predict memory and time of a preset file's job on a cluster, without the cluster."""
 
 import argparse
 import json

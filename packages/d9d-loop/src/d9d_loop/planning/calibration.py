@@ -31,8 +31,8 @@ def calibrate(path: Path) -> Path:
     """Measure matrix products, attention, memory, launches and links of this machine; write a hardware file, return it.
 
     Takes less than two minutes. Links are measured by all-gathers of all accelerators, or of two processes on a CPU.
-    Those of a machine with one accelerator, and the network between nodes, are not measured: the file has the values of
-    DGX H100, to be edited.
+    Two values are not measured: the links of a machine with one accelerator, and the network between nodes. For these,
+    the file has the values of DGX H100, which the user must edit.
 
     Raises:
         UserError: If the file exists.
@@ -53,7 +53,7 @@ def calibrate(path: Path) -> Path:
 
 
 def _measured(device: torch.device) -> dict[str, Any]:
-    """Return the values of a description of this machine, by name; those of a section are a dict."""
+    """Return the values of this machine's hardware description, by name; each section is a dict."""
     is_cpu = device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16
     peak = max(_matmul_rate(size, dtype, device) for size in ((256, 512, 1024) if is_cpu else (2048, 4096, 8192)))
@@ -115,8 +115,9 @@ def _toml(values: dict[str, Any]) -> str:
 def links_of(device_type: str, num_devices: int) -> tuple[float, float, float]:
     """Measure the links between the devices of this machine.
 
-    Each device has a process, and all gather tensors of two sizes. The equation is that of `collective_time.py`. Two
-    processes of a CPU run sharded layers, too: hooks and copies of FSDP take more time there than small gathers.
+    One process per device measures all-gathers of a small and a large tensor; `collective_time.py` has the equation. On
+    a CPU, two processes also run sharded layers, because hooks and copies of FSDP take longer there than small
+    all-gathers.
 
     Returns:
         Bandwidth in bytes/s, latency in s, and `Device.shard_seconds`.
@@ -129,13 +130,13 @@ def links_of(device_type: str, num_devices: int) -> tuple[float, float, float]:
 
 
 def link_of(num_devices: int, *, small: float, large: float) -> tuple[float, float]:
-    """Return bandwidth and latency of links from the seconds of all-gathers of little and of much data."""
+    """Return bandwidth and latency of links from the seconds of a small and of a large all-gather."""
     share = (num_devices - 1) / num_devices * GATHERED_BYTES
     return share / max(large - small, 1e-9), small / (num_devices - 1)
 
 
 def _gather_repeatedly(rank: int, num_devices: int, device_type: str, folder: str) -> None:
-    """Write the seconds of all-gathers of little and of much data, and of those of sharded layers on a CPU.
+    """Write the seconds of a small and of a large all-gather and, on a CPU, of a sharded layer's gather or scatter.
 
     Collective over the processes of `links_of`.
     """
@@ -167,14 +168,14 @@ def _bandwidth(num_bytes: int, device: torch.device) -> float:
 
 
 def _attention_rate(dtype: torch.dtype, device: torch.device, *, length: int) -> float:
-    """Return the FLOP/s of attention's forward pass on long sequences, from those on sequences of `length`."""
+    """Return the FLOP/s of attention's forward on long sequences, from a measurement on sequences of `length`."""
     q = torch.ones(1, 8, length, 128, dtype=dtype, device=device)
     seconds = _seconds(lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True))
     return 4 * 8 * length**2 * 128 / 2 / seconds / attention_fill(length, 128)
 
 
 class _Layer(nn.Module):
-    """Layer of a decoder that is so small that operators and autograd determine its time."""
+    """Decoder layer so small that the overhead of operators and autograd determines its time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ class _Layer(nn.Module):
 
 
 def _layer_seconds(device: torch.device) -> float:
-    """Return the time of a small layer's forward and backward: what Python, operators and autograd cost."""
+    """Return the time of a small layer's forward and backward: the overhead of Python, operators and autograd."""
     layers, run = _small_layers(device)
     return _seconds(run) / len(layers)
 
@@ -206,14 +207,14 @@ def _sharded_seconds(device: torch.device) -> float:
 
 
 def _small_layers(device: torch.device) -> tuple[nn.Sequential, Callable[[], object]]:
-    """Return layers, and their forward and backward pass."""
+    """Return layers, and a function that runs their forward and backward."""
     layers = nn.Sequential(*(_Layer() for _ in range(8))).to(device)
     x = torch.ones(1, 8, 64, device=device, requires_grad=True)
     return layers, lambda: layers(x).sum().backward()
 
 
 def _seconds(run: Callable[[], object], *, repeats: int | None = None) -> float:
-    """Return the time of a call: the smallest of some batches, `repeats` or as many as fit into a second."""
+    """Return the time of a call: the best mean of three calls, in `repeats` measurements or until the time limit."""
     run()
     synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     best, start, count = float("inf"), time.perf_counter(), 0

@@ -39,7 +39,7 @@ class Collective:
     Attributes:
         name: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `receive`, or the name
             of torch's operator without a trailing underscore.
-        ranks: Global ranks of the process group. The peer alone for a send or receive.
+        ranks: Global ranks of the process group; for a send or receive, only the peer.
         num_bytes: Size of this rank's larger buffer: its input or its output.
     """
 
@@ -115,7 +115,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors in arguments or results of an operator: those in lists, tuples and dicts, too."""
+    """Return the tensors in arguments or results of an operator, including those in lists, tuples and dicts."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

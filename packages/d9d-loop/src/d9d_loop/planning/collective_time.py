@@ -1,6 +1,6 @@
 """Time of a collective: latency and bandwidth (alpha-beta) on each tier of the network, in s.
 
-Group of n = g x q ranks: g in each of q nodes. S: bytes of the whole buffer on one rank.
+The group has n = g x q ranks: g in each of q nodes. S: bytes of the whole buffer on one rank.
 a, B: latency and effective bandwidth of the links in a node; A, C: of the network, for one device.
 
     ring:          t = c (n - 1)/n S / min(B, g C) + c (g - 1) q a + c (q - 1) A
@@ -8,15 +8,17 @@ a, B: latency and effective bandwidth of the links in a node; A, C: of the netwo
     hierarchical:  t = c (g - 1)/g S / B + c (q - 1)/q S / (g C) + c (g - 1) a + c (q - 1) A
 
 with c = 1 for all-gather and reduce-scatter and c = 2 for all-reduce. A group's g members in a node use g network
-adapters. A tree has a chain in each node, so that links in a node carry the buffer up and down, too. The library is
-assumed to choose the faster algorithm (NCCL's tuning does). If the group spans more nodes than a rail, C is divided by
-the oversubscription of the spine. Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521; trees:
-Sanders, Speck and Traeff 2009, https://doi.org/10.1016/j.parco.2009.09.001.
+adapters. The ranks of a tree form a chain in each node, so the links in a node also carry the buffer up and down. The
+library is assumed to choose the faster algorithm (NCCL's tuning does). If the group spans more nodes than a rail, C is
+divided by the oversubscription of the spine. Thakur, Rabenseifner and Gropp 2005,
+https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009,
+https://doi.org/10.1016/j.parco.2009.09.001.
 
     all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S' / C) + ((g - 1) a + (q - 1) A) / 4
 
-with S' <= S if rows for several ranks of a node cross the network once, and s >= 1: rows that the busiest rank receives
-over the mean (routing skew). The sends to the other ranks are independent, and about four run at once.
+S': bytes for other nodes; less than S if a row for several ranks of a node crosses the network only once. s >= 1:
+routing skew, the ratio of the rows that the busiest rank receives to the mean. The sends to other ranks are
+independent; about four run at once.
 
     send:          t = a + S / B within a node, A + S / C between nodes
 """
@@ -72,8 +74,9 @@ def collective_seconds(
         name: Kind of the collective.
         num_bytes: Size of the larger buffer of one rank.
         span: Placement of the group.
-        skew: Rows that the busiest rank of an all-to-all receives over the mean.
-        network_bytes: Size of the buffer for other nodes and the own one, if an all-to-all sends them fewer bytes.
+        skew: Routing skew of an all-to-all: ratio of the rows that the busiest rank receives to the mean.
+        network_bytes: Buffer size with one copy of a row per node, if an all-to-all sends each row to a node once; by
+            default `num_bytes`.
     """
     size, inside, nodes = span.size, span.per_node, span.num_nodes
     if size == 1 or num_bytes == 0:

@@ -1,6 +1,6 @@
 """Sizes of a decoder, from which the planner counts parameters, FLOPs and bytes in closed form.
 
-The planner needs only these sizes, no model. FLOPs are defined in `d9d_metrics.flops`.
+The planner needs only these sizes, not the model itself. FLOPs are defined in `d9d_metrics.flops`.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ class DecoderShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: the model FLOPs of `d9d_metrics.transformer_flops_per_token`."""
+        """Weights in the matrix products of one token, as in `d9d_metrics.transformer_flops_per_token`."""
         sparse = 3 * self.top_k * self.hidden_size * self.expert_size + self.shared_parameters
         dense = (self.num_layers - self.num_sparse_layers) * self.dense_parameters
         layers = self.num_layers * self.attention_parameters + self.num_sparse_layers * sparse + dense

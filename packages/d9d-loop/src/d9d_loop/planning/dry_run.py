@@ -1,9 +1,9 @@
-"""DryRun of a job: its own code runs one step for one rank, without values, memory, network or other ranks.
+"""Dry run of a job: its code runs a step of one rank without values, device memory, network or other ranks.
 
 The process group is torch's fake one and tensors are fake, so a rank of any layout fits on a laptop. Provider,
-`parallelize`, pipeline program, task, gradient reduction, clipping and optimizer are those of the job. Values that the
-host would read are answered: no flag is set, and routing of experts is balanced. Collectives, FLOPs and bytes are exact
-for every job whose operators do not depend on values.
+`parallelize`, pipeline program, task, gradient reduction, clipping and optimizer are those of the job. When the host
+reads a value, it gets a substitute: flags are not set, and expert routing is balanced. Collectives, FLOPs and bytes are
+exact for every job whose operators do not depend on values.
 """
 
 import warnings
@@ -43,7 +43,7 @@ PlanFor = Callable[[Launch], JobPlan]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What one rank allocates and does in a step. All sizes are in bytes.
+    """Memory and operations of one rank in a step. All sizes are in bytes.
 
     Attributes:
         rank: Global rank.
@@ -57,7 +57,7 @@ class DryRun:
         optimizer_bytes: Local optimizer state.
         num_microbatches: Microbatches of the recorded step.
         forward_backward: Record of the forward and backward passes of all microbatches.
-        update: Record of the gradient reduction that the backward pass does not do, of clipping, and of the optimizer.
+        update: Record of gradient reduction outside of the backward pass, of clipping, and of the optimizer.
         num_first: Microbatches of the first step.
         first: Record of the forward and backward passes of the first step.
     """
@@ -90,7 +90,7 @@ class DryRun:
     def collective_bytes(self, num_microbatches: int) -> dict[tuple[str, int], int]:
         """Return the bytes of a step's collectives by name and group size; linear in the number of microbatches.
 
-        Some collectives run for each microbatch, others once for each step: the two recorded steps show which.
+        Some collectives run for each microbatch, others once per step. The two recorded steps distinguish these kinds.
         """
         step, first, once = (each.collective_bytes() for each in (self.forward_backward, self.first, self.update))
         more = num_microbatches - self.num_microbatches
@@ -99,7 +99,7 @@ class DryRun:
 
     @property
     def attention_calls(self) -> tuple[int, int]:
-        """Calls of attention's forward and backward kernels."""
+        """Numbers of calls of attention's forward and backward kernels."""
         names = [each.name for each in self.forward_backward.operations if "scaled_dot_product" in each.name]
         backward = sum("backward" in name for name in names)
         return len(names) - backward, backward
@@ -115,16 +115,16 @@ def dry_run(
 
     Args:
         plan_for: Plans the job, such as `Trainer.plan_for`.
-        ranks: Global ranks to rehearse; `representatives` returns one of each class.
+        ranks: Global ranks to run; `representatives` returns one rank of each class.
         world_size: Number of ranks of the job.
-        precision: Precision of the job on the planned device; by default that of the configuration on a CPU.
+        precision: Precision of the job on the planned device; by default, the configured precision, resolved for a CPU.
 
     Raises:
         UserError: If this process already has a process group, or the job fails a check of `Trainer.train`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings():
-        # Code that only compares addresses may read those of fake tensors; FSDP2's warning is for the user's real run.
+        # Reading addresses of fake tensors is harmless if code only compares them. FSDP2 warns again in the real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         messages = _messages(plan_for, world_size, fake, precision)
@@ -160,9 +160,10 @@ def run_rank(
 ) -> DryRun:
     """Run two steps of a planned job as the rank of `ctx`, and record them.
 
-    The first step has `num_first` microbatches, by default as few as the schedule supports. If that is all of them, one
-    step runs, with optimizer state that an optimizer step without a forward pass created. `batch` is a microbatch of
-    fake tensors. The parts of a step that belong to the layers `repeat` count repeatedly: `marks` mark them.
+    The first step has `num_first` microbatches, by default as few as the schedule supports. If all microbatches are
+    needed, only one step runs; an optimizer step without a forward pass creates the state before. `batch` is a
+    microbatch of fake tensors. `marks` mark the parts of a step that belong to the layers in `repeat`; these parts are
+    counted several times.
     """
     marks = marks or RepeatMarks(0)
     stages = stages_on_fake(plan, ctx, fake)
@@ -249,8 +250,8 @@ def _fewest_microbatches(pipeline: Pipeline, most: int) -> int:
 def representatives(plan: JobPlan, world_size: int) -> tuple[int, ...]:
     """Return one rank of each class of ranks whose steps differ: the first rank of each pipeline rank.
 
-    Ranks of a pipeline rank do the same on different samples, sequence parts, shards or experts. Of uneven shards, the
-    first rank has the largest.
+    All ranks of a pipeline rank run the same operators on different samples, sequence parts, shards or experts. If
+    shards are uneven, the first rank has the largest one.
     """
     num_ranks = len(plan.model.program.ranks)
     return tuple(range(0, world_size, world_size // num_ranks))
@@ -282,14 +283,14 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def optimizer_bytes(optimizer: Optimizer, parameters: Iterable[Tensor] | None = None) -> int:
-    """Return the bytes of this rank's optimizer state, of some parameters or of all."""
+    """Return the bytes of this rank's optimizer state, for the given parameters or for all."""
     states = optimizer.state.values() if parameters is None else map(optimizer.state.get, parameters)
     return sum(_local_bytes(leaf) for leaf in pytree.tree_leaves(list(states)) if isinstance(leaf, Tensor))
 
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Generator[None]:
-    """Make this process one rank of a job without the others, for the body: collectives return at once.
+    """Simulate one rank of a job in the body, without the other ranks: collectives return immediately.
 
     Raises `UserError` if this process already has a process group.
     """
@@ -309,7 +310,7 @@ def fake_ranks(rank: int, world_size: int) -> Generator[None]:
 def placed(
     plan_for: PlanFor, rank: int, world_size: int, precision: PrecisionName | None
 ) -> Generator[tuple[JobPlan, DistributedContext]]:
-    """Yield the plan and the context of a rank of a job without the others."""
+    """Yield the plan and the context of one rank of a job, without the other ranks."""
     launch = Launch(rank=rank, world_size=world_size, device="cpu")
     plan = plan_for(launch)
     with (
@@ -322,7 +323,7 @@ def placed(
 
 
 def _chunk_with_empty(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-    """Split as FSDP2 does, but the ranks beyond the rows of a weight share one chunk: there may be 100,000 of them."""
+    """Split as FSDP2 does, but share one empty chunk among all ranks without rows: there may be 100,000 such ranks."""
     chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
     return chunks + [tensor.new_empty(0)] * (num_chunks - len(chunks))
 
@@ -346,7 +347,7 @@ def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> 
 def _messages(
     plan_for: PlanFor, world_size: int, fake: FakeTensorMode, precision: PrecisionName | None
 ) -> Messages | None:
-    """Run the forward of each stage on its rank, and describe its output; `None` without a pipeline."""
+    """Return the metadata of each stage's output, by running its forward; `None` without a pipeline."""
     program = plan_for(Launch(world_size=world_size, device="cpu")).model.program
     if len(program.ranks) == 1:
         return None

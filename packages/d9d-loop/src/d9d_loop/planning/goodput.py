@@ -14,7 +14,7 @@ from math import sqrt
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Share of the time that leads to steps that are kept, with the best save period in seconds."""
+    """Fraction of the time that is spent on steps that are kept, with the best save period in seconds."""
 
     fraction: float
     save_seconds: float

@@ -98,7 +98,7 @@ class Hardware(_Part):
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """Return the hardware of a TOML file, or of a name such as "h100-dgx".
+        """Return the hardware from a TOML file, or from a built-in description such as "h100-dgx".
 
         Raises:
             UserError: If there is no such file or name, or the file has an invalid value.
@@ -122,5 +122,5 @@ class Hardware(_Part):
 
 
 def hardware_names() -> list[str]:
-    """Return the names of the hardware that this package describes."""
+    """Return the names of the built-in hardware descriptions."""
     return sorted(each.name.removesuffix(".toml") for each in _FOLDER.iterdir() if each.name.endswith(".toml"))

@@ -36,12 +36,12 @@ PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Memory of one class of ranks, in bytes. All but `reserve` are exact: the rehearsed job allocates them.
+    """Memory of one class of ranks, in bytes. All but `reserve` are exact: the dry run counts the allocations.
 
     Attributes:
         name: Class of the rank.
         rank: A rank of the class.
-        activations: Peak of what forward, backward and optimizer allocate beyond the state.
+        activations: Peak of the memory that forward, backward and optimizer allocate in addition to the state.
         reserve: Estimate for the device context, communication buffers and fragmentation.
     """
 
@@ -62,14 +62,14 @@ class RankMemory:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Modelled step time of a job, and what it was computed from.
+    """Modeled step time of a job, with its inputs and limits.
 
     Attributes:
         shape: Sizes of the decoder.
         step: Predicted step time and its parts.
-        sensitivity: Step time in seconds if one thing were 10 % better, by its name.
-        scale: Exact memory of the job over the closed form.
-        not_modelled: Traits of the job that change its step time, but that the prediction does not know.
+        sensitivity: Step time in seconds if one part of the hardware were 10 % faster, by part.
+        scale: Ratios of the job's exact memory to the closed form.
+        not_modelled: Traits of the job that change its step time, but that the model ignores.
     """
 
     shape: DecoderShape
@@ -88,13 +88,13 @@ class ClusterPlan:
         hardware: The cluster.
         layout: Layout of the job.
         memory: Memory of each class of ranks.
-        timing: Predicted step time; a message if the model is no decoder whose time the planner can compute.
+        timing: Predicted step time; a message if the planner cannot compute it for this model.
         steps: Steps of the job.
         collectives: Bytes of a step on the first rank, by name of the collective and size of its group.
         goodput: Expected share of useful time with failures.
-        program: Program of the pipeline schedule, with at most the microbatches that were recorded.
+        program: Program of the pipeline schedule, with at most as many microbatches as were recorded.
         search: The ten fastest layouts and the Pareto front of time and memory; `None` without a search.
-        nearest: If the job does not fit, the layout that fits with the fewest changes; `None` without one.
+        nearest: If the job does not fit, the layout that fits with the fewest changes; `None` if none was found.
     """
 
     hardware: Hardware
@@ -127,7 +127,7 @@ class ClusterPlan:
 
     @property
     def time(self) -> StepTime:
-        """Predicted step time and its parts; raises `UserError` like all figures of time."""
+        """Predicted step time and its parts. Raises `UserError` if the planner cannot compute the time."""
         return self.timed.step
 
     @property
@@ -143,7 +143,7 @@ class ClusterPlan:
 
     @property
     def days(self) -> float:
-        """Days of all steps, with the expected goodput."""
+        """Duration of all steps in days, with the expected goodput."""
         return self.steps * self.time.total / self.goodput.fraction / 86400
 
     @property
@@ -153,12 +153,12 @@ class ClusterPlan:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Step times between which 90 % of measured steps are expected, in seconds."""
+        """Range of step times, in seconds, in which 90 % of measured steps are expected."""
         error = self.hardware.relative_error
         return self.time.total * (1 - error), self.time.total * (1 + error)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures: bytes, seconds and fractions; without a step time, the reason in place of the seconds."""
+        """Return all figures: bytes, seconds and fractions. Without a step time, the reason replaces the seconds."""
         known = {
             "hardware": self.hardware.name,
             "world_size": self.layout.world_size,
@@ -196,19 +196,20 @@ def plan_cluster(
     shape: DecoderShape | None = None,
     length: int | None = None,
 ) -> ClusterPlan:
-    """Plan a job on a cluster. Needs no device: one rank of each class is rehearsed on the CPU, without values.
+    """Plan a job on a cluster. Needs no device: a dry run of one rank of each class runs on the CPU.
 
     Args:
         plan_with: Plans the job; see `PlanWith`.
         world_size: Number of devices.
         hardware: The cluster.
-        search: True to rank other layouts, too. They are also ranked if neither the job nor a similar layout fits.
+        search: If True, also rank other layouts. Other layouts are always ranked if neither the job nor a similar
+            layout fits.
         shape: Sizes of the decoder; read from the model by default.
         length: Tokens of a sample; read from the data by default.
 
     Raises:
-        UserError: If the job's own checks fail for this number of devices, or `search` is set and the model is no
-            decoder whose step time the planner can compute.
+        UserError: If the job's own checks fail for this number of devices, or `search` is set and the planner cannot
+            compute the step time of this model.
     """
     launch = Launch(world_size=world_size, device="cpu")
     plan = plan_with(launch, None, None, None)
@@ -280,7 +281,7 @@ def _timing(
 def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: int, search: bool) -> ClusterPlan:
     """Return the plan with other layouts: the nearest that fits if the job does not, and a search.
 
-    The search runs if the caller wants it, or if there is no nearest layout.
+    The search runs if `search` is set, or if the job does not fit and there is no nearest layout.
     """
     timed, hardware, layout, nearest = plan.timed, plan.hardware, plan.layout, None
     if not plan.fits:
@@ -305,11 +306,11 @@ def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: in
 
 
 def shown_microbatches(plan: JobPlan) -> tuple[int, int]:
-    """Return the numbers of microbatches of two recorded steps: the second needs as much memory as the whole step.
+    """Return two numbers of microbatches for the recorded steps; the second step needs as much memory as a whole step.
 
-    Both have as many activations in flight on each pipeline rank as the whole step, so that collectives are linear from
-    the first one on. The second one has gradients of an earlier microbatch, too. If there are no two such numbers, both
-    are that of the whole step.
+    Both steps have as many in-flight activations on each pipeline rank as the whole step, so collectives are linear in
+    the number of microbatches from the first number on. The second step also holds gradients of an earlier microbatch.
+    Without two such numbers, both are the number of microbatches of the whole step.
     """
     num_ranks, schedule = len(plan.model.program.ranks), plan.model.schedule
     most, found = simulate(plan.model.program).peak_activations, 0

@@ -1,4 +1,4 @@
-"""Layout and traits of a job, from its configuration and dry run, and the names of those that are not modelled."""
+"""Layout and traits of a job, from its configuration and dry run, and names of the traits that are not modeled."""
 
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +43,7 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
         dropout=any("dropout" in name for name in operators),
         weight_bytes=run.dtype.itemsize if plan.config.precision == "parameters" else 2,
         stored_weight_bytes=run.parameter_bytes / run.num_parameters,
-        # Frozen parameters have none of these, so the means are small.
+        # Frozen parameters have no gradients and optimizer state, so the means are small.
         gradient_bytes=run.gradient_bytes / run.num_parameters,
         kept_gradient_bytes=run.gradient_bytes / run.num_parameters,
         master_bytes=run.optimizer_bytes / run.num_parameters,
@@ -52,10 +52,11 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
 
 
 def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
-    """Return what the job computes again in its backward pass, and in every how many layers.
+    """Return the kind of recomputation in the backward pass, and n if every n-th layer is recomputed.
 
-    Each checkpointed layer runs its operators again. Of an operator that only layers have, the share of calls that run
-    again is one over the number of layers between checkpointed ones; of those outside of layers, too, it is smaller.
+    Each checkpointed layer runs its operators twice. For an operator that occurs only in layers, 1 / n of the calls are
+    repeated. For an operator that also occurs outside of layers, the fraction is smaller, so the largest fraction
+    counts.
     """
     again, once = Counter[str](), Counter[str]()
     products = set[str]()
@@ -73,7 +74,7 @@ def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
 
 
 def unmodelled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: DecoderShape) -> tuple[str, ...]:
-    """Return the traits of a job that change its step time, but that the model of the time does not know."""
+    """Return the traits of a job that change its step time, but that the time model ignores."""
     operators = {each.name for each in run.forward_backward.operations}
     schedule, found = plan.model.schedule, []
     if (method := _context_method(run, layout)) is not None:
@@ -107,7 +108,7 @@ def unmodelled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: Dec
 
 
 def logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
-    """Return the tokens whose logits exist at a time; 0 if no result has the rank's part of the vocabulary."""
+    """Return the number of tokens whose logits exist at once; 0 if no result has the rank's vocabulary size."""
     vocabulary = -(-shape.vocab_size // layout.tp)
     rows = (
         result
@@ -120,7 +121,7 @@ def logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
 
 
 def _splits_sequences(run: DryRun, layout: PlanLayout) -> bool:
-    """Return True if tensor-parallel ranks scatter activations, or there are none."""
+    """Return True if tensor-parallel ranks scatter activations, or without tensor parallelism."""
     start = run.rank - run.rank % layout.tp
     ranks = tuple(range(start, start + layout.tp))
     return layout.tp == 1 or any(
@@ -129,7 +130,7 @@ def _splits_sequences(run: DryRun, layout: PlanLayout) -> bool:
 
 
 def _context_method(run: DryRun, layout: PlanLayout) -> str | None:
-    """Return the method of context parallelism, unless it gathers keys and values, or there is none."""
+    """Return the context-parallel method; None for all-gathers of keys and values, or without context parallelism."""
     if layout.cp == 1:
         return None
     attention = next((each for each in run.forward_backward.operations if "scaled_dot_product" in each.name), None)

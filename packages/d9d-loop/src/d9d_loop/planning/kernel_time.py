@@ -6,9 +6,9 @@
 
 P: peak rate, FLOP/s, times 0.3 if the rows of an operand have an odd size: tensor cores need rows aligned to 16 bytes.
 B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors, each of which computes a tile in each wave.
-r: speed of a tile over that of the largest; small tiles fill the last wave better, but reuse the elements that they
-load less. The library is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide",
-sections 3 and 4). k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
+r: speed of a tile relative to the largest. Small tiles fill the last wave better, but reuse loaded elements less. The
+library is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and
+4). k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
 Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -24,7 +24,7 @@ UNALIGNED = 0.3
 
 
 def _costs() -> tuple[tuple[int, int, float], ...]:
-    """Return the tiles, each with its elements over its speed."""
+    """Return the height and width of each tile, and its number of elements divided by its relative speed."""
     reuse = [(a, b, a * b / (a + b)) for a, b in TILES]
     best = max(i / (i + HALF_REUSE) for _, _, i in reuse)
     return tuple((a, b, a * b * best * (i + HALF_REUSE) / i) for a, b, i in reuse)
@@ -38,7 +38,8 @@ def linear_seconds(
 ) -> tuple[float, float, float]:
     """Return the times of the products of `batch` linear layers: forward, gradients of the inputs and of the weight.
 
-    Rows of all operands have the size of the inputs or of the outputs; the number of tokens aligns nothing.
+    Rows of all operands have the size of the inputs or of the outputs, so the number of tokens does not affect
+    alignment.
     """
     aligned = not (outputs % 2 or inputs % 2)
 
@@ -81,9 +82,10 @@ def attention_seconds(
 ) -> float:
     """Return the time of a fused attention kernel.
 
-    It reaches `attention_efficiency` of the peak on long sequences of heads of 128 elements, 0.8 of that in the
-    backward pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023, https://arxiv.org/abs/2307.08691,
-    figures 4 to 6). `num_tiles` is the number of query tiles of all heads, which fill the multiprocessors in waves.
+    The kernel reaches `attention_efficiency` of the peak on long sequences with heads of 128 elements, 0.8 of that in
+    the backward pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023,
+    https://arxiv.org/abs/2307.08691, figures 4 to 6). `num_tiles` is the number of query tiles of all heads, which fill
+    the multiprocessors in waves.
     """
     device = hardware.device
     waves = ceil(num_tiles / device.num_multiprocessors)
@@ -99,7 +101,7 @@ def attention_seconds(
 
 
 def attention_fill(keys: float, head_dim: float) -> float:
-    """Return the speed of attention on sequences of `keys` tokens over that on long ones with heads of 128 elements."""
+    """Return the speed of attention on `keys` tokens, relative to long sequences with heads of 128 elements."""
     return min(1.0, keys / (keys + 256) * head_dim / (head_dim + 32) * 1.25)
 
 

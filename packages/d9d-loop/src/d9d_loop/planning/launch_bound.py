@@ -2,9 +2,9 @@
 
     t = (D^4 + (N h)^4)^(1/4)
 
-D: device time of a pass, in s. N: operators that the host launches. h: fitted time of one launch with Python's part, in
-s. The slower of device and host determines the time; where both are close, some operators wait for the host and others
-for the device, which the power mean describes.
+D: device time of a pass, in s. N: operators that the host launches. h: fitted time of one launch in s, with Python's
+overhead. The slower of device and host determines the time; where both are close, some operators wait for the host and
+others for the device, which the power mean describes.
 """
 
 

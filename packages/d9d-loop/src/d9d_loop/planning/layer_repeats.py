@@ -21,7 +21,7 @@ _MAX_PERIOD = 8
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Longest part of a list of layers that repeats: `count` times the `period` layers from `start`."""
+    """Longest repeated part of a list of layers: from index `start`, `count` repeats of `period` layers."""
 
     start: int
     period: int
@@ -29,13 +29,13 @@ class Repeats:
 
 
 def layer_list(model: nn.Module) -> tuple[str, Layers] | None:
-    """Return the name and the list or dict of the model's layers: the one with most parameters; `None` without one."""
+    """Return the list or dict of modules with the most parameters, and its name; `None` if there is none."""
     found = [(name, each) for name, each in model.named_modules() if isinstance(each, Layers)]
     return max(found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
 
 
 def repeats_of(layers: Layers) -> Repeats:
-    """Return the part of the layers that repeats most often, with the shortest period."""
+    """Return the longest part of the layers that repeats, with the shortest period."""
     described = [_describe(layer) for layer in layers.children()]
     best, num = Repeats(0, 1, min(1, len(described))), len(described)
     for period in range(1, min(_MAX_PERIOD, num // 2) + 1):
@@ -55,7 +55,7 @@ def without_repeats(model: nn.Module, drop: int) -> tuple[nn.Module, list[nn.Mod
     """Copy a model without `drop` of the repeats of its layers.
 
     Returns:
-        The copy; its layers; and of these the third repeat.
+        The copy, its layers, and the layers of the third repeat.
     """
     found = layer_list(model)
     if found is None:
@@ -119,7 +119,7 @@ def _describe(layer: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return what must be equal in equal layers: plain values, those in dataclasses and tuples, and types of others."""
+    """Return the value to compare between layers: plain values, also in dataclasses and tuples; else the type."""
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, tuple):
@@ -130,7 +130,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _are_equal(described: list[list[tuple[Any, ...]]], a: int, b: int) -> bool:
-    """Compare two layers: types, shapes and plain attributes, of which a layer's own index may differ."""
+    """Compare types, shapes and plain attributes of two layers. An attribute with the layer's index may differ."""
     if len(described[a]) != len(described[b]):
         return False
     for left, right in zip(described[a], described[b], strict=True):

@@ -6,9 +6,9 @@
 
 Tensor parallelism: two all-reduces of b s h per pass (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or with
 sequence parallelism an all-gather and a reduce-scatter each (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
-A sparse layer has one of them, that of attention, and a second one if its shared expert is split: router and experts
-process the tokens of the rank.
-Bytes of fused pointwise kernels: counted per kernel below, in elements of 2 bytes, read and written once each.
+A sparse layer has these collectives only for attention and for a split shared expert, because its router and experts
+process the tokens of the rank. Bytes of fused pointwise kernels: counted per kernel below, in elements of 2 bytes, read
+and written once each.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from d9d_loop.planning.plan_layout import PlanLayout, Pointwise
 FORWARD_OPERATORS = 26
 BACKWARD_OPERATORS = 50
 SPARSE_OPERATORS = 30
-LOOP_OPERATORS = 60  # of counting and splitting tokens for experts with a product each
-COLLECTIVE_OPERATORS = 3  # of a tensor-parallel collective: checks, events and waits of its process group
+LOOP_OPERATORS = 60  # to count and split tokens, if each expert has its own product
+COLLECTIVE_OPERATORS = 3  # per tensor-parallel collective: checks, events and waits of its process group
 
 Linear = tuple[float, float, float, float]
 """Tokens, outputs and inputs of a linear layer, and the number of such layers."""
@@ -38,7 +38,7 @@ POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compil
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Seconds of a pass by kind of kernel and collective, and the number of launched operators."""
+    """Seconds of a pass by kind of kernel and collective, and number of launched operators."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -50,7 +50,7 @@ class PassTime:
 
     @property
     def device(self) -> float:
-        """Seconds of the device's kernels and exposed collectives."""
+        """Seconds of the device's kernels and of exposed collectives."""
         return self.matmul + self.attention + self.pointwise + self.tensor + self.expert + self.context
 
     def __add__(self, other: "PassTime") -> "PassTime":
@@ -65,13 +65,13 @@ class PassTime:
         )
 
     def times(self, factor: float) -> "PassTime":
-        """Return a multiple."""
+        """Return all times and counts multiplied by `factor`."""
         return PassTime(*(getattr(self, name) * factor for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Times of a layer: forward, backward, and what the backward pass computes again, as a mean over layers."""
+    """Times of a layer: forward, backward, and recomputation in the backward pass (mean over layers)."""
 
     forward: PassTime
     backward: PassTime
@@ -124,7 +124,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
 
 
 def _linears(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> tuple[list[Linear], list[Linear]]:
-    """Return the linear layers that tensor-parallel ranks split, and those that are whole and get the rank's tokens."""
+    """Return the linear layers that tensor parallelism splits, and unsplit ones, which get only the rank's tokens."""
     t, h, tokens = layout.tp, shape.hidden_size, layout.tokens_per_microbatch
     parallel, whole = _attention_linears(shape, layout), []
     if sparse:
@@ -205,7 +205,7 @@ def _matmul_times(hardware: Hardware, layout: PlanLayout, linears: Sequence[Line
 
 
 def _linear(hardware: Hardware, layout: PlanLayout, linear: Linear) -> tuple[float, float, float]:
-    """Return the times of linear layers: of several ones, one kernel multiplies all, or one kernel each."""
+    """Return the times of one or more equal linear layers, which run in one kernel or in one kernel per layer."""
     tokens, outputs, inputs, number = linear
     batch, count = (number, 1.0) if layout.groups_experts else (1.0, number)
     forward, input_gradient, weight_gradient = linear_seconds(
@@ -215,7 +215,7 @@ def _linear(hardware: Hardware, layout: PlanLayout, linear: Linear) -> tuple[flo
 
 
 def _loop_operators(shape: DecoderShape, layout: PlanLayout) -> float:
-    """Return the operators that a loop over experts adds to a forward pass.
+    """Return the number of operators that a loop over experts adds to a forward pass.
 
     Gate and up projections are one product; quantization adds a kernel for each input.
     """
@@ -234,7 +234,7 @@ def _routed_linears(shape: DecoderShape, layout: PlanLayout, tokens: float) -> l
 def _recomputation(
     layout: PlanLayout, hardware: Hardware, forward: PassTime, core_bytes: float, activation: float
 ) -> PassTime:
-    """Return what runs again: the whole forward; or attention's core, the activation function and some products."""
+    """Return the time of recomputation: the whole forward; or attention, the activation function and some products."""
     if layout.recompute == "full":
         return forward
     if layout.recompute == "none":
@@ -327,9 +327,10 @@ def _tensor_pair(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> fl
 
 
 def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, computation: float) -> float:
-    """Return the exposed time of dispatch and combine in a pass, of two that compute for `computation` seconds.
+    """Return the exposed time of dispatch and combine in one pass.
 
-    A token has a row for each rank that holds one of its experts.
+    A token is sent once to each rank that holds one of its experts. `computation` is the compute time of the forward
+    and the backward pass together, in seconds.
     """
     num_bytes = layout.tokens_per_microbatch / layout.tp * shape.hidden_size * 2
     span = Span.of(layout.ep, 1, hardware.devices_per_node)
@@ -347,7 +348,7 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
 
 
 def _copies(shape: DecoderShape, layout: PlanLayout, places: int) -> float:
-    """Return the expected number of places, ranks or nodes, that hold an expert of a token."""
+    """Return the expected number of ranks or nodes, of `places` in total, that hold an expert of a token."""
     if layout.adjacent_experts:
         return max(1.0, shape.top_k * places / shape.num_experts)
     return places * (1 - (1 - 1 / places) ** shape.top_k)

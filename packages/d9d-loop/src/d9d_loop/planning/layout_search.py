@@ -27,13 +27,13 @@ RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryScale:
-    """Exact memory of a job over the closed form of its layout: the other layouts have the same model and operators.
+    """Ratios of a job's exact memory to the closed form; other layouts of its model and operators share these ratios.
 
     Attributes:
         state: Factor of parameters and optimizer state.
-        rest: Factor of gradients, activations, gathered weights and the loss, which peak together: whole gradients that
-            are kept between microbatches are not apart from activations in the exact memory.
-        logit_tokens: Tokens whose logits exist at a time; `None` for those of the microbatch.
+        rest: Factor of gradients, activations, gathered weights and the loss, which peak together. The exact memory
+            does not separate activations from whole gradients that are kept between microbatches.
+        logit_tokens: Number of tokens whose logits exist at once; `None` for all tokens of the microbatch.
     """
 
     state: float = 1.0
@@ -63,7 +63,7 @@ class MemoryScale:
 
 
 def with_logits(layout: PlanLayout, tokens: float | None) -> PlanLayout:
-    """Return a layout whose loss holds the logits of at most some tokens at a time, as a chunked loss does."""
+    """Return a layout whose loss holds the logits of at most `tokens` tokens at once, as a chunked loss does."""
     if tokens is None:
         return layout
     share = min(1.0, tokens / layout.tokens_per_microbatch)
@@ -76,7 +76,7 @@ class Candidate:
     """A layout with its predicted memory and time.
 
     Attributes:
-        memory: Memory of the pipeline rank that needs most.
+        memory: Memory of the pipeline rank that needs the most.
         seconds: Step time; the transfer of offloaded activations is included.
     """
 
@@ -99,7 +99,7 @@ class SearchResult:
     Attributes:
         num_legal: Number of legal layouts that were considered.
         fitting: Layouts that fit, fastest first.
-        smallest: Layout that needs least memory, whether it fits or not.
+        smallest: Layout that needs the least memory, even if it does not fit.
     """
 
     num_legal: int
@@ -107,7 +107,7 @@ class SearchResult:
     smallest: Candidate
 
     def pareto(self) -> list[Candidate]:
-        """Return the layouts that no other one beats in both time and memory, fastest first."""
+        """Return the layouts that no other layout beats in both time and memory, fastest first."""
         front: list[Candidate] = []
         for each in self.fitting:
             if not front or each.memory.total < front[-1].memory.total:
@@ -137,7 +137,7 @@ def search_layouts(
         length: Tokens of a sample.
         base: Traits of the implementation; by default those of d9d: sharded fp32 master weights, sequence parallelism.
         replicas: Numbers of replicas of the sharded state to consider.
-        scale: Exact memory of the job over the closed form; by default 1, with the logits of a whole microbatch.
+        scale: Ratios of the job's exact memory to the closed form; by default 1, with the logits of a whole microbatch.
         keep: Number of fitting layouts to return; `None` for all.
 
     Raises:
@@ -174,16 +174,16 @@ def search_layouts(
 def nearest_layouts(
     shape: DecoderShape, hardware: Hardware, layout: PlanLayout, *, global_size: int, scale: MemoryScale
 ) -> Iterator[Candidate]:
-    """Yield the other layouts that fit, those with the fewest changes of `layout` first, of equally many the fastest.
+    """Yield other layouts that fit, sorted by the number of changes from `layout`, then by step time.
 
-    Layouts with more changes are evaluated only when they are reached.
+    Each layout is evaluated only when the iterator reaches its number of changes.
 
     Args:
         shape: Sizes of the decoder.
         hardware: The cluster.
         layout: Layout of the job.
         global_size: Samples of a step.
-        scale: Exact memory of `layout` over the closed form.
+        scale: Ratios of the exact memory of `layout` to the closed form.
     """
     by_changes: dict[int, list[PlanLayout]] = {}
     for each in legal_layouts(
@@ -231,7 +231,7 @@ def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
 
 @final
 class Evaluation:
-    """Predicted time of layouts of one decoder on one cluster. Layouts with equal layers share the times of a layer."""
+    """Predictor of the time of layouts, for one decoder and cluster. Layouts with equal layers share layer times."""
 
     def __init__(self, shape: DecoderShape, hardware: Hardware) -> None:
         self._shape, self._hardware = shape, hardware
@@ -239,7 +239,7 @@ class Evaluation:
         self._last: tuple[PlanLayout, StepTime] | None = None
 
     def __call__(self, layout: PlanLayout, memory: Memory) -> Candidate:
-        """Return a layout's predicted time, beside its memory."""
+        """Return a candidate with the layout's predicted time and the given memory."""
         time = self._time(replace(layout, offload=False) if layout.offload else layout)
         seconds = time.total
         if layout.offload:
@@ -259,7 +259,7 @@ class Evaluation:
 
 
 def microbatch_activations(shape: DecoderShape, layout: PlanLayout) -> float:
-    """Return the bytes that one microbatch's forward pass saves on the pipeline rank that saves most."""
+    """Return the bytes of activations that one microbatch saves, on the pipeline rank that saves the most."""
     dense, sparse = (activation_bytes_per_token(shape, layout, sparse=each) for each in (False, True))
     ranks = {layers_of(shape, layout, index) for index in range(layout.pp)}
     return layout.tokens_per_microbatch * max(num * dense + more * sparse for num, more in ranks)
@@ -284,7 +284,7 @@ def legal_layouts(
 ) -> Iterator[PlanLayout]:
     """Yield every layout that the checks of a job accept: degrees divide ranks, heads, experts, layers and samples.
 
-    The ranks of each replica shard what `base` shards: all state by default, or only optimizer state and gradients.
+    The ranks of each replica shard the same state as in `base`: by default, all of it.
     """
     base = base or PlanLayout()
     degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
@@ -331,7 +331,7 @@ def legal_layouts(
 
 
 def _sharding(base: PlanLayout, dp: int, cp: int, replicas: int) -> tuple[Sharding, int | None]:
-    """Return the sharding with some replicas, and the ranks of one of them."""
+    """Return the sharding for a number of replicas, and the number of ranks of a replica (`None` for all)."""
     sharding = "parameters" if base.sharding == "replicated" else base.sharding
     if replicas == 1:
         return sharding, None

@@ -5,14 +5,14 @@
     loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient, on the last rank
     reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
 
-Gathered logits are whole (t = 1), beside the rank's part of them and of their gradient. With several microbatches,
-ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces in each.
+Gathered logits are whole (t = 1); the rank's shard of the logits and of their gradient comes on top. With several
+microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces them in each one.
 
-z: ranks that shard it (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes per token of
-a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout, generalized to
-grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline rank r:
-min(m, p - r) microbatches with 1F1B, and with v stages a rank (Narayanan et al. 2021, section 2.2.2)
-1 + (p - 1) / (p v) times as much on the first.
+z: number of ranks that shard a term (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes
+per token of a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout,
+generalized to grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline
+rank r: min(m, p - r) microbatches with 1F1B, and on the first rank, with v stages per rank, 1 + (p - 1) / (p v) times
+as much (Narayanan et al. 2021, section 2.2.2).
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Memory:
         return self.model + self.reserve
 
     def times(self, factor: float) -> "Memory":
-        """Return a multiple, with its reserve."""
+        """Return all parts multiplied by `factor`, with a new reserve."""
         return Memory(
             parameters=factor * self.parameters,
             gradients=factor * self.gradients,
@@ -63,7 +63,7 @@ class Memory:
 
 
 def reserve_bytes(model: float) -> float:
-    """Return the estimate for the device context, communication buffers and fragmentation beside a model's bytes."""
+    """Return the estimated bytes of device context, communication buffers and fragmentation for a model's bytes."""
     return CONTEXT_BYTES + FRAGMENTATION * model
 
 
@@ -103,14 +103,14 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
 
 
 def _loss_bytes(layout: PlanLayout) -> float:
-    """Return the bytes per token and entry of the vocabulary."""
+    """Return the bytes of the loss per token and vocabulary entry."""
     if layout.gathers_logits and layout.tp > 1:
         return layout.loss_bytes + 2 * 2 / layout.tp
     return layout.loss_bytes / layout.tp
 
 
 def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> float:
-    """Return the mean bytes that the backward pass of a layer needs for each token of a rank, in 2-byte numbers."""
+    """Return the mean bytes that a layer saves for its backward pass per token of a rank, with 2-byte values."""
     kept = _layer_bytes(shape, layout, layout.recompute, sparse=sparse)
     if layout.recompute_every == 1:
         return kept
@@ -119,7 +119,7 @@ def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, spars
 
 
 def _layer_bytes(shape: DecoderShape, layout: PlanLayout, recompute: Recompute, *, sparse: bool) -> float:
-    """Return the bytes of a layer with this recomputation for each token of a rank."""
+    """Return the saved bytes of a layer per token of a rank, for a kind of recomputation."""
     t, h = layout.tp, shape.hidden_size
     thin = t if layout.sequence_parallel else 1
     if recompute == "full":

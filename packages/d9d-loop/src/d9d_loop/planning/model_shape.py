@@ -18,7 +18,7 @@ from d9d_loop.task import to_inputs
 
 
 class UnknownDecoderError(UserError):
-    """The model is no decoder whose step time the planner can compute."""
+    """Error: the model is not a decoder whose step time the planner can compute."""
 
 
 def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
@@ -64,7 +64,7 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
 
 
 class _LastLayerDone(Exception):  # noqa: N818 - no error
-    """The forward pass has run all layers; the planner needs no output head and no loss."""
+    """Exception that ends a forward pass after the last layer: the planner needs no output head and no loss."""
 
 
 def _stop(*_: Any) -> None:
@@ -110,7 +110,7 @@ def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[O
 def _kv_heads(layer: nn.Module, *, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> int:
     """Return the number of key heads, from the smallest projection: attention may receive repeated key heads.
 
-    Projections are those beside one of all query heads; a router, too, maps the hidden size to a few outputs.
+    Only siblings of a projection to all query heads count, because a router also maps the hidden size to a few outputs.
     """
     for module in layer.modules():
         outputs = [
@@ -130,9 +130,9 @@ def _is_attention(operation: Operation) -> bool:
 
 
 def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:
-    """Return the elements of a layer's matrices without attention, of its experts, and the number of experts.
+    """Return the sizes of a layer's matrices without attention and of its experts, and the number of experts.
 
-    Of a layer that is mostly frozen, the frozen matrices count: the others are adapters.
+    If most parameters of a layer are frozen, only these are counted: the trainable parameters are adapters.
     """
     parameters = list(layer.parameters())
     frozen = [each for each in parameters if not each.requires_grad]

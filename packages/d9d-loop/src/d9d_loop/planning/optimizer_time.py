@@ -3,9 +3,9 @@
     t = P (2 o + 2 w + 4 g) / (0.88 B)
 
 P: parameters whose state this rank holds. o, w, g: bytes per parameter of optimizer state (moments, and master weights
-if they are not the stored ones), of stored weights and of kept gradients. State and weights are read and written; the
-norm reads gradients, clipping reads and writes them, and the update reads them. B: memory bandwidth, bytes/s, of which
-kernels that stream large buffers reach 0.88 (McIntosh-Smith et al., BabelStream, on A100).
+unless the stored weights are the master weights), of stored weights and of kept gradients. State and weights are read
+and written; the norm reads gradients, clipping reads and writes them, and the update reads them. B: memory bandwidth,
+bytes/s, of which kernels that stream large buffers reach 0.88 (McIntosh-Smith et al., BabelStream, on A100).
 """
 
 from d9d_loop.planning.hardware_spec import Hardware

@@ -1,4 +1,4 @@
-"""Layout of a job for the planner: degrees, microbatches, and what the implementation of the job overlaps and keeps."""
+"""Layout of a job for the planner: degrees, microbatches, and traits of the implementation."""
 
 from dataclasses import dataclass
 from typing import Literal, final
@@ -22,50 +22,52 @@ class PlanLayout:
         ep: Expert-parallel degree; uses the ranks of dp x cp x tp.
         stages_per_rank: Stages of each pipeline rank (interleaving).
         placement: Ranks of stages: stage s on rank s modulo `pp` (loop), or every second round reversed (v).
-        virtual_layers: Layers that the embedding and the head count for when layers are split over stages.
+        virtual_layers: Numbers of layers that the embedding and the head count as when layers are split over stages.
         microbatch_size: Samples of a microbatch of one data-parallel rank.
         num_microbatches: Microbatches of a step on each data-parallel rank.
         length: Tokens of a sample.
         recompute: Activations that the backward pass computes again: none, those of attention's core and of pointwise
             operators (selective), or whole layers (full).
         recompute_every: Recomputation of every n-th layer only.
-        saved_products: Share of the matrix products whose outputs selective recomputation saves; it computes the
-            others again.
+        saved_products: Share of the matrix products whose outputs selective recomputation saves; the other products are
+            recomputed.
         sharding: State that is sharded over data-parallel ranks (ZeRO 0 to 3).
-        shard_ranks: Ranks that shard it; `None` for all data- and context-parallel ranks.
+        shard_ranks: Number of ranks that shard this state; `None` for all data- and context-parallel ranks.
         sequence_parallel: True if pointwise operators are split over the tensor-parallel ranks.
         flash: True if a fused kernel computes attention; False if scores are stored.
-        attention_speed: Speed of the fused kernel over FlashAttention 2, which PyTorch calls. About 2 on H100 and later
-            for FlashAttention 3 and cuDNN (Shah et al. 2024, https://arxiv.org/abs/2407.08608, figure 5).
+        attention_speed: Speed of the fused kernel relative to FlashAttention 2, which PyTorch calls. About 2 on H100
+            and later for FlashAttention 3 and cuDNN (Shah et al. 2024, https://arxiv.org/abs/2407.08608, figure 5).
         pointwise: How pointwise operators run: as PyTorch's operators, which write intermediate results and casts
             (eager); as kernels written for norms, dropout and activation functions (fused); or fused by a compiler.
         dtype: Dtype of the products of layers: bf16, fp8 or fp4. The head computes in bf16.
         overlaps_gradients: True if the gradient reduction overlaps the backward pass.
         overlaps_tensor: True if each tensor-parallel collective overlaps its product in parts (async TP).
         groups_experts: True if one kernel multiplies all experts of a rank; False if each expert has its own.
-        deduplicates_nodes: True if a token is sent to a node once, however many of its ranks have an expert for it.
+        deduplicates_nodes: True if a token is sent to a node once, even if several ranks of the node have an expert for
+            it.
         adjacent_experts: True if the experts of a token are consecutive, as those of a benchmark's router can be.
-        captured: True if kernels run as a captured graph, so that the host limits nothing.
+        captured: True if kernels run as a captured graph, so that the host does not limit the step time.
         overlaps_experts: True if the all-to-alls of experts overlap another microbatch's computation.
         overlaps_pipeline: True if sends between stages overlap computation.
-        splits_transfers: True if tensor-parallel ranks send a part of the activations each.
-        weight_bytes: Bytes per parameter of the weights that compute, and are gathered.
+        splits_transfers: True if each tensor-parallel rank sends only a part of the activations to the next stage.
+        weight_bytes: Bytes per parameter of the weights used in computation and in all-gathers.
         gradient_bytes: Bytes per parameter of gradients when they are reduced.
         kept_gradient_bytes: Bytes per parameter of gradients that are kept.
         stored_weight_bytes: Bytes per parameter of the weights that are stored.
-        master_bytes: Bytes per parameter of optimizer state, with master weights that are not the stored ones.
+        master_bytes: Bytes per parameter of optimizer state, including master weights unless the stored weights are the
+            master weights.
         causal: True if attention kernels skip masked tiles.
         dropout: True if dropout masks are stored.
         offload: True if saved activations are moved to host memory.
         reduces_each_microbatch: True if sharded gradients are reduced in each backward pass; False if whole gradients
-            are kept until the last one. As `gradients.reduce_each_microbatch` of a job.
+            are kept until the last one. See `gradients.reduce_each_microbatch` in the configuration of a job.
         accumulation_bytes: Bytes per parameter that each microbatch moves to add its gradients to the earlier ones,
-            beyond the products that compute them; 0 if these products add.
+            in addition to the products that compute them; 0 if these products accumulate in place.
         overlaps_weight_gradients: True if the backward pass's tensor-parallel collectives overlap weight gradients.
         loss_bytes: Bytes per logit of the loss: logits, their copies, and gradients.
         gathers_logits: True if tensor-parallel ranks hold the logits of the whole vocabulary.
-        shards_experts: True if all ranks with the same experts shard them (ZeRO 3), whatever `sharding` and
-            `shard_ranks` are, as `d9d_dist.parallelize_experts` does; False if experts are sharded as other parameters.
+        shards_experts: True if all ranks with the same experts shard them (ZeRO 3) for any `sharding` and
+            `shard_ranks`, as `d9d_dist.parallelize_experts` does; False if experts are sharded like other parameters.
         splits_shared_experts: True if tensor-parallel ranks split the shared expert; False if each has a whole one.
     """
 

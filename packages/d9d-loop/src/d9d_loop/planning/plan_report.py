@@ -1,4 +1,4 @@
-"""Text of a cluster plan: the verdict in three lines, then tables."""
+"""Text of a cluster plan: a summary of three or four lines, then tables."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def verdict(plan: ClusterPlan) -> str:
-    """Return a line each: if the job fits, how long it takes, what limits it, and what the time does not model."""
+    """Return one line each for memory, step time and bottleneck, and for traits that are not modeled, if any."""
     spare = plan.spare_bytes / GIB
     memory = plan.hardware.memory_error * max(each.total for each in plan.memory) / GIB
     fits = f"fits with {spare:.1f} GiB to spare" if plan.fits else f"does NOT fit: {-spare:.1f} GiB too much"
@@ -32,7 +32,7 @@ def verdict(plan: ClusterPlan) -> str:
 
 
 def fit_message(plan: ClusterPlan) -> str:
-    """Return that the job does not fit, with the nearest layout that does; empty if it fits."""
+    """Return a message that the job does not fit, with the nearest layout that fits; empty if the job fits."""
     if plan.fits:
         return ""
     largest = max(plan.memory, key=lambda each: each.total)
@@ -57,7 +57,7 @@ def _nearest(plan: ClusterPlan) -> str:
 
 
 def report(plan: ClusterPlan) -> str:
-    """Return the verdict and the tables: memory, time, sensitivity, collectives, and the search, if any."""
+    """Return the summary and the tables: memory, time, sensitivity, collectives, and the search, if any."""
     memory = [
         (each.name, *(f"{getattr(each, name) / GIB:.2f}" for name in _MEMORY), f"{each.total / GIB:.2f}")
         for each in plan.memory

@@ -3,8 +3,8 @@
     t = m T_max (M / B),  T_max: seconds of one microbatch on the slowest rank
 
 M: makespan of the simulated program, B: busy time of its busiest rank, both with each stage's own seconds. The backward
-pass of zero-bubble schedules has two halves: gradients of inputs with what is computed again, and those of weights,
-which are half of the backward pass's matrix products. Overlapped forward and backward passes take the sum of both.
+pass of zero-bubble schedules has two halves: input gradients with recomputation, and weight gradients, which are half
+of the backward pass's matrix products. Overlapped forward and backward passes take the sum of their times.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from d9d_pipeline import (
 @final
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Seconds of one microbatch on a stage, without sends; a whole backward pass takes both of its halves."""
+    """Seconds of one microbatch on a stage, without sends. A whole backward pass takes the sum of its two halves."""
 
     forward: float
     backward_input: float

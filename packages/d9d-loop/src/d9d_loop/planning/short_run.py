@@ -1,11 +1,12 @@
-"""Dry runs of large jobs: a copy of the model with four repeats of its equal layers runs, and counts as all.
+"""Dry runs of large jobs: a copy of the model with four repeats of its equal layers runs; its cost is extrapolated.
 
     C = C(4) + k R
 
 C(4): cost of a step with four repeats (`layer_repeats.py`). R: cost of the third repeat, k: number of dropped ones. All
-repeats between the second and the last have the same operators, collectives, parameters and saved activations. FSDP2
-prefetches the weights of the first one elsewhere, so the backward pass of the second one has other collectives.
-`RepeatMarks` start the parts of a step that belong to the third repeat, and the record counts them k times more.
+repeats between the second and the last have the same operators, collectives, parameters and saved activations. The
+backward pass of the second repeat has different collectives, because FSDP2 prefetches the weights of the first repeat
+elsewhere. `RepeatMarks` mark the parts of a step that belong to the third repeat, and the record counts these parts k
+more times.
 """
 
 import warnings
@@ -36,7 +37,7 @@ def short_runs(
     num_microbatches: tuple[int, int],
     precision: PrecisionName,
 ) -> tuple[DryRun, ...]:
-    """Return what `dry_run` returns for some ranks of a planned job, for a step of some microbatches.
+    """Return the same as `dry_run` for some ranks of a planned job and some microbatches, in less time.
 
     Args:
         plan: The plan of any rank.
@@ -51,7 +52,7 @@ def short_runs(
     num_first, num_last = num_microbatches
     runs = _ShortRuns(replace(plan, num_microbatches=num_last), num_first, world_size, precision)
     with warnings.catch_warnings():
-        # Code that only compares addresses may read those of fake tensors; FSDP2's warning is for the user's real run.
+        # Reading addresses of fake tensors is harmless if code only compares them. FSDP2 warns again in the real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         messages = runs.messages()
@@ -68,7 +69,7 @@ class _ShortRuns:
         self._stages: dict[int, nn.Module] = {}
 
     def run(self, rank: int, messages: Messages | None) -> DryRun:
-        """Run a rank's step, and count all layers."""
+        """Run a rank's step, and return a record that counts all layers."""
         with self._placed(rank) as (plan, ctx):
             stages = plan.model.program.stages_of(ctx.coordinate("regular", "pp"))
             marks = RepeatMarks(self._droppable(stages, kept=4))
@@ -89,8 +90,8 @@ class _ShortRuns:
     def messages(self) -> Messages | None:
         """Return the metadata of the messages between stages; `None` without a pipeline.
 
-        Stages run with as few layers as possible. If a stage returns the kind of message that it receives, later stages
-        are assumed to do so.
+        Stages run with as few layers as possible. If a stage sends a message of the same shapes and dtypes as it
+        receives, later stages are assumed to do the same.
         """
         program = self._plan.model.program
         if len(program.ranks) == 1:
@@ -127,12 +128,12 @@ class _ShortRuns:
         return self._stages[index]
 
     def _droppable(self, indices: Sequence[int], *, kept: int) -> int:
-        """Return the number of repeats that all of these stages can lack, if each keeps some."""
+        """Return the number of repeats to drop from each stage so that every stage keeps at least `kept` repeats."""
         found = [layer_list(self._whole(index)) for index in indices]
         return min(0 if each is None else max(0, repeats_of(each[1]).count - kept) for each in found)
 
     def _shortened(self, marks: RepeatMarks, repeat: list[nn.Module]) -> JobPlan:
-        """Return the plan of the job whose stages lack some repeats; fill `repeat` with the layers that are marked."""
+        """Return the job's plan with repeats dropped from its stages; fill `repeat` with the marked layers."""
         plan, model = self._plan, self._plan.model
 
         def on_layers(layers: Sequence[nn.Module], second: Sequence[nn.Module]) -> None:

@@ -71,11 +71,11 @@ class ParameterGroup:
 
     Attributes:
         size: Number of parameters after tensor and expert parallelism, before sharding.
-        modules: Number of modules that gather and reduce their parameters together: layers, and the rest.
+        modules: Number of modules that are gathered and reduced separately: each layer, and the rest.
         sharding: State that is sharded.
         ranks: Number of ranks with the same parameters.
         shards: Number of these ranks that share the state.
-        stride: Distance of these ranks.
+        stride: Difference between consecutive global ranks that share the state.
     """
 
     size: float
@@ -89,7 +89,7 @@ class ParameterGroup:
 @final
 @dataclass(frozen=True, slots=True)
 class _RankTime:
-    """Times of a microbatch on a pipeline rank: device, host and both; `forward` and `backward` add up to `seconds`."""
+    """Times of a microbatch on a pipeline rank. `seconds`, `forward` and `backward` include the limit of the host."""
 
     parts: PassTime
     recompute: PassTime
@@ -106,7 +106,7 @@ LAYER_SETTINGS = ("tp", "cp", "ep", "microbatch_size", "length", "recompute", "r
 
 
 def layer_times(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[LayerTime, LayerTime]:
-    """Return the times of a dense and of a sparse layer; of a dense model, both are those of a dense one."""
+    """Return the times of a dense and of a sparse layer; for a dense model, both are those of a dense layer."""
     dense = layer_time(shape, layout, hardware, sparse=False)
     return dense, layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
 
@@ -114,7 +114,7 @@ def layer_times(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> 
 def step_time(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, layers: tuple[LayerTime, LayerTime] | None = None
 ) -> StepTime:
-    """Return the time of a step of a decoder in a layout on a cluster; `layers` is `layer_times`, if it is known."""
+    """Return the step time of a decoder in a layout on a cluster; `layers` is the result of `layer_times`, if known."""
     layers = layers or layer_times(shape, layout, hardware)
     ranks = _ranks(shape, layout, hardware, layers)
     seconds = [each.seconds for each in ranks]
@@ -171,7 +171,7 @@ def _stage_layers(
 
 
 def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> list[ParameterGroup]:
-    """Return the parameters of a pipeline rank: the dense ones, and those of its experts if it has some."""
+    """Return the groups of a pipeline rank: its dense parameters, and its expert parameters if there are any."""
     num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
     every = (num_dense + num_sparse) * shape.attention_parameters + num_dense * shape.dense_parameters
     is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.head_rank
@@ -214,10 +214,10 @@ def _ranks(
 def _rank(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime], index: int
 ) -> _RankTime:
-    """Return the times of a microbatch on a pipeline rank: its parts, the recomputed ones, and seconds with the host's.
+    """Return the times of a microbatch on a pipeline rank: parts, recomputation, and seconds with the host's limit.
 
-    The host limits layers and the rest apart: it cannot launch far ahead, because the loss and the sends of a
-    microbatch synchronize.
+    The limit of the host is applied to layers and to the rest separately: the host cannot launch far ahead, because the
+    loss and the sends of a microbatch synchronize.
     """
     host = 0.0 if layout.captured else hardware.fitted.host_seconds
     total, again, seconds, first = PassTime(), PassTime(), 0.0, 0.0
@@ -243,7 +243,7 @@ def _rank(
 
 
 def transfer_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
-    """Return the time of one send between stages; tensor-parallel ranks send a part each."""
+    """Return the time of one send between stages. Tensor-parallel ranks may each send a part of the activations."""
     if layout.pp == 1:
         return 0.0
     num_bytes = layout.tokens_per_microbatch * shape.hidden_size * 2 / (layout.tp if layout.splits_transfers else 1)
@@ -256,9 +256,10 @@ def _data_parallel(
 ) -> tuple[float, float]:
     """Return the exposed and the hidden time of data-parallel collectives of a step.
 
-    ZeRO-3 gathers weights in each forward and backward of a microbatch, or once in a pipeline, whose stages keep them
-    during a step. It scatters gradients in each backward or in the last one. Without it, sharded weights are gathered
-    once and gradients are reduced once. What happens once overlaps the first forward or the last backward only.
+    ZeRO-3 all-gathers weights in each forward and backward of a microbatch; pipeline stages keep gathered weights
+    during a step, so they gather once. ZeRO-3 reduce-scatters gradients in each backward or only in the last one.
+    Without ZeRO-3, sharded weights are gathered once and gradients are reduced once. Collectives that run once per step
+    overlap only the first forward or the last backward.
     """
     every_forward = every_backward = first_forward = last_backward = first = last = 0.0
     for group in groups:

@@ -1,7 +1,7 @@
 """Record of a step without values: operators with FLOPs and bytes, collectives, and bytes of live tensors.
 
-`StepRecorder` is a dispatch mode. It works on real and on fake tensors, so the same code records a rehearsal and a real
-run. Under `FakeTensorMode` it also answers the host's reads of tensors, which have no values.
+`StepRecorder` is a dispatch mode. It works on real and on fake tensors, so the same code records a dry run and a real
+run. Under `FakeTensorMode`, it also returns substitutes when the host reads values, which fake tensors do not have.
 """
 
 import weakref
@@ -37,7 +37,7 @@ class Operation:
         num_bytes: Bytes of all inputs and outputs, each counted once.
         shapes: Shapes of the tensor arguments.
         results: Shapes of the tensor results.
-        is_recomputed: True if activation checkpointing runs the operator again, in the backward pass.
+        is_recomputed: True if activation checkpointing reruns the operator in the backward pass.
     """
 
     name: str
@@ -83,10 +83,10 @@ class StepRecord:
 
 @final
 class RepeatMarks:
-    """Marks of one repeat of equal layers: the record counts it as often as the dry run's model lacks it.
+    """Marks of one repeat of equal layers, which the record counts once more for each dropped repeat.
 
     Args:
-        num_dropped: Number of repeats that the model lacks.
+        num_dropped: Number of repeats that the dry run's model lacks.
     """
 
     def __init__(self, num_dropped: int) -> None:
@@ -95,24 +95,24 @@ class RepeatMarks:
         self._shares: dict[int, float] = {}
 
     def set(self, *, is_repeat: bool) -> None:
-        """Start a part of the step: True if it belongs to the repeat, which may have several layers."""
+        """Start a part of the step; `is_repeat` is True if it belongs to the repeat, which may have several layers."""
         if self.recorder is not None and not (is_repeat and self.is_repeat):
             self.recorder.end_part()
         self.is_repeat = is_repeat
 
     def add_state(self, tensors: Iterable[Tensor]) -> None:
-        """Let memory that an update derives from these tensors belong to the repeat."""
+        """Assign these tensors, and memory that the update derives from them, to the repeat."""
         for tensor in tensors:
             self._shares[_storage_key(tensor)] = 1.0
 
     def share(self, tensor: Tensor) -> float:
-        """Return the share of a tensor's bytes that belongs to the repeat, outside of its parts of the step."""
+        """Return the fraction of a tensor's bytes that belongs to the repeat, from `add_state` and `derive`."""
         if not self._shares:
             return 0.0
         return self._shares.get(_storage_key(tensor), 0.0)
 
     def derive(self, result: Any, args: Any, *, joins: bool) -> None:
-        """Set the shares of an operator's results; of lists, each result has the share of the inputs at its place."""
+        """Set the shares of an operator's results. In a list, a result has the share of the inputs at its index."""
         if not self._shares:
             return
         if isinstance(result, list | tuple):
@@ -164,7 +164,7 @@ def _may_copy(func: Any) -> bool:
 
 
 def _is_recomputed() -> bool:
-    """Return True in a checkpointed forward that runs again: its tensors are saved by a hook, in a backward pass."""
+    """Return True during recomputation: a backward pass runs, with gradients enabled and a hook for saved tensors."""
     return (
         torch._C._current_graph_task_id() != -1
         and torch.is_grad_enabled()
@@ -174,7 +174,7 @@ def _is_recomputed() -> bool:
 
 @final
 class StepRecorder(TorchDispatchMode):
-    """Dispatch mode that fills a `StepRecord`; use it inside of `FakeTensorMode` or without it.
+    """Dispatch mode that fills a `StepRecord`; use inside of `FakeTensorMode`, or without this mode.
 
     Attributes:
         record: The recorded step.
@@ -189,7 +189,7 @@ class StepRecorder(TorchDispatchMode):
         self._part_start = (0, 0, 0)
 
     def start_block(self) -> Callable[[int], bool]:
-        """Start a block of `d9d_dist.each_block`; return the function that ends it and records the equal ones."""
+        """Start a block of `d9d_dist.each_block`; return a function that ends it and records equal further blocks."""
         start = self._place()
 
         def end(num_equal: int) -> bool:
@@ -201,7 +201,7 @@ class StepRecorder(TorchDispatchMode):
         return end
 
     def end_part(self) -> None:
-        """End a part of the step; if it belongs to the repeat, count it for the dropped ones, too."""
+        """End a part of the step. If the part belongs to the repeat, also count it for the dropped repeats."""
         dropped = self._marks.num_dropped
         if self._marks.is_repeat and dropped:
             grown = dropped * (self._total - self._part_start[0])
@@ -249,11 +249,11 @@ class StepRecorder(TorchDispatchMode):
         self.record.operations.append(Operation(name, flops, num_bytes, *shapes, is_recomputed=_is_recomputed()))
 
     def _counted(self, number: int, tensor: Tensor) -> int:
-        """Return a number of a tensor, with those of the dropped repeats."""
+        """Return a tensor's bytes or FLOPs, plus those of the dropped repeats."""
         return round(number * (1 + self._marks.num_dropped * self._marks.share(tensor)))
 
     def _track(self, tensor: Tensor, known: Container[int]) -> None:
-        """Count the memory of a result, unless it is that of an input that was allocated before the record."""
+        """Count the memory of a result, unless it is shared with an input that was allocated before the record."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
@@ -279,7 +279,7 @@ class StepRecorder(TorchDispatchMode):
 
 @contextmanager
 def recorded(marks: RepeatMarks | None = None) -> Generator[StepRecord]:
-    """Record the body; yield the record, which is complete after the body. `marks` mark parts that count repeatedly."""
+    """Record the body; yield the record, which is complete after the body. `marks` mark repeated parts."""
     marks = marks or RepeatMarks(0)
     marks.recorder = recorder = StepRecorder(marks)
     with (
@@ -296,7 +296,7 @@ def recorded(marks: RepeatMarks | None = None) -> Generator[StepRecord]:
 
 
 class _Answers(TorchDispatchMode):
-    """Dispatch mode that answers the host's reads of fake scalars."""
+    """Dispatch mode that returns substitutes when the host reads fake scalars."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -308,23 +308,23 @@ class _Answers(TorchDispatchMode):
 
 @contextmanager
 def answered() -> Generator[None]:
-    """Answer the host's reads of fake tensors in the body, as `recorded` does, and record nothing."""
+    """Return substitutes when the host reads fake tensors in the body, as `recorded` does; record nothing."""
     with _Answers(), _equal_chunks(), _answered_lists(), recorded_blocks(lambda: lambda num_equal: True):
         yield
 
 
 def _answer(tensor: Tensor) -> float | bool:
-    """Return the value that the host reads from a fake scalar: numbers are finite and not 0."""
+    """Return a substitute for the value of a fake scalar: numbers are finite and not 0."""
     return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:
-    """Return nested lists of zeros for a fake tensor with dims that the host reads, such as flags of bad steps."""
+    """Return nested lists of zeros, as the substitute for a fake tensor with dims, such as flags of bad steps."""
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
 class _EqualParts(list[Tensor]):
-    """Equal parts of a tensor: one view, as often as there are parts."""
+    """Sequence of equal parts of a tensor, which repeats one view."""
 
     def __init__(self, whole: Tensor, num: int, dim: int) -> None:
         super().__init__([whole.narrow(dim, 0, whole.shape[dim] // num)] * num)
@@ -335,7 +335,7 @@ class _EqualParts(list[Tensor]):
 def _equal_chunks() -> Generator[None]:
     """Make `torch.chunk` and `torch.cat` handle equal parts of a fake tensor as one tensor, without autograd.
 
-    FSDP2 splits and concatenates gathered weights with one part for each rank, of which a large job has thousands.
+    FSDP2 splits and concatenates gathered weights with one part per rank; a large job has thousands of ranks.
     """
     chunk, cat = torch.chunk, torch.cat
 
@@ -361,7 +361,7 @@ def _equal_chunks() -> Generator[None]:
 
 @contextmanager
 def _answered_lists() -> Generator[None]:
-    """Answer `tolist` of fake tensors, which reads flags of bad steps; torch's own reads one scalar after another."""
+    """Make `tolist` of fake tensors return zeros, such as flags of bad steps; torch's reads one scalar at a time."""
     original = FakeTensor.tolist
     FakeTensor.tolist = lambda tensor: _zeros(tuple(tensor.shape))  # ty: ignore[invalid-assignment]
     try:
@@ -372,7 +372,7 @@ def _answered_lists() -> Generator[None]:
 
 @contextmanager
 def _marked_deferrals(marks: RepeatMarks) -> Generator[None]:
-    """Let a deferred weight gradient belong to the part of the step that deferred it."""
+    """Assign a deferred weight gradient to the part of the step that deferred it."""
     original = DeferredWeightGrads.put
 
     def put(later: DeferredWeightGrads, weight: Tensor, work: Callable[[], Tensor]) -> None:

@@ -133,7 +133,7 @@ class StepGuard:
         return gate == 0
 
     def _uncount_skipped_step(self) -> None:
-        """Let an optimizer that counts steps on the host forget the step before if it was skipped.
+        """Undo the host's step count of the previous step if that step was skipped.
 
         Waits for the decision on that step, which `poll` then reads without waiting.
         """

@@ -87,7 +87,7 @@ class HangPoller:
                 return
 
     def leave_store(self) -> None:
-        """Mark that this process, which is about to exit, needs the store no more; see `SideChannel.leave`."""
+        """Mark that this process, which is about to exit, no longer needs the store; see `SideChannel.leave`."""
         self._channel.leave()
 
     def explain(self, error: BaseException) -> None:
@@ -163,8 +163,8 @@ class HangPoller:
     def _call_roll(self, *, is_late: bool) -> None:
         """Publish the ranks that do not answer as the first failure, unless there is one.
 
-        If all ranks answer, the network is published as the cause, except if `is_late`: then a rank did not come to a
-        collective, whose connections are intact.
+        If all ranks answer, the network is published as the cause, except if `is_late`: then a rank did not join a
+        collective, but all connections are intact.
         """
         caller = self._channel.write_first(_ROLL_CALL, str(self._rank))
         self._answer()
@@ -184,7 +184,7 @@ class HangPoller:
             self._channel.publish_failure(self._rank, text)
 
     def _exchange_places(self) -> None:
-        """Publish this rank's location, then write the report if this rank raised the alarm first, else read it.
+        """Publish this rank's location, then write the report if this rank raised the first alarm, else read the report.
 
         If a rank is lost, set `lost` and return without a report: the other ranks wait for it, which is not a hang.
         """

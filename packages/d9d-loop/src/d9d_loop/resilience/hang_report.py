@@ -48,7 +48,7 @@ def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
 
     1. Ranks that do not answer.
     2. Ranks at an earlier step than the latest.
-    3. Ranks in no collective, while others are in one.
+    3. Ranks in no collective, while other ranks are in a collective.
     4. Ranks at the location with the fewest ranks.
     """
     known = {rank: place for rank, place in places.items() if place is not None}
@@ -66,7 +66,7 @@ def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
 
 
 def _part(known: Collection[int], ranks: list[int]) -> list[int]:
-    """Return `ranks`, or an empty list if these are all known ranks: then no rank stands out as missing."""
+    """Return `ranks`, or an empty list if `ranks` contains all known ranks, so that no rank stands out."""
     return ranks if len(ranks) < len(known) else []
 
 

@@ -61,7 +61,7 @@ class HangWatchdog:
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
-        enabled: False to watch nothing.
+        enabled: If False, the watchdog does nothing.
         on_exit: Called with the reason before the watchdog ends the process.
     """
 
@@ -174,7 +174,7 @@ class HangWatchdog:
                 return
 
     def _exit_if_reported(self, poller: HangPoller) -> None:
-        """Exit if there is the report of a hang, or if a rank is lost and the main thread does not exit by itself."""
+        """Exit if a hang was reported, or if a rank is lost and the main thread does not exit by itself."""
         if (hang := poller.hang()) is not None:
             self._end_process(hang, ExitCode.HANG)
         if (lost := poller.lost) is not None and not self._end.wait(_EXIT_SECONDS):
@@ -204,7 +204,7 @@ class HangWatchdog:
     def _end_process(self, text: str, code: ExitCode, *, keep_store: bool = True) -> None:
         """Print the reason, and for a hang all stacks, then exit immediately with `os._exit`.
 
-        If `keep_store`, a rank that hosts the job's store first waits until the others need it no more.
+        If `keep_store`, a rank that hosts the job's store first waits until the other ranks no longer need the store.
         """
         if self._end.is_set():  # the main thread has already left the watchdog's `with` block
             return

@@ -1,8 +1,8 @@
-"""Check of every rank's device and links, before the model is built: a single slow or faulty one affects all ranks.
+"""Check of every rank's device and links, before the model is built: one slow or faulty part affects all ranks.
 
 Each device multiplies matrices of small integers, whose product is exact in float32 for any summation order, and writes
 and reads memory. For the links, each rank sends a message to the next rank of a ring, which measures each link
-separately. Then follows an all-reduce of the same size over all ranks, whose time is that of the slowest link.
+separately. An all-reduce of the same size over all ranks follows; its time is that of the slowest link.
 """
 
 import socket

@@ -6,11 +6,11 @@ A loss is a spike if it exceeds
 
 of a window of losses that ends two steps before it, and also the limit of the same form for the logarithms of the
 losses, if all losses of the window are positive. For losses that vary by a few percent both limits are about equal. The
-losses of small batches often have a long tail: several times the median is usual for them, and the second limit grows
-with the tail. MAD is the median absolute deviation from the median (Leys et al.:
-"Detecting outliers", 2013). 1.4826 MAD estimates the standard deviation of a normal distribution. The other term is a
-lower bound for plateaus, where MAD is close to 0. The window excludes the previous step, because the host of an
-accelerator does not know its loss yet.
+losses of small batches often have a long tail: values of several times the median are common, and the second limit
+grows with the tail. MAD is the median absolute deviation from the median (Leys et al.: "Detecting outliers", 2013).
+1.4826 MAD estimates the standard deviation of a normal distribution. The other term is a lower bound for plateaus,
+where MAD is close to 0. The window excludes the previous step, because the host of an accelerator does not know its
+loss yet.
 """
 
 import math
@@ -77,7 +77,7 @@ class LossWindow:
             self.add(step, float.fromhex(loss))
 
     def _admit_until(self, step: int) -> None:
-        """Take the losses into the window that are known on every device in `step`."""
+        """Move into the window the losses that an accelerator's host already knows in `step`."""
         while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
             self._admit(self._late.popleft()[1])
 
@@ -110,8 +110,8 @@ def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
 def _least_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
     """Return a number that is at most `spike_limit`, in constant time; most losses are below it.
 
-    At least n // 2 of n losses are within MAD of the median. Indices q to q + n // 2 are one loss more, so MAD reaches
-    the nearer of these two.
+    Indices q to q + n // 2 hold more than half of the losses. So MAD is at least the distance from the median to the
+    nearer of the losses at these two indices.
     """
     middle, num = _median(sorted_losses), len(sorted_losses)
     first = num // 4

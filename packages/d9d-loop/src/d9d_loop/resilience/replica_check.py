@@ -48,7 +48,8 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
     differences. Reads each replicated tensor once, and synchronizes the host with the device.
 
     Raises:
-        ReplicaError: On all ranks, if replicas differ. It names tensors, and the ranks that differ from the majority.
+        ReplicaError: On all ranks, if replicas differ. The message names tensors, and the ranks that differ from the
+            majority.
     """
     if ctx.world_size == 1:
         return
@@ -75,7 +76,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
     the host with the device.
 
     Raises:
-        ReplicaError: On all ranks, if buffers differ. It names the buffers.
+        ReplicaError: On all ranks, if buffers differ. The message names the buffers.
     """
     if ctx.world_size == 1:
         return

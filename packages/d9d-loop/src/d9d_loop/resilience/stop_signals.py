@@ -1,8 +1,9 @@
 """Handling of preemption signals: all ranks agree on the step after which they save a checkpoint and exit.
 
-A rank that acted on its own signal alone would save while the others compute. So after every step, the ranks start an
-asynchronous all-reduce (maximum) of the received signal numbers on the CPU. They read the result one step later. There
-is no host-device synchronization, and a host waits for another only if that one is more than a step behind.
+A rank that reacted only to its own signal would save while the other ranks compute. So after every step, the ranks
+start an asynchronous all-reduce (maximum) of the received signal numbers on the CPU. They read the result one step
+later. There is no host-device synchronization, and a host waits for another host only if the other host is more than a
+step behind.
 """
 
 import faulthandler
@@ -213,7 +214,7 @@ def _signal(number: int) -> signal.Signals | None:
 
 
 def _host_group(ctx: DistributedContext) -> dist.ProcessGroup | None:
-    """Return a group of all ranks with a CPU backend, or `None` for a single process. Collective if it is a new one."""
+    """Return a group of all ranks with a CPU backend; `None` for one process. Collective if a group is created."""
     if ctx.world_size == 1:
         return None
     backends = dist.get_backend_config().split(",")

@@ -35,7 +35,7 @@ class StragglerWatch:
         self._num_steps, self._data_seconds, self._since = 0, 0.0, time.perf_counter()
 
     def next(self, steps: Iterator[list[Any]]) -> list[Any]:
-        """Return the next item of a loader, and add the time that it takes to the waits of this rank."""
+        """Return the next item of a loader, and add the waiting time to this rank's total."""
         if self._every is None:
             return next(steps)
         start = time.perf_counter()
@@ -52,8 +52,8 @@ class StragglerWatch:
         """Repeat the health check if it is due after a step; describe the ranks that have become stragglers.
 
         A rank is a straggler when the same part has been slow in `config.window` checks in a row. It is described once,
-        and again after a check in which it was not slow. Collectives are those of `check_health`; host-device
-        synchronization.
+        and again after a check in which it was not slow. Issues the collectives of `check_health`, and synchronizes
+        host and device.
 
         Raises:
             HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values.
@@ -75,11 +75,12 @@ class StragglerWatch:
     def ask_to_replace(self) -> str | None:
         """Ask the agent to replace the host of a straggler when its ranks have ended, if a spare host waits.
 
-        Call it after a check that was due. Does nothing unless `config.replace` is set. A slow link has two hosts, of
-        which none is replaced. Collective if the check found a straggler: an all-gather.
+        Call it after a check that was due. Does nothing unless `config.replace` is set. For a slow link, neither of its
+        two hosts is replaced. Collective if the check found a straggler: an all-gather.
 
         Returns:
-            The host, for which all ranks must save and exit with `ExitCode.STOPPED`; `None` if no host is replaced.
+            The host to replace: all ranks must then save and exit with `ExitCode.STOPPED`. `None` if no host is
+            replaced.
         """
         slow = self._slow
         if not self._config.replace or slow is None:

@@ -18,7 +18,7 @@ PackedBatch: TypeAlias = dict[str, Any]
 def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: bool = False) -> Inputs:
     """Return the arguments of d9d's decoders: token ids, labels, position ids and document ids.
 
-    `labels` replaces those of the batch; without any, the decoder returns logits. With `scores`, it returns the
+    `labels` replaces the labels of the batch; without labels, the decoder returns logits. With `scores`, it returns the
     log-probabilities of the labels apart from auxiliary losses; see `score_arguments`. If the batch has
     `expert_indices` [B, L, layers, A], the routers of a sparse decoder replay them.
     """
@@ -47,7 +47,7 @@ def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[s
 
 
 class PackedTask(Task):
-    """Base class of tasks of packed rows, which context parallelism can split."""
+    """Base class of tasks on packed rows; context parallelism can split the rows."""
 
     def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
         """Return this context-parallel rank's part of the rows, with the mesh of the split as `cp`."""

@@ -73,7 +73,8 @@ def assert_same_as_one_process(
         rtol: Maximum relative error ||got - expected|| / ||expected|| of a tensor.
 
     Raises:
-        AssertionError: If a layout computes other values. Names the layout, the first different tensor and the place.
+        AssertionError: If a layout computes other values. The message names the layout, the first different tensor, and
+            the index of its largest error.
     """
     experiment = Experiment(model=model, batch=batch, task=task, collate=collate)
     expected = trace_layout(experiment, parse_layout(""))
