@@ -56,7 +56,7 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
 
 
 def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
-    """Return a subclass whose `forward` computes statistics over a group, stored in the class so layers can be copied."""
+    """Return a subclass whose `forward` computes over a group. The class holds the group, so layers can be copied."""
     own_forward = _BatchNorm.forward if issubclass(kind, nn.SyncBatchNorm) else kind.forward
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  (torch's name for it)

@@ -40,7 +40,7 @@ def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[s
 
 
 def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
-    """Return a subclass whose `forward` counts lookups over a group, stored in the class so layers can be copied."""
+    """Return a subclass whose `forward` counts over a group. The class holds the group, so layers can be copied."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.training:

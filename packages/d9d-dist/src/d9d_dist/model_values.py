@@ -153,7 +153,7 @@ class _Target(NamedTuple):
         return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
     def whole_rows(self, begin: int, size: int, row_shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the shard's memory of consecutive rows; `None` unless the shard has all of them, whole and in order."""
+        """Return the memory of consecutive rows; `None` unless the shard holds all these rows, whole and in order."""
         first, end = self.rows()
         if not (first <= begin and begin + size <= end and end - first == prod(self.local.shape[:1])):
             return None

@@ -71,7 +71,9 @@ class VocabParallelCrossEntropy:
         self._mesh, self._ignored_label = mesh, ignored_label
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """Return losses [T] of this rank's logits [T, V_local] and labels [T]. Labels and losses are equal on all ranks.
+        """Return losses [T] of this rank's logits [T, V_local] and labels [T].
+
+        Labels must be equal on all ranks, and so are the losses.
 
         Raises:
             UserError: On the CPU, if a label is out of range. On an accelerator the device raises later.
