@@ -1,8 +1,8 @@
 """Collectives of activations in the form that torch.compile's passes recognize.
 
 Inductor overlaps an all-gather with the matrix products that read it, and a matrix product with the reduce-scatter that
-follows ("async tensor parallelism"). It finds functional collectives whose parts are joined by `cat` and made by
-`split`. Outside of compiled code the functions are those of `d9d_dist.collectives`.
+follows ("async tensor parallelism"). Its passes search for functional collectives whose parts are joined by `cat` or
+made by `split`. In eager mode, `all_gather` and `reduce_scatter` call `d9d_dist.collectives`.
 """
 
 import torch
@@ -23,7 +23,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks, a new tensor. One all-reduce."""
+    """Return the sum over ranks as a new tensor. One all-reduce."""
     if torch.compiler.is_compiling():  # in torch 2.11, gradients through the in-place collective are zero
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(tensor.detach().contiguous(), "sum", group.group_name))

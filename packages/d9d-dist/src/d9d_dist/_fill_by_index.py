@@ -1,8 +1,8 @@
 """Layout-independent `reset_parameters`: random numbers depend on names and global indices.
 
-A counter-based generator draws the numbers of a parameter, so a rank draws its own shard alone. Other operators give
-shards the values of the full tensor only if they are elementwise; `ELEMENTWISE` lists the supported ones. Any other
-operator on a DTensor raises `NeedsFullTensor`, and the caller runs `reset_parameters` again on full tensors.
+A counter-based generator draws the numbers of a parameter, so a rank draws only its own shard. Other operators may run
+on shards only if they are elementwise; `ELEMENTWISE` lists the supported operators. Any other operator on a DTensor
+raises `NeedsFullTensor`, and the caller runs `reset_parameters` again on full tensors.
 """
 
 import sys
@@ -83,7 +83,7 @@ class NeedsFullTensor(BaseException):
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a key of a tensor's storage; for a DTensor that of this rank's shard."""
+    """Return a key of a tensor's storage; for a DTensor, of the storage of this rank's shard."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata
 
@@ -96,9 +96,10 @@ class FillByIndex(TorchDispatchMode):
 
     Args:
         seed: Seed of the initial values.
-        scope: Name of the module. It seeds draws into temporary tensors before the first draw into a parameter.
-        known: The model's tensors by `storage_key`. A DTensor that is replaced by a full tensor has the key of the
-            full tensor.
+        scope: Name of the module, from which draws into temporary tensors are seeded until the first draw into a
+            parameter.
+        known: The model's tensors by `storage_key`. If a full tensor replaces a DTensor, the key is that of the full
+            tensor.
         before_write: Called before the first write to each tensor in `known`.
     """
 
@@ -198,7 +199,7 @@ class FillByIndex(TorchDispatchMode):
 
 
 def _truncated() -> torch.Tensor | None:
-    """Return the tensor that a running `trunc_normal_` fills. The number of its redraws may differ between ranks."""
+    """Return the tensor that a running `trunc_normal_` fills, or `None`. Its number of redraws may differ by rank."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.utils._python_dispatch"):
         frame = frame.f_back

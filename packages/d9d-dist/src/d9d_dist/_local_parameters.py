@@ -1,7 +1,7 @@
 """Hooks that let a module whose parameters are DTensors compute with plain tensors, without changes to its code.
 
 The forward of a replicated or tensor-parallel module gets this rank's shard of each DTensor parameter as a plain
-tensor. So any operator and kernel works, without DTensor's overhead per operator. The gradient becomes a DTensor again:
+tensor. So all operators and kernels work, without DTensor's overhead per operator. The gradient is a DTensor again:
 `Partial` on axes whose ranks compute different parts. `d9d_dist.gradient_sync` reduces partial gradients.
 """
 
@@ -25,8 +25,8 @@ class LocalParameters:
         partial_axes: Names of mesh axes whose ranks compute different parts of a replicated parameter's gradient.
         compute_dtype: dtype of floating-point parameters in forward; `None` keeps their own dtype.
         reduce_dtype: dtype in which gradients are reduced; `None` keeps their own dtype.
-        is_apart: True if the parameters are on a mesh of their own, as experts are. FSDP of an outer module ignores
-            them.
+        is_apart: True if the parameters are on a separate mesh, as those of experts are. FSDP of an outer module
+            ignores such parameters.
         beside_fsdp: Names of parameters that are replicated although FSDP shards the module's other parameters.
     """
 
@@ -132,7 +132,7 @@ def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
 def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and its descendants that FSDP does not manage, parents first.
 
-    Below an FSDP module only modules with parameters on a mesh of their own (`is_apart`) are yielded.
+    Below an FSDP module, only modules whose parameters are on a separate mesh (`is_apart`) are yielded.
     """
     if isinstance(module, FSDPModule):
         yield from modules_apart(module)

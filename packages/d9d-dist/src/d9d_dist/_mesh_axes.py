@@ -19,7 +19,7 @@ def axes_of(parameter: torch.Tensor) -> tuple[str, ...]:
 
 
 def only_axis(mesh: DeviceMesh, *, example: str) -> str:
-    """Return the axis name of a one-axis mesh. Raises `UserError` for other meshes; `example` is for its message."""
+    """Return the axis name of a one-axis mesh; raise `UserError`, with `example` as the expected axis, for others."""
     names = mesh.mesh_dim_names or ()
     if len(names) != 1:
         raise UserError(

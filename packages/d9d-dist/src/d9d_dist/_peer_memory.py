@@ -1,7 +1,7 @@
 """Reads of tensors in the memory of another rank on the same host, by Linux's cross-memory attach.
 
-Each rank copies just the bytes that it needs, at the speed of memory, while the owner of the tensors waits. MPI
-exchanges large messages between the processes of a host in the same way.
+Each rank copies only the bytes that it needs, at memory bandwidth, while the owner of the tensors waits. MPI libraries
+exchange large messages between the processes of a host in the same way.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 from d9d_dist.consensus import agree, gather_json
 
 _TOKEN_BYTES = 32
-# An option of `prctl` for Yama, and its arguments.
+# `prctl` option PR_SET_PTRACER of the Linux security module Yama, and two values of its argument.
 _SET_TRACER, _ANY_PROCESS, _NO_PROCESS = 0x59616D61, ctypes.c_ulong(-1), ctypes.c_ulong(0)
 
 
@@ -49,11 +49,11 @@ class PeerTensors:
 
 @contextmanager
 def peer_tensors(tensors: Mapping[str, torch.Tensor] | None) -> Generator[PeerTensors]:
-    """Let all ranks read rank 0's tensors, `None` on other ranks, during the body. Collective over all ranks.
+    """Let all ranks read rank 0's tensors during the body; other ranks pass `None`. Collective over all ranks.
 
-    The collectives are two of `gather_json`, and an agreement after the body, which keeps the tensors alive until all
-    ranks have read them. The result has only contiguous tensors on the CPU. It is empty if a rank cannot read rank 0's
-    memory, because it runs on another host or the system forbids it.
+    Calls `gather_json` twice before the body and `agree` after it, so rank 0 keeps the tensors alive until all ranks
+    have read them. Only contiguous CPU tensors can be read. The result is empty if any rank cannot read rank 0's
+    memory, because the rank runs on another host or the system forbids the access.
     """
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
     offer = None
@@ -78,7 +78,7 @@ def peer_tensors(tensors: Mapping[str, torch.Tensor] | None) -> Generator[PeerTe
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if the memory of a tensor is that of its elements, in order."""
+    """Return True if a tensor is a contiguous, strided CPU tensor without lazy conjugation or negation."""
     return (
         type(tensor) in {torch.Tensor, torch.nn.Parameter}
         and (tensor.device.type, tensor.layout) == ("cpu", torch.strided)
@@ -88,7 +88,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _reads_token(offer: Mapping[str, Any]) -> bool:
-    """Return True if this process can read rank 0's memory. A process id of another host gives other bytes."""
+    """Return True if this process reads the expected token from rank 0's memory.
+
+    On another host, rank 0's process id belongs to no process or to an unrelated one.
+    """
     found = torch.zeros(_TOKEN_BYTES, dtype=torch.uint8)
     try:
         _read(offer["process"], offer["place"], found)
@@ -114,7 +117,7 @@ def _read(process: int, address: int, into: torch.Tensor) -> None:
 
 
 def _allow_readers(who: ctypes.c_ulong) -> None:
-    """Set which processes of this user may attach, where the kernel's Yama restricts them to ancestors."""
+    """Set which processes of this user may attach; by default, Yama allows only ancestors of this process."""
     if sys.platform.startswith("linux"):
         _libc().prctl(_SET_TRACER, who, *[ctypes.c_ulong(0)] * 3)
 

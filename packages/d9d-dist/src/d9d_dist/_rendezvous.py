@@ -1,6 +1,7 @@
 """Rendezvous: every rank connects to the job's store and waits there until all ranks have started.
 
-torch's own wait fails with the number of ranks or with keys of the store. This one names the ranks that are missing.
+torch's own errors state only the number of ranks or keys of the store; the errors of this module name the missing
+ranks.
 """
 
 import os
@@ -52,9 +53,9 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def wait_for_ranks(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
-    """Wait until all ranks have called this. Raises `StartupTimeoutError` on every rank that waits if one is missing.
+    """Wait until all ranks have called this function. Two requests to the store per rank.
 
-    Two requests to the store per rank.
+    Raises `StartupTimeoutError` on every waiting rank if a rank is missing at the timeout.
     """
     publish_self(store, launch.rank)
     if store.add(_NUM_ARRIVED, 1) == launch.world_size:

@@ -1,4 +1,4 @@
-"""All-gather of the shapes of tensors that differ between ranks, with a check of dtype and number of dims."""
+"""All-gather of tensor shapes, which may differ between ranks, with a check of dtype and number of dims."""
 
 from collections import Counter
 

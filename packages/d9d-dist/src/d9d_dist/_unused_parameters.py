@@ -1,7 +1,8 @@
-"""Support for FSDP ranks that use different parameters: a gradient that a rank lacks counts as zero.
+"""Support for FSDP ranks that use different parameters: a gradient that is missing on a rank counts as zero.
 
-FSDP2 reduce-scatters only the gradients that a rank has. If ranks have gradients of different parameters, buffers of
-different sizes crash the job, and buffers of equal sizes silently add gradients of different parameters.
+FSDP2 reduce-scatters only the gradients that a rank has computed. If ranks compute gradients of different parameters,
+buffers of different sizes crash the job. With buffers of equal sizes, gradients of different parameters are summed
+silently.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 @final
 class UnusedParameters:
-    """Zero gradients for parameters that a rank does not use, until FSDP has reduced them.
+    """Provider of zero gradients for the parameters that a rank does not use, so that FSDP can reduce all gradients.
 
     `finish` removes the zero gradients that no rank computed. Optimizers then skip these parameters, as without FSDP:
     no weight decay and no optimizer state.

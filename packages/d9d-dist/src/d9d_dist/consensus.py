@@ -26,9 +26,9 @@ _INLINE = _HEAD - _SIZE_BYTES  # a text of up to this many bytes is sent with it
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> list[Any]:
     """Return the JSON values of all ranks, in rank order; equal values are one object. Synchronizes the host.
 
-    Collective over the group: an all-gather of sizes and texts of up to 504 bytes; if a text is longer, another one of
-    the rests, padded to the longest. The tensors are on the CPU if the group has a CPU backend. Messages number ranks
-    within the group.
+    Collective over the group: an all-gather of sizes and texts of up to 504 bytes. If a text is longer, a second
+    all-gather sends the remaining bytes, padded to the longest. The tensors are on the CPU if the group has a CPU
+    backend. Error messages number ranks within the group.
 
     Args:
         value: This rank's value, encoded by `json.dumps`: tuples become lists, and keys become strings.

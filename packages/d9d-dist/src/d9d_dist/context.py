@@ -38,7 +38,7 @@ class DistributedContext:
         local_rank: Rank on this node.
         timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
-        hosts_store: True if this process hosts the job's store, so that other ranks lose it when the process ends.
+        hosts_store: True if this process hosts the job's store, which other ranks cannot reach after the process ends.
         store_place: Location of the job's store for messages, e.g. "rank 0 on node0:29500".
         precision: Precision of the job, which `parallelize_decoder` and providers use by default.
         logger: Logger that adds the rank to its messages.
@@ -87,7 +87,7 @@ class DistributedContext:
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0, which writes the files that the job has only one copy of."""
+        """True on rank 0, which writes the files that are shared by the whole job."""
         return self.rank == 0
 
     @property
@@ -147,7 +147,7 @@ class DistributedContext:
         self._groups.set_timeout(timeout)
 
     def align_groups(self) -> None:
-        """Align torch's counter of process groups after only some ranks have created groups.
+        """Align torch's counter of process groups between ranks, after only some of the ranks have created groups.
 
         Collective over all ranks: one all-reduce. torch names a group by the rank's number of created groups. With
         different counters, the next group created by all ranks would deadlock.

@@ -52,8 +52,8 @@ def parallelize_hsdp(
     on the whole model last. On a mesh of one rank without `precision` the module is not changed.
 
     Parameters that FSDP cannot shard are replicated over all axes of the mesh, and `GradientSync` sums their gradients.
-    These are parameters of 0 dims, without elements, with `max_norm`, or trained in another dtype than most elements of
-    the module. To shard parameters of another dtype, call this function on the inner modules of that dtype first.
+    These are empty and 0-dim parameters, weights of embeddings with `max_norm`, and trainable parameters whose dtype is
+    not the most common one. To shard parameters of another dtype, call this function on their inner modules first.
     Sharded parameters become contiguous. Outputs that are parameters, or views of them, are copied.
 
     The first call that merges several axes is collective over all ranks of the job: it creates their process group.
@@ -67,8 +67,8 @@ def parallelize_hsdp(
         reshard_after_forward: True to free the gathered parameters after forward and gather them again in backward.
             False to keep them until the step's last backward, which is faster for pipeline stages with several
             microbatches. After a forward without backward, call `module.reshard()`.
-        shard_dim: Dim of all parameters that is sharded, or a function that returns the dim of a parameter. If it is
-            not 0, the number of ranks must divide its size.
+        shard_dim: Dim in which all parameters are sharded, or a function that returns the dim of a parameter. If the
+            dim is not 0, the number of ranks must divide its size.
 
     Raises:
         UserError: If the mesh lacks the axis. In backward with `create_graph=True`: FSDP frees the tensors that second
@@ -155,7 +155,7 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precisio
 def refuse_lost_writes(module: nn.Module) -> AbstractContextManager[None]:
     """Return a context that raises `UserError` if its body writes to parameters that `parallelize_hsdp` would shard.
 
-    For the rehearsal of a forward on fake tensors. It finds operators that write, whatever the values are.
+    Run the forward on fake tensors: in-place operators are detected even if they do not change the values.
     """
     parameters = _managed_by_fsdp(module)
     sharded = set(parameters) - set(_unsupported_by_fsdp(module, parameters))
@@ -201,7 +201,11 @@ def _managed_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _unsupported_by_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return parameters that FSDP2 cannot shard: empty, 0-dim, of a less common trained dtype, or with `max_norm`."""
+    """Return the parameters that FSDP2 cannot shard.
+
+    These are empty and 0-dim parameters, trainable parameters whose dtype is not the most common one, and weights of
+    embeddings with `max_norm`.
+    """
     written = {each for part in module.modules() if writes_to_rows(part) for each in part.parameters(recurse=False)}
     num_elements = Counter[torch.dtype]()
     for parameter in parameters:

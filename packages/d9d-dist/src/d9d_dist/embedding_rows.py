@@ -25,7 +25,7 @@ def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[s
     """Make embeddings with `max_norm` or `scale_grad_by_freq` count the lookups of all ranks of a group, in place.
 
     Call it before parallelization, with the ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`. Weights
-    with `max_norm` must be replicated, as `parallelize_hsdp` and `parallelize_replicate` do: forward makes equal writes
+    with `max_norm` must be replicated, as by `parallelize_hsdp` and `parallelize_replicate`: forward makes equal writes
     on all ranks. Each layer's class becomes a subclass. Returns the names of the layers.
 
     Collective in training: for each layer an all-reduce of one integer per row. Synchronizes host and accelerator.

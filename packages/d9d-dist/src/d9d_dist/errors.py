@@ -1,4 +1,4 @@
-"""Exceptions that a command line distinguishes from bugs: invalid user input, and ranks that do not start."""
+"""Exceptions that the command line distinguishes from bugs: invalid user input, and ranks that do not start."""
 
 from collections.abc import Mapping, Sequence
 

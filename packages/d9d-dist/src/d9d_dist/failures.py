@@ -49,7 +49,7 @@ def report_failure(error: BaseException, *, rank: int, world_size: int, store_pl
 def within(seconds: float, use_store: Callable[[], None]) -> bool:
     """Call a function that uses the store; return True if it succeeds in time.
 
-    It runs in a thread, because a request to a host that is cut off from the network has no time limit.
+    The call runs in a thread, because a request to a host that is cut off from the network has no timeout.
     """
     has_succeeded = threading.Event()
 
@@ -65,9 +65,9 @@ def within(seconds: float, use_store: Callable[[], None]) -> bool:
 
 
 def publish_failure(store: dist.Store, rank: int, text: str, *, num_ended: int = 0) -> tuple[int, str]:
-    """Publish a failure unless there is one; return rank and text of the first.
+    """Publish a failure unless another one was published before; return rank and text of the first failure.
 
-    `num_ended` is the number of ranks that have ended without a report, and so will not read this one.
+    `num_ended` is the number of ranks that have ended without a report, and so will not read this failure.
     """
     mine = f"{rank}\n{text}"
     first = store.compare_set(FIRST_FAILURE, "", mine).decode(errors="replace")
@@ -145,7 +145,10 @@ def _report(store: dist.Store, error: BaseException, rank: int, world_size: int)
 
 
 def _cause(store: dist.Store, rank: int, world_size: int) -> tuple[int, str] | None:
-    """Return the published error of another rank, or publish a local process that does not run; else `None`."""
+    """Return the first published failure; if a local rank's process has ended or is stopped, publish that as a failure.
+
+    Returns `None` if neither is found in time.
+    """
     others = peers_here(store, (other for other in range(world_size) if other != rank))
     deadline = time.monotonic() + _CAUSE_SECONDS
     while time.monotonic() < deadline:

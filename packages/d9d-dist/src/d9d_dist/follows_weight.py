@@ -32,7 +32,7 @@ class FollowsWeight(Protocol):
 
 
 def followers(layer: nn.Module) -> Iterator[tuple[str, nn.Module, FollowsWeight]]:
-    """Yield the children of a layer that follow its weight: name, child as a module, child as a `FollowsWeight`."""
+    """Yield name, child as a module and child as a `FollowsWeight` for each child that follows the layer's weight."""
     for name, child in layer.named_children():
         if isinstance(child, FollowsWeight):
             yield name, child, child

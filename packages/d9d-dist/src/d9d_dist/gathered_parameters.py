@@ -1,7 +1,7 @@
 """FSDP parameters that stay gathered between the microbatches of a step.
 
-A pipeline stage runs forward and backward of many microbatches in turn. If FSDP freed the gathered parameters after
-each, it would gather them again for each.
+A pipeline stage alternates between forward and backward of many microbatches. If FSDP freed the gathered parameters
+after every pass, every pass would gather them again.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ def mark_as_kept_gathered(module: FSDPModule) -> None:
 def free_gathered_after_backward(module: nn.Module, enabled: bool) -> None:
     """Set whether the next backward frees the parameters of submodules with `reshard_after_forward=False`.
 
-    Disable it for all microbatches of a step but the last.
+    Pass False for all microbatches of a step except the last.
     """
     for child in _kept(module):
         child.set_reshard_after_backward(enabled, recurse=False)
 
 
 def free_gathered(module: nn.Module) -> None:
-    """Free the gathered parameters of submodules with `reshard_after_forward=False`, after a forward alone."""
+    """Free the gathered parameters of submodules with `reshard_after_forward=False`, after forward without backward."""
     for child in _kept(module):
         child.reshard()
 

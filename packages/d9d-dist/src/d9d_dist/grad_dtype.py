@@ -1,7 +1,7 @@
-"""dtype in which gradients accumulate, apart from that of their parameters, such as float32 for bfloat16 parameters.
+"""dtype in which gradients accumulate, if it differs from the parameters' dtype: float32 for bfloat16 parameters.
 
-Sums over microbatches and ranks lose small terms in 16 bits. `torch.Tensor.grad_dtype` sets the dtype of `.grad`; FSDP2
-follows it from torch 2.15 on, and `GradientSync` does.
+Sums over microbatches and ranks lose small terms in 16 bits. `torch.Tensor.grad_dtype` sets the dtype of `.grad`.
+`GradientSync` supports it, and FSDP2 does from torch 2.15 on.
 """
 
 from collections.abc import Iterable

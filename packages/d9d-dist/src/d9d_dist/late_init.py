@@ -72,8 +72,8 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
     Raises:
         ValueError: If no `reset_parameters` sets a parameter or buffer; lists all unset ones.
         UserError: If a parameter's local shape disagrees with its placements, because two axes split one dim unevenly.
-            If a sharded parameter is replaced by one of another shape, or written through a reference that is not a
-            module attribute.
+            Also if a sharded parameter is replaced by a tensor of another shape, or written through a reference that is
+            not a module attribute.
     """
     allocate(model, device=device)
     initializer = _Initializer(model, seed)

@@ -1,7 +1,7 @@
 """Public names of a package that are imported at their first use (PEP 562).
 
-`import torch.distributed.tensor` takes almost as long as `import torch`. A script that needs a small part of a package,
-such as its configuration, waits for neither.
+`import torch.distributed.tensor` takes almost as long as `import torch`. A script that uses only a small part of a
+package, such as its configuration, imports neither.
 """
 
 import ast
@@ -18,9 +18,9 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     """Return `__getattr__` and `__dir__` of a package whose `__init__.py` imports its names under `TYPE_CHECKING`.
 
     The public names are those that `__init__.py` imports as themselves: `from package.module import name as name`.
-    Type checkers read those imports, and `.ci/docs_exports.py` for the documentation. `__getattr__` runs the import of
-    a name at its first use, and returns all names for `__all__`. A name must differ from those of the package's
-    modules: importing a module sets an attribute of the package.
+    Type checkers read those imports, as does `.ci/docs_exports.py` for the documentation. `__getattr__` imports a name
+    at its first use, and returns all names for `__all__`. No name may equal the name of a module of the package:
+    importing a module sets an attribute of the package.
 
     Args:
         package: `__name__` in `__init__.py`.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class MeshConfig(BaseModel):
     """Degrees of parallelism. Their product, without `expert_parallel`, is the number of ranks.
 
-    One degree may be -1, which stands for all remaining ranks. By default this is `data_parallel_shard`, so a job
-    without any key shards its parameters over all of its ranks.
+    One degree may be -1, which stands for all remaining ranks. By default `data_parallel_shard` is -1, so a job that
+    sets no degree shards its parameters over all of its ranks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -38,8 +38,8 @@ def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, to
     """Return a CPU model's parameters and buffers by canonical name, detached. Tied tensors are returned once.
 
     Raises:
-        UserError: If a tensor has no values: it is on `meta` (unless `ignore_meta`, which skips it), or its lazy module
-            has not run yet. Also if a tensor is sparse.
+        UserError: If a tensor has no values, because it is on `meta` (skipped with `ignore_meta`) or belongs to a lazy
+            module that has not run yet. Also if a tensor is sparse.
     """
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
     if sparse := [name for name, tensor in found.items() if tensor.layout != torch.strided]:
@@ -153,7 +153,7 @@ class _Target(NamedTuple):
         return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
     def whole_rows(self, begin: int, size: int, row_shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the memory of consecutive rows; `None` if the shard does not hold all of them, whole and in order."""
+        """Return the memory of consecutive rows; `None` unless the shard holds all these rows, whole and in order."""
         first, end = self.rows()
         if not (first <= begin and begin + size <= end and end - first == prod(self.local.shape[:1])):
             return None
@@ -164,9 +164,10 @@ class _Target(NamedTuple):
 
 @contextmanager
 def _touch_in_background(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """Write zeros to CPU tensors in a thread of low priority during the body.
+    """Write zeros to CPU tensors in a low-priority thread during the body.
 
-    The first write to fresh memory takes as long as several copies, and most ranks only wait for rank 0.
+    The first write to new memory takes as long as several copies, because of page faults. Meanwhile most ranks only
+    wait for rank 0.
     """
 
     def touch() -> None:
@@ -187,7 +188,7 @@ def _touch_in_background(tensors: Sequence[torch.Tensor]) -> Generator[None]:
 def _read_rows(targets: Sequence[_Target], whole: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
     """Fill the targets of one tensor by `read(offset, into)`, which copies bytes of the full tensor to the CPU.
 
-    Whole rows are read in place, others by blocks.
+    Rows that a target holds whole, in CPU memory, are read in place. Other rows are read in blocks and then copied.
     """
     if not whole.numel():
         return
@@ -272,7 +273,7 @@ class _Transfer:
 
 
 def _send(parts: Sequence[torch.Tensor] | None, block: torch.Tensor, *, is_scattered: bool) -> None:
-    """Fill `block` on each rank with the rank's own part of rank 0's `parts`, or with the only part."""
+    """Scatter rank 0's `parts` to `block` on each rank, or broadcast the only part."""
 
     def as_bytes(tensor: torch.Tensor) -> torch.Tensor:  # gloo supports neither float8 nor complex dtypes
         return tensor.view(-1).view(torch.uint8)
@@ -374,7 +375,7 @@ def _check_no_stale_reference(model: nn.Module, before: Mapping[int, str]) -> No
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors of a tree, of variables that its functions captured, and of their arguments."""
+    """Yield the strided tensors of a tree, of the closures of its functions, and of the arguments of its partials."""
     for leaf in pytree.tree_leaves(value):
         match leaf:
             case torch.Tensor():

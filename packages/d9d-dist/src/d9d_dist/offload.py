@@ -51,9 +51,9 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
     No collectives. The host waits for the copies.
 
     Args:
-        tensors: Tensors of any dtype and device; of a DTensor, this rank's shard. A shared storage is copied once; all
-            tensors on it, also those not passed, are invalid until `onload_tensor`. Accelerator tensors are copied to
-            pinned memory. CPU tensors are copied to other CPU memory, which saves nothing.
+        tensors: Tensors of any dtype and device; of a DTensor, this rank's shard. A shared storage is copied once. All
+            tensors that share a storage, also those not passed, are invalid until `onload_tensor`. Accelerator tensors
+            are copied to pinned memory. CPU tensors are copied to other CPU memory, which saves no memory.
 
     Raises:
         UserError: If a tensor is already offloaded, or torch does not own its memory, as for NumPy arrays. Nothing is

@@ -21,9 +21,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextmanager
 def refuse_writes(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Generator[None]:
-    """Raise `UserError` after the body if it replaced or wrote to one of a module's parameters, by whatever name.
+    """Return a context manager that raises `UserError` if its body replaces or writes to a parameter.
 
-    For a forward on fake tensors: operators that write are found even if they leave the values as they are.
+    Writes through an alias are detected too. Run the forward on fake tensors: in-place operators are detected even if
+    they do not change the values.
     """
     before = {name: (each, each.untyped_storage()) for name, each in parameters.items()}
     with _Writes() as writes:
@@ -39,7 +40,7 @@ def refuse_writes(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> 
 
 
 class _Gathered(NamedTuple):
-    """Parameter that a module gathered in a compared forward, and its state then."""
+    """Parameter that a module gathered in its compared forward, with its storage and version at that time."""
 
     name: str
     parameter: torch.Tensor
@@ -48,7 +49,7 @@ class _Gathered(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """True if a forward wrote to the parameter since then."""
+        """True if a forward wrote to the parameter after the compared forward."""
         return (self.parameter.untyped_storage()._cdata, self.parameter._version) != (self.storage, self.version)
 
 
@@ -68,9 +69,9 @@ def refuse_writes_in_first_forward(module: nn.Module) -> None:
 def refuse_later_writes(model: nn.Module, *, compare_next: bool = False) -> None:
     """Raise `UserError` if a forward wrote to sharded parameters after the first forward. No collectives.
 
-    Version counters find in-place writes and `.data = ...` in any forward since the first. They do not count in-place
-    writes to `.data`; with `compare_next`, the next forward is compared again by checksums, which takes two reads of
-    the parameters and a host-device synchronization. Both are too slow for every step.
+    Version counters detect in-place writes in any forward since the first, and storage addresses detect `.data = ...`.
+    In-place writes to `.data` change neither. With `compare_next`, the next forward is therefore compared again by
+    checksums. A comparison reads the parameters twice and synchronizes host and device: too slow for every step.
     """
     for module in model.modules():
         if (gathered := _GATHERED.get(module)) is not None:
@@ -82,8 +83,8 @@ def refuse_later_writes(model: nn.Module, *, compare_next: bool = False) -> None
 def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
     """Make the next forward raise `UserError` if it changes parameters.
 
-    It compares checksums, because writes by `.data` do not change version counters. With `prepend`, the comparison runs
-    before the hooks that were registered earlier.
+    Checksums are compared, because in-place writes to `.data` do not change version counters. With `prepend`, the
+    comparison runs before the hooks that were registered earlier.
     """
     before: dict[str, tuple[torch.Tensor, tuple[int, int, bool], torch.Tensor | None]] = {}
     refusals: list[RemovableHandle] = []
@@ -189,8 +190,8 @@ def _raise_if_any(names: Iterable[str]) -> None:
 def _gathered(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that FSDP gathered.
 
-    In later forwards, a module's own hooks may have swapped replicated parameters for local tensors before: forward may
-    write to those.
+    In later forwards, replicated parameters may also be plain local tensors, because the module's own hooks ran
+    before. Forward may write to replicated parameters, so they are excluded.
     """
     parameters = [(name, each) for name, each in module.named_parameters() if not isinstance(each, DTensor)]
     if (first := _GATHERED.get(module)) is None:

@@ -1,4 +1,4 @@
-"""States of the ranks' processes, to find the cause of a failed collective. Its error names only victims.
+"""States of the ranks' processes, to find the cause of a failed collective.
 
 Only processes on this machine can be inspected.
 """
@@ -45,17 +45,17 @@ def publish_self(store: dist.Store, rank: int) -> None:
 
 
 def peers_here(store: dist.Store, ranks: Iterable[int]) -> list[Peer]:
-    """Return the processes of the given ranks on this machine. Ranks that have not published are skipped."""
+    """Return the processes of the given ranks on this machine. Skips ranks that have not called `publish_self`."""
     return [peer for peer in _peers(store, list(ranks)) if peer.is_here]
 
 
 def hosts_of(store: dist.Store, ranks: Sequence[int]) -> list[str]:
-    """Return the host name of each rank. All of them have published."""
+    """Return the host name of each rank. All ranks must have called `publish_self`."""
     return [peer.host for peer in _peers(store, ranks)]
 
 
 def _peers(store: dist.Store, ranks: Sequence[int]) -> list[Peer]:
-    """Return the processes of the ranks that have published: with two requests if all have, as after start-up."""
+    """Return the processes of the ranks that called `publish_self`. Two requests to the store if all ranks have."""
     keys = {rank: f"d9d/peer/{rank}" for rank in ranks}
     if not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}

@@ -32,7 +32,8 @@ def planned_accelerator() -> Generator[None]:
 def is_on_host(tensor: "Tensor") -> bool:
     """Return True if a tensor is on the CPU or on `meta`, outside of `planned_accelerator`.
 
-    Algorithms whose block sizes depend on the device ask this function, so that a dry run has those of the accelerator.
+    Algorithms whose block sizes depend on the device call this function, so a dry run uses the block sizes of an
+    accelerator.
     """
     return tensor.device.type in ("cpu", "meta") and not _PLANS_ACCELERATOR.get()
 
@@ -40,8 +41,8 @@ def is_on_host(tensor: "Tensor") -> bool:
 def each_block(num: int, size: int) -> Iterator[slice]:
     """Yield the slices of `range(num)` in blocks of `size`; the last block may be smaller.
 
-    A dry run (`recorded_blocks`) yields few of the equal blocks: the first one that leaves the live bytes unchanged
-    counts for all that follow. So the body must run the same operators for every block of `size`.
+    A dry run (`recorded_blocks`) skips repeated blocks: the first block that leaves the number of live bytes unchanged
+    counts for all following blocks of equal size. So the body must run the same operators for every block of `size`.
     """
     record = _RECORD_BLOCK.get()
     start = 0
@@ -60,7 +61,7 @@ def each_block(num: int, size: int) -> Iterator[slice]:
 
 @contextmanager
 def recorded_blocks(record: RecordBlock) -> Generator[None]:
-    """Make `each_block` record equal blocks once, in the body."""
+    """Make `each_block` call `record` for each block during the body, and skip repeated blocks."""
     before = _RECORD_BLOCK.set(record)
     try:
         yield

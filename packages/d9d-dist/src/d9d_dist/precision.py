@@ -27,9 +27,9 @@ class Precision:
 
 
 def precision_of_job(name: PrecisionName, device: "torch.device") -> Precision | None:
-    """Return the precision that a name means on a device; `None` for the dtype of the parameters.
+    """Return the precision for a name on a device; `None` to compute and reduce in the dtype of the parameters.
 
-    In bfloat16, parameters, optimizer and sums of gradients over ranks stay in float32.
+    With bfloat16, the parameters, the optimizer state and gradient reductions stay in float32.
     """
     import torch  # noqa: PLC0415 - configurations need no torch
 

@@ -1,4 +1,4 @@
-"""End of the process groups of a process that starts others later."""
+"""Destruction of all process groups, in a process that may create new ones later."""
 
 from functools import _lru_cache_wrapper
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 def destroy_process_groups() -> None:
     """Destroy all process groups of this process, and clear DTensor's caches, which refer to their meshes.
 
-    A process that starts another default process group afterwards would otherwise find groups of the first.
+    With stale caches, a process that later creates another default process group would use destroyed groups.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -119,8 +119,8 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
 def local_positions(tensor: Tensor, name: str = "a tensor", *, coordinate: Sequence[int] | None = None) -> list[Tensor]:
     """Return, for each dim, the ascending positions of this rank's shard in the full tensor, int64 on the CPU.
 
-    A rank outside the mesh of a DTensor has no positions. `name` is for the error. With `coordinate`, return the
-    positions of the rank at this coordinate of the mesh.
+    A rank outside the mesh of a DTensor has no positions. `name` is the name of the tensor in errors. With
+    `coordinate`, return the positions of the rank at this coordinate of the mesh.
 
     Raises:
         UserError: If a placement is Partial, or the local shape disagrees with the placements because several mesh axes
@@ -174,9 +174,10 @@ def local_region(tensor: Tensor, name: str = "a tensor", *, coordinate: Sequence
 
 
 def local_part(full: Tensor, like: Tensor, name: str = "a tensor") -> Tensor:
-    """Return the part of a full tensor that this rank holds of `like`: a view, if it is one region. No collectives.
+    """Return the part of `full` at the positions of this rank's shard of `like`: a view if the part is one region.
 
-    `full` is a plain tensor of the shape of `like`, on any device. Raises `UserError` as `local_positions` does.
+    `full` is a plain tensor of the shape of `like`, on any device. No collectives. Raises `UserError` as
+    `local_positions` does.
     """
     for dim, places in enumerate(local_positions(like, name)):
         if _is_consecutive(places):
@@ -193,7 +194,7 @@ def copy_from_full_(tensor: Tensor, full: Tensor, name: str = "a tensor") -> Non
 
 
 def is_first_replica(tensor: DTensor) -> bool:
-    """Return True on one of the ranks with the same shard: that at coordinate 0 of the axes that replicate it."""
+    """Return True on one rank for each shard: the rank at coordinate 0 of all axes that replicate the shard."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and not any(
         place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()

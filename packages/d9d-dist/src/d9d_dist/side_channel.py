@@ -33,7 +33,7 @@ class SideChannel:
         self._texts.set(key, text)
 
     def write_first(self, key: str, text: str) -> str:
-        """Write a text unless the key has one; return the text of the key."""
+        """Write a text unless the key already has a text; return the text of the key."""
         return self._texts.compare_set(key, "", text).decode(errors="replace")
 
     def read(self, key: str) -> str | None:
@@ -49,7 +49,7 @@ class SideChannel:
         return first_failure(self._root)
 
     def publish_failure(self, rank: int, text: str, *, num_ended: int = 0) -> None:
-        """Publish the failure of a rank unless there is one.
+        """Publish the failure of a rank unless another failure was published before.
 
         `num_ended` is the number of ranks that have ended without a report.
         """

@@ -62,7 +62,7 @@ class DeferredWeightGrads:
             weight, works = self._weights.pop(key), self._works.pop(key)
             with torch.no_grad():
                 gradient = works.pop()()
-                while works:  # not in place: the result of a work may be a tensor in use elsewhere
+                while works:  # not in place: a callable may return a tensor that is used elsewhere
                     gradient = gradient + works.pop()()
             # The weight is not always a leaf: for a DTensor parameter it is the local tensor.
             torch.autograd.backward(weight, gradient)

@@ -13,7 +13,7 @@ def enable_symmetric_memory(mesh: DeviceMesh, *, setting: str) -> None:
 
     Args:
         mesh: Mesh of one axis.
-        setting: Name of the setting that needs it, for the error.
+        setting: Name of the setting that requires symmetric memory, for error messages.
 
     Raises:
         UserError: If torch has no symmetric memory for the devices, or a device cannot access another rank's memory.

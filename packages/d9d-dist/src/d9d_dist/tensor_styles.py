@@ -150,8 +150,8 @@ class RowParallel(TensorStyle):
 class SequenceParallel(TensorStyle):
     """Module that computes on this rank's part of an activation, with replicated parameters. No collectives.
 
-    For norms and other modules that act on single tokens, between a layer with output `Shard(1)` and one with that
-    input.
+    For norms and other modules that act on single tokens, between a layer with output `Shard(1)` and a layer with input
+    `Shard(1)`.
     """
 
 
@@ -160,7 +160,7 @@ class SequenceParallel(TensorStyle):
 class Replicated(TensorStyle):
     """Module that computes the same on every rank; the default style outside of named submodules.
 
-    Name it to exclude a submodule from the style of an outer one.
+    Use it in a plan to exclude a submodule from the style of an outer module.
     """
 
     has_partial_gradients: ClassVar[bool] = False
@@ -274,7 +274,7 @@ def _first_arg(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> 
 
 
 def _redistribute_input(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
-    """Return the whole activation, whose gradient is partial; `layout` is None if it is already converted."""
+    """Return the whole activation, whose gradient is partial; `layout` is `None` if `x` is already whole."""
     if layout is None:
         return x
     if isinstance(layout, Shard):

@@ -46,8 +46,8 @@ def token_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 def embed_vocab_shard(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Callable[[Tensor], Tensor]) -> Tensor:
     """Embed this rank's ids; other ids give zeros. The sum over ranks is the embedding. No collectives.
 
-    `ids` are int64 of any shape. `lookup` returns the vectors [..., D] of ids below `num_rows`, which count from this
-    rank's first row. An id of at least V raises `UserError` on the CPU; on an accelerator the device raises later.
+    `ids` are int64 of any shape. `lookup` returns the vectors [..., D] of local ids: below `num_rows`, counted from
+    this rank's first row. An id of at least V raises `UserError` on the CPU; on an accelerator the device raises later.
     """
     check_token_ids(ids, mesh.size() * num_rows, what="token ids")
     local_ids, is_here = _local_ids(ids, num_rows, mesh)
@@ -71,7 +71,9 @@ class VocabParallelCrossEntropy:
         self._mesh, self._ignored_label = mesh, ignored_label
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """Return losses [T], equal on all ranks, of this rank's logits [T, V_local] and labels [T], equal on all ranks.
+        """Return losses [T] of this rank's logits [T, V_local] and labels [T].
+
+        Labels must be equal on all ranks, and so are the losses.
 
         Raises:
             UserError: On the CPU, if a label is out of range. On an accelerator the device raises later.

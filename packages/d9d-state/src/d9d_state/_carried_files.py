@@ -34,7 +34,7 @@ def add_carried_files(
 ) -> dict[str, JsonValue | bytes]:
     """Return the small files of a source folder merged with `own`, the exporter's files, which take precedence.
 
-    Exception: of two `config.json` files with the same `model_type`, entries that only the source has are kept, and
+    Exception: if both `config.json` files have the same `model_type`, entries that only the source has are kept, and
     `dtype` becomes that of the exported tensors. Raises `UserError` if the source is unreadable or its `config.json` is
     not an object.
     """

@@ -1,6 +1,7 @@
-"""Digests of checkpoint content: 128-bit XXH3, which a core computes at ten times the speed of SHA-256.
+"""Digests of checkpoint content: 128-bit XXH3, which a CPU core computes ten times as fast as SHA-256.
 
-They detect damage. They are not a signature, and neither would SHA-256 be: who can change a file can change its record.
+The digests detect damage, not manipulation. SHA-256 would not detect manipulation either: an attacker who can change a
+file can also change its record.
 """
 
 from collections.abc import Iterable

@@ -16,7 +16,7 @@ from d9d_state.tensor_info import TensorInfo
 class Offer:
     """Tensors that one rank can write.
 
-    `part` is the index of a set of ranks with the same values: those of one pipeline stage, or a single rank.
+    `part` identifies a set of ranks that can write the same tensors: those of one pipeline stage, or a single rank.
     """
 
     part: int

@@ -1,8 +1,8 @@
 """All writes of this package, in one module so that tests can kill the process at each of them.
 
-For paths in an object store, the functions that order and persist entries of a file system do nothing.
-Only `rename` and `exchange` are atomic; the callers build commits from these steps. Tests replace and count the direct
-calls of `os`.
+For paths in an object store, `make_folder` and `fsync_folder` do nothing.
+Only `rename`, `exchange` and `replace_file` are atomic; callers combine these functions into commits. Tests replace and
+count the direct calls of `os`.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[Part
                 block = view[start : start + _BLOCK]
                 digest.update(block)
                 _write_all(descriptor, block)
-                # The advice for dirty pages is to write them back now; without it, fsync() would start at the end.
+                # This advice starts the write-back of dirty pages now; otherwise fsync() would start it at the end.
                 os.posix_fadvise(descriptor, position, len(block), os.POSIX_FADV_DONTNEED)
                 position += len(block)
             records.append(PartRecord(len(view), digest.hexdigest()))
@@ -78,7 +78,7 @@ def map_file(path: Path, size: int) -> Tensor:
 
 
 def fsync_file(path: Path) -> None:
-    """Fsync a file, also the bytes that were written through a mapping."""
+    """Fsync a file, including bytes that were written through a mapping."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -117,7 +117,8 @@ def rename(src: Path, dst: Path) -> None:
 def exchange(one: Path, other: Path) -> None:
     """Swap two folders of one file system atomically, so that both names exist at every moment.
 
-    Without `renameat2`, three renames do it. A kill between them leaves the replaced folder as `<name>.old`.
+    Without `renameat2`, three renames are used, which are not atomic: a kill between the renames leaves the replaced
+    folder as `<name>.old`.
     """
     exchanged = _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     if exchanged != 0:

@@ -17,7 +17,7 @@ from d9d_state.object_path import ObjectPath
 
 
 def partial_of(target: Path) -> Path:
-    """Return the path of a folder while it is being written, or while a checkpoint is being deleted."""
+    """Return the temporary path, ending in `.partial`, that a folder has while it is being written or deleted."""
     return target.with_name(f"{target.name}.partial")
 
 
@@ -26,7 +26,8 @@ def make_partial(
 ) -> None:
     """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective.
 
-    An object store needs none, and keeps the files of a killed save, which this one continues.
+    An object store needs no partial folder. The files of a killed save stay there, and the new save continues from
+    them.
     """
     partial, problem = partial_path(target), None
     if isinstance(partial, ObjectPath):
@@ -52,13 +53,13 @@ def make_partial(
 def partial_path(target: AnyPath) -> AnyPath:
     """Return the path under which a checkpoint is written.
 
-    In an object store it is the final one: the manifest, written last, completes the checkpoint.
+    In an object store this is the final path: the manifest, written last, completes the checkpoint.
     """
     return partial_of(target) if isinstance(target, Path) else target
 
 
 def discard_partial(partial: AnyPath) -> None:
-    """Delete a partial folder, if it exists. Files in an object store stay, for the next save of the step."""
+    """Delete a partial folder, if it exists. Files in an object store are kept for the next save of the step."""
     if isinstance(partial, Path) and partial.is_dir():
         _files.remove_folder(partial)
 

@@ -1,4 +1,4 @@
-"""Number of ranks, main process and mesh of a job, which may have no distributed context."""
+"""Number of ranks, main process and mesh of a job, with or without a distributed context."""
 
 import torch.distributed as dist
 
@@ -15,7 +15,7 @@ def num_ranks(ctx: DistributedContext | None) -> int:
 
 
 def is_main(ctx: DistributedContext | None) -> bool:
-    """Return True on the main process, which writes the files that the job has only one copy of."""
+    """Return True on the main process, which writes the files that are shared by the whole job."""
     return ctx is None or ctx.is_main_process
 
 

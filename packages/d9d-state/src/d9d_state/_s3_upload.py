@@ -1,8 +1,8 @@
-"""Uploads to S3 in parts, which continue where an earlier upload of the same object was cut.
+"""Multipart uploads to S3 that continue where an earlier upload of the same object was interrupted.
 
-S3 keeps the parts of an upload that was not completed. A stored part is used if its ETag, the MD5 of its content, is
-that of the bytes to be stored. With KMS encryption an ETag is no MD5, so all parts are sent again. fsspec
-has no such operations for other stores.
+S3 keeps the parts of an incomplete upload. A stored part is used if its ETag, the MD5 of its content, matches the bytes
+to upload. With KMS encryption the ETag is not an MD5, so all parts are sent again. fsspec has no such operations for
+other stores.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, final
 
 _LOGGER = logging.getLogger("d9d.state")
-_PARTS_IN_FLIGHT = 4  # each is copied to memory
+_PARTS_IN_FLIGHT = 4  # each part in flight is a copy in memory
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class S3Object:
-    """Object of S3, or prefix of objects.
+    """Object in S3, or a key prefix.
 
     Attributes:
         filesystem: s3fs's file system.
@@ -58,16 +58,16 @@ class S3Object:
                 parts = list(pool.map(part, range(1, len(starts) + 1), starts))
                 complete = {"Key": self.key, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
                 self._call("complete_multipart_upload", **complete)
-            except FileNotFoundError as error:  # the upload was completed, and the answer was lost
+            except FileNotFoundError as error:  # the upload was completed, but the response was lost
                 raise ConnectionError(f"the upload of {self.key} does not exist any more: {error}") from error
 
     def unfinished(self) -> list[tuple["S3Object", str]]:
-        """Return the uploads of objects with this prefix that were not completed: the object and the upload's id."""
+        """Return the object and the id of each incomplete upload whose key has this prefix."""
         uploads = self._listed("Uploads", "list_multipart_uploads", "KeyMarker", "UploadIdMarker", Prefix=self.key)
         return [(S3Object(self.filesystem, self.bucket, each["Key"]), str(each["UploadId"])) for each in uploads]
 
     def abort(self, upload_id: str) -> None:
-        """Delete an upload that was not completed, with its parts."""
+        """Delete an incomplete upload and its parts."""
         self._call("abort_multipart_upload", Key=self.key, UploadId=upload_id)
 
     def _head(self) -> Any:
@@ -77,7 +77,7 @@ class S3Object:
             return None
 
     def _continued(self) -> tuple[str, dict[int, str]]:
-        """Return the id of an upload, an earlier one of this object if there is one, and the ETags of its parts."""
+        """Return upload id and ETags of the stored parts of an incomplete upload of this object, or of a new upload."""
         try:
             for each, upload_id in self.unfinished():
                 if each.key == self.key:
@@ -102,7 +102,7 @@ class S3Object:
 
 
 def _range(views: Sequence[memoryview], start: int, size: int) -> bytes:
-    """Return `size` bytes of the concatenation of `views`, or those up to its end."""
+    """Return `size` bytes, or fewer at the end, of the concatenation of `views`, from `start`."""
     blocks: list[memoryview] = []
     end = start + size
     for view in views:

@@ -1,8 +1,8 @@
 """Check that all ranks see the same folder, before several ranks write to it.
 
 Hosts with local file systems may each have a folder of the same name, perhaps with files of a killed job. So the main
-process creates a file with a random name, for which every rank looks. The name is new, so no network file system has a
-cached answer.
+process creates a file with a random name, and every rank checks that it sees this file. The name is new, so no network
+file system has cached its absence.
 """
 
 import os
@@ -62,7 +62,7 @@ def is_token(name: str) -> bool:
 
 
 def remove_tokens(folder: Path) -> None:
-    """Delete check files that killed jobs left in a folder. No other job may use the folder."""
+    """Delete check files that killed jobs left in a folder. No other job may be using the folder."""
     for path in folder.iterdir():
         if is_token(path.name):
             _files.remove_file(path)

@@ -1,4 +1,4 @@
-"""Tensors on disk that a pipeline stage of a model can produce, and the groups of the mapper that produce them."""
+"""Exported tensors that a pipeline stage of a model can produce, and the mapper groups that produce these tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from d9d_state.tensor_info import TensorInfo
 
 
 def offer_of(model: nn.Module, mapper: StateMapper, stage: int) -> Offer:
-    """Return the tensors on disk that this rank can produce from its stage of a model. No collectives."""
+    """Return the exported tensors that this rank can produce from its stage of a model. No collectives."""
     tensors = module_tensors(model)
     infos = {name: TensorInfo.of(tensors[name]) for name in mapper.inputs if name in tensors}
     try:
@@ -37,7 +37,7 @@ def _held_groups(mapper: StateMapper, held: Mapping[str, TensorInfo]) -> list[St
 def _produced(
     groups: Sequence[StateGroup], mapper: StateMapper, infos: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """Infer shape and dtype of the tensors on disk, in the order in which they are written."""
+    """Infer shape and dtype of the exported tensors, in the order in which the tensors are written."""
     produced: dict[str, TensorInfo] = {}
     for group in groups:
         outputs = mapper.apply({name: infos[name].to_meta() for name in group.inputs})

@@ -13,7 +13,7 @@ class StateError(RuntimeError):
 
 
 class UnreadableError(StateError):
-    """State that may be intact, but that this process cannot read: a limit on open files, an unreachable store."""
+    """State that may be intact but cannot be read, e.g. because of a limit on open files or an unreachable store."""
 
 
 class VersionError(UserError):

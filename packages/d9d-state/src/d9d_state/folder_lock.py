@@ -37,8 +37,8 @@ def locked_folder(
         run_id: Id of the run, shown to a job that finds the folder locked; only that of the main process counts.
 
     Raises:
-        UserError: On every rank, if another job holds the lock (names its host and process). Also if ranks do not see
-            the main process's folder (names the ranks and their hosts).
+        UserError: On every rank, if another job holds the lock; the message names the job's host and process. Also if
+            ranks do not see the main process's folder; the message names these ranks and their hosts.
         StateError: On every rank, if the folder cannot be created or locked.
     """
     lock = FolderLock(folder)
@@ -70,7 +70,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self, run_id: str | None) -> None:
-        """Acquire the lock without waiting; raise `UserError` with host and process id of another holder."""
+        """Acquire the lock without waiting; if another job holds it, raise `UserError` with its host and process id."""
         _files.make_folder(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -101,7 +101,7 @@ class FolderLock:
         self.forget()
 
     def keep(self) -> None:
-        """Hold the lock to the end of the process: `release` has no effect any more."""
+        """Hold the lock until the process ends: `release` no longer has an effect."""
         self._descriptor = None
 
     def forget(self) -> None:

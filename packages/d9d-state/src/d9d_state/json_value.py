@@ -15,7 +15,7 @@ def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
     """Encode a value as canonical UTF-8 JSON: sorted keys, and no spaces without `indent`.
 
     `parse_json` restores floats bit for bit, and tuples as lists. Raises `ValueError` if a part of the value is not
-    JSON (names its path), or the value contains itself.
+    JSON, with the path of that part, or if the value contains itself.
     """
     try:
         _validate(value, "value")

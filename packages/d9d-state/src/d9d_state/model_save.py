@@ -42,8 +42,8 @@ def save_model_state(
         folder: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export.
         mapper: Maps names and shapes in memory to those on disk, usually `load_mapper.inverse()`; `None` keeps them.
             Every stage passes the mapper of the whole model, which must consume every tensor; `drop` tensors that
-            should not be written. Outputs of `keep` are not written. All inputs of a group must be on one stage. Of
-            several stages with the same tensor, such as a tied embedding, the first writes it.
+            should not be written. Outputs of `keep` are not written. All inputs of a group must be on one stage. If
+            several stages have the same tensor, such as a tied embedding, the first stage writes the tensor.
         ctx: Distributed context; `None` for a single process.
         max_shard_bytes: Maximum bytes of tensor data per file. A larger tensor gets a file of its own.
         extra_files: JSON files to write beside the weights, by name: `{"config.json": {...}}`.

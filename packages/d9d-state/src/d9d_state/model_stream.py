@@ -1,6 +1,6 @@
-"""Weights of a model in the names and shapes on disk, without files: gathered group by group, or this rank's shards.
+"""Weights of a model with the names and shapes of an export, without files: gathered tensors or this rank's shards.
 
-For programs that take over weights while training goes on, such as inference engines.
+For programs that receive weights during training, such as inference engines.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ def gathered_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that `save_model_state` would write, unsharded, one group of the mapper at a time. Collective.
 
-    The ranks of a pipeline stage gather a group, transform it, and all yield its tensors. A rank holds one group in
-    addition to the model, and the tensors that the caller keeps: the variable of a loop keeps one, until it is deleted.
-    Ranks must consume the iterator completely, and may not change the model before.
+    The ranks of a pipeline stage gather a group and transform it, and every rank yields its tensors. A rank holds one
+    group in addition to the model and to the tensors that the caller keeps. A loop variable keeps one tensor, until the
+    variable is deleted. Ranks must consume the iterator completely, and must not change the model before its end.
 
     Args:
         model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
@@ -35,8 +35,9 @@ def gathered_weights(
         ctx: Distributed context; `None` for a single process.
 
     Yields:
-        Name and tensor, on the device of the model, in the order of the mapper's groups: those of this rank's stage. A
-        tensor may be a view of the group, and of the model if it is not sharded: clone it to keep it or to change it.
+        Name and tensor, on the device of the model, for this rank's stage, in the order of the mapper's groups. The
+        tensor may be a view of the group's tensors, or of the model's if they are not sharded: clone the tensor to keep
+        it or to change it.
 
     Raises:
         UserError: On every rank, if mapper and model do not match.
@@ -58,22 +59,22 @@ def gathered_weights(
 
 
 def weight_shards(model: nn.Module, load_mapper: StateMapper | None = None) -> Iterator[tuple[str, Tensor, Region]]:
-    """Yield this rank's shards of a model's tensors as regions of the tensors on disk. No collectives, no copies.
+    """Yield this rank's shards of a model's tensors as regions of the tensors on disk. No collectives.
 
     The shards of all ranks cover each tensor on disk, except for parts that the mapper does not read. Ranks that hold
     replicas of a parameter yield equal regions.
 
     Args:
         model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
-        load_mapper: Maps names and shapes on disk to those of the whole model; `None` if they are equal. It has an
-            inverse.
+        load_mapper: Maps names and shapes on disk to those of the whole model; `None` if they are equal. The mapper
+            must have an inverse.
 
     Yields:
         Name on disk; shard, a view of the parameter's memory, or a copy if the dtype on disk differs; region of the
         tensor on disk. Empty shards are skipped.
 
     Raises:
-        UserError: If the mapper computes values, which are on no rank before. Use `gathered_weights` then.
+        UserError: If the mapper computes new values, instead of only moving them. Use `gathered_weights` then.
         ValueError: If the mapper has no inverse.
     """
     mapper = identity_of(model) if load_mapper is None else load_mapper
@@ -114,7 +115,7 @@ def _infos_on_disk(mapper: StateMapper, group: StateGroup, tensors: Mapping[str,
 
 
 class _Reads:
-    """Source that records the memory that each region would be read into, without reading data."""
+    """Tensor source that records the target memory of each read, without reading data."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors = tensors

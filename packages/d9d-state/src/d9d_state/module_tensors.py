@@ -31,6 +31,6 @@ def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Map each name to the first name of the same tensor; an untied tensor's name maps to itself."""
+    """Map each name to the first name of the same tensor; the name of an untied tensor maps to itself."""
     first_names: dict[int, str] = {}
     return {name: first_names.setdefault(id(tensor), name) for name, tensor in module_tensors(module).items()}

@@ -40,7 +40,7 @@ class ObjectPath:
 
     @classmethod
     def open(cls, url: str, *, options: Mapping[str, Any] | None = None) -> Self:
-        """Return the path of a URL, with fsspec's options of its protocol. Credentials are those of the environment.
+        """Return the path of a URL, with fsspec's `options` for its protocol. Credentials come from the environment.
 
         Raises:
             UserError: If the package of the protocol is not installed, or the protocol is unknown.
@@ -137,7 +137,7 @@ class ObjectPath:
         return len(data)
 
     def read_range(self, start: int, end: int) -> bytes:
-        """Read a range, with one request for these bytes only. It ends with the object if that is shorter."""
+        """Read a range, with one request for these bytes only. The result is shorter if the object ends earlier."""
         if start == end:
             return b""
         return bytes(self._retry(partial(self.filesystem.cat_file, self.url, start=start, end=end)))
@@ -145,8 +145,8 @@ class ObjectPath:
     def upload(self, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
         """Upload an object, in several requests if it is large; return size and digest of each part.
 
-        In S3, a large upload continues where an earlier one was cut, in this process or another. In other stores, an
-        upload is repeated from its start after a failed request.
+        In S3, a large upload continues where an earlier upload was interrupted, in this process or another. In other
+        stores, an upload is repeated from its start after a failed request.
         """
         views = [memoryview(part).cast("B") for part in parts]
         self._retry(partial(self._upload_once, views))
@@ -160,13 +160,13 @@ class ObjectPath:
             return
 
     def remove_all(self, *, first: Sequence[str] = ()) -> None:
-        """Delete all objects below the prefix, those named in `first` before the others."""
+        """Delete all objects below the prefix, starting with the objects named in `first`."""
         children = sorted(self.iterdir(), key=lambda child: (child.name not in first, child.name))
         for child in children:
             child.remove()
 
     def abort_uploads(self, is_chosen: Callable[[str], bool]) -> None:
-        """Delete uploads to S3 that were not completed, below the children whose names are chosen."""
+        """Delete incomplete uploads to S3, below the children for whose names `is_chosen` returns True."""
         if (prefix := (self / "")._in_s3) is None:
             return
         for found, upload_id in self._retry(prefix.unfinished):

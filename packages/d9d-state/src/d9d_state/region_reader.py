@@ -24,8 +24,8 @@ from d9d_state.object_path import ObjectPath
 from d9d_state.tensor_info import TensorInfo
 
 _BLOCK = 1 << 22  # bytes per read, and size of the buffer if one is needed
-_GAP = 1 << 12  # bytes; gaps of up to a page between wanted runs are read too, since disks return whole pages
-_OBJECT_GAP = 1 << 16  # bytes; a request to an object store takes longer than the transfer of so many bytes
+_GAP = 1 << 12  # bytes; gaps of up to a page between wanted runs are read too, because disks return whole pages
+_OBJECT_GAP = 1 << 16  # bytes; an additional request to an object store takes longer than transferring this many bytes
 
 
 @final
@@ -118,7 +118,7 @@ class RegionReader:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One read: the wanted region, the enclosing region that is read, and the target of the wanted region."""
+    """One read operation: the wanted region, the enclosing region that is read, and the target of the wanted region."""
 
     wanted: Region
     read: Region

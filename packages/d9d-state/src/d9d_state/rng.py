@@ -39,8 +39,8 @@ def rng_state() -> JsonValue:
 def set_rng_state(state: JsonValue) -> None:
     """Restore the generator states that `rng_state` returned.
 
-    The whole state is validated before any generator is changed. A generator stays unchanged if it is missing in this
-    process or in the saved state.
+    The whole state is validated before any generator is changed. A generator that is missing in the saved state stays
+    unchanged; the saved state of a generator that is missing in this process is ignored.
 
     Raises:
         UserError: If `state` was not returned by `rng_state`, or is damaged.

@@ -17,7 +17,7 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class SafetensorsRecord:
-    """Sizes and digests of a file's header and tensors, which are stored in this order, without gaps."""
+    """Sizes and digests of a file's header and tensors, in the order of the file, which has no gaps."""
 
     header: PartRecord
     tensors: Mapping[str, PartRecord]

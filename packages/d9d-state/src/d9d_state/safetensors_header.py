@@ -52,7 +52,7 @@ _DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
 _MAX_ELEMENTS = (1 << 63) - 1
 _PAIRS = "F4"  # torch packs two 4-bit numbers into one element; the format counts each number
 _MAX_NAME = 10_000  # characters
-_MAX_SHOWN = 300  # characters of a message about an untrusted header
+_MAX_SHOWN = 300  # characters in an error message about an untrusted header
 
 _SPACE = rb"[ \t\n\r]{0,1000}+"
 _STRING = rb'"(?:[^"\\]{1,10000}+|\\.){0,10000}+"'
@@ -136,7 +136,7 @@ def read_header(path: AnyPath) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _local(path: AnyPath, prefix: bytes, header: bytes, size: int) -> Generator[Path]:
-    """Return a file for the library: the file itself, or a sparse one with the start of an object and its size."""
+    """Yield a local file for the library: `path` itself, or a sparse file with an object's header and size."""
     if isinstance(path, Path):
         yield path
         return

@@ -1,7 +1,7 @@
 """Order of a row's chunks: by position or by rank.
 
-A row is cut into 2R chunks; rank r of R holds chunks r and 2R-1-r. Under a causal mask early chunks need little work
-and late chunks much, so all pairs need equal work.
+A row is cut into 2R chunks; rank r of R holds chunks r and 2R-1-r. Under a causal mask, early chunks need little work
+and late chunks need much, so all of these pairs need equal work.
 """
 
 import torch

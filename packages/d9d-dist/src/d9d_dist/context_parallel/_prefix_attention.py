@@ -45,7 +45,7 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def _blocks(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> tuple[AttentionBlock, AttentionBlock]:
-    """Return two blocks: keys before the queries' positions, and keys at the queries' positions."""
+    """Return two blocks: one with the keys before the queries' positions, one with the keys at these positions."""
     before = k_BGSK.shape[2] - q_BHLK.shape[2]
     return (
         AttentionBlock(q_BHLK, k_BGSK[:, :, :before], v_BGSK[:, :, :before], causal=False),

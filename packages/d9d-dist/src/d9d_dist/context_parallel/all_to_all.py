@@ -67,7 +67,7 @@ class AllToAllAttention:
 
 
 def _repeats_per_kv_head(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return the number of copies of each key/value head that gives each rank the heads of its queries."""
+    """Return the number of copies of each key/value head such that each rank gets the heads that its queries need."""
     fitting = [
         degree
         for degree in range(1, num_heads + 1)

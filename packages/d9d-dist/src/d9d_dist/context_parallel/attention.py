@@ -40,8 +40,8 @@ class Attention(Protocol):
 class DeclaresStandardSdpa(Protocol):
     """`Attention` with a flag that allows other kernels to replace it.
 
-    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention`; other kernels may then replace
-    it.
+    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention`. Other kernels may then replace the
+    function.
     """
 
     @property
@@ -50,7 +50,7 @@ class DeclaresStandardSdpa(Protocol):
 
 @runtime_checkable
 class DeclaresCausality(Protocol):
-    """`Attention` that may attend to later positions: `is_causal` is False then.
+    """`Attention` with a flag `is_causal`, which is False if queries may attend to later positions.
 
     Functions without the flag are causal.
     """
@@ -76,7 +76,7 @@ def is_standard_sdpa(attention: Attention) -> bool:
 def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
     """Compute `Attention` by `torch.nn.functional.scaled_dot_product_attention`. No collectives.
 
-    For L = S without documents, this is one causal call without a mask tensor. For L < S two blocks of torch's flash
+    For L = S without documents, this is one causal call without a mask tensor. For L < S, two blocks of torch's flash
     kernel are merged. A mask [L, S] is built only for inputs that the flash kernel does not support: packed documents,
     and on accelerators dtypes other than bfloat16 and float16.
     """

@@ -1,8 +1,8 @@
 """Blockwise attention: each block covers some of the keys; the log-sum-exp of each block makes the merge exact.
 
 Attention over all keys is the sum of the blocks' outputs weighted by exp(log-sum-exp of the block - log-sum-exp of all
-blocks), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). From other blocks,
-the backward of a block needs only the merged output and the merged log-sum-exp.
+blocks), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Besides its own inputs, the
+backward of a block needs only the merged output, its gradient and the merged log-sum-exp.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -160,7 +160,7 @@ class MergedBlocks:
         self.lse_BHL = lse_BHL.clone()
 
     def add(self, out_BHLK: Tensor, lse_BHL: Tensor, *, queries: slice) -> None:
-        """Merge a block of some of the queries."""
+        """Merge the output and log-sum-exp of another block, for a slice of the queries."""
         all_lse_BHL = self.lse_BHL[:, :, queries]
         share_BHL1 = torch.sigmoid(lse_BHL - all_lse_BHL).unsqueeze(-1)
         self.out_BHLK[:, :, queries].lerp_(out_BHLK.to(lse_BHL.dtype), share_BHL1)

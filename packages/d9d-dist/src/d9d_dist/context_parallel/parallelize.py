@@ -26,7 +26,7 @@ class HasAttention(Protocol):
 class HasContextMesh(Protocol):
     """Module that exchanges data with the ranks that hold the other parts of a row, such as a recurrent layer.
 
-    `parallelize_context` sets `context_mesh`, the mesh of one axis over which rows are split; None for whole rows.
+    `parallelize_context` sets `context_mesh`, the one-axis mesh over which rows are split; `None` if rows are whole.
     """
 
     context_mesh: DeviceMesh | None
@@ -110,7 +110,7 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
         _check_supports_sequence_sharding(module, mesh.size())
-    # hasattr instead of isinstance, which from Python 3.12 on does not see an attribute that is a submodule.
+    # From Python 3.12 on, isinstance with a protocol does not find attributes that are submodules; hasattr does.
     having = {name: each for name, each in module.named_modules() if hasattr(each, "attention_function")}
     found = cast("dict[str, HasAttention]", having)
     stateful = [each for each in module.modules() if isinstance(each, HasContextMesh)]

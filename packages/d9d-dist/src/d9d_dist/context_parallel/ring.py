@@ -20,7 +20,7 @@ from d9d_dist.differentiable import gather_from_axis
 
 @final
 class RingAttention:
-    """Ring Attention, arXiv:2310.01889: keys and values pass all ranks; each merges attention blocks for its queries.
+    """Ring Attention, arXiv:2310.01889: keys and values travel around the ranks, which merge blocks for their queries.
 
     The paper splits rows into consecutive parts. With the chunks of `ContextSplit` every step after the first computes
     half a block without a mask, so all ranks have equal work.
@@ -114,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Step of a pass: the slices of this rank's queries, and of the keys and values of rank `source`, in a block."""
+    """Step of a pass: the slice of this rank's queries and the slice of rank `source`'s keys that form a block."""
 
     source: int
     queries: slice
@@ -160,7 +160,7 @@ class _Arrival:
 
 
 def _send_to_next(tensors: list[Tensor], mesh: DeviceMesh, *, tag: int) -> _Arrival:
-    """Start to send contiguous tensors to the next rank and to receive those of the previous rank; first tag: `tag`."""
+    """Start to send contiguous tensors to the next rank and to receive the previous rank's. `tag` is the first tag."""
     group, rank, num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     received = [torch.empty_like(tensor) for tensor in tensors]
     operations = [

@@ -75,8 +75,8 @@ class ContextSplit:
     def positions(self, length: int) -> Tensor:
         """Return the positions of this rank's tokens in the whole row: [1, length / R], int64, on the mesh's device.
 
-        Use them as position ids for batches without position ids. `length` is that of the whole row. Raises `UserError`
-        if the length is not a multiple of 2R.
+        Use the positions as position ids for batches without position ids. `length` is the length of the whole row.
+        Raises `UserError` if the length is not a multiple of 2R.
         """
         device = torch.device(self._mesh.device_type)
         if self._mesh.size() == 1:

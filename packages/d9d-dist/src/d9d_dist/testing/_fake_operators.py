@@ -1,4 +1,4 @@
-"""Operators of the fake accelerator: their shapes come from torch's meta kernels, and no value is computed."""
+"""Operators of the fake accelerator: torch's meta kernels compute output shapes; no values are computed."""
 
 import traceback
 from collections.abc import Callable
@@ -28,11 +28,12 @@ _NOT_COMPUTING = ("empty", "new_empty", "detach", "alias", "view", "_unsafe_view
 
 @final
 class Operators:
-    """Fallback of all operators on the device, and the details of recorded operators and host waits.
+    """Fallback kernel for all operators on the device; keeps the details of recorded operators and host waits.
 
     Attributes:
-        details: Entries of operators and host waits, by their index.
-        answers: Functions from the shape of a tensor to the values that the host reads, by the name of the reader.
+        details: Log entries of operators and host waits, by their index in the log.
+        answers: Functions that return the values that the host reads for a tensor shape, by the name of the calling
+            function.
     """
 
     def __init__(self, extension: Any) -> None:
@@ -56,7 +57,7 @@ class Operators:
         extension.set_host_wait(self.host_wait)
 
     def _own_list_kernel(self, aten: torch.library.Library, name: str) -> None:
-        """Register an operator on lists of tensors, of which each is one kernel on an accelerator."""
+        """Register an operator on lists of tensors, which is a single kernel on an accelerator."""
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
         if operator is None or packet in _ONE_KERNEL:
@@ -89,7 +90,7 @@ class Operators:
             self.details[index] = DeviceEntry("collective", 0, name, num_bytes, 0, num_ranks, _stack(), shapes)
 
     def host_wait(self, reason: str, read: Tensor | None) -> None:
-        """Record a wait of the host, and answer a read of values; the tensor is 0 unless a function has an answer."""
+        """Record a host wait. If the host reads values, `read` receives those set by `answer`; otherwise it stays 0."""
         index = self._extension.put_host_wait()
         stack = _stack() if index >= 0 or (read is not None and self.answers) else ()
         if index >= 0:
@@ -161,7 +162,7 @@ class Operators:
 
 
 class _Mirror:
-    """Meta tensors in place of the device tensors of one call, and the way back."""
+    """Conversion of the tensors of one operator call from the device to meta, and of the results back."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self._meta = {id(tensor): (tensor, _meta_like(tensor)) for tensor in inputs}
@@ -176,7 +177,7 @@ class _Mirror:
         return torch.device("meta") if isinstance(leaf, torch.device) and leaf.type == NAME else leaf
 
     def arguments(self, operator: Any, args: tuple[Any, ...]) -> list[Any]:
-        """Return the positional arguments on meta, with numbers as tensors where the schema has tensors."""
+        """Return the positional arguments on meta; numbers become tensors where the schema expects tensors."""
         return [
             torch.tensor(value) if isinstance(value, (int, float)) and str(wanted.type) == "Tensor" else value
             for value, wanted in zip(self.to_meta(list(args)), operator._schema.arguments, strict=False)

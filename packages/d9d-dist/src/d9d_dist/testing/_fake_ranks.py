@@ -1,6 +1,6 @@
-"""Process group of one rank without the others: collectives run on a stream of the group, as those of NCCL do.
+"""Process group with only one real rank: collectives run on a stream of the group, as with NCCL.
 
-Every rank is like this one: a collective on CPU tensors returns what equal ranks would send.
+The other ranks are assumed to have the same data: collectives on CPU tensors return the result for equal ranks.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ BACKEND = "fakegpu_ranks"
 
 @final
 class FakeWork(dist._Work):
-    """Handle of a collective. `wait` lets the current stream wait, not the host."""
+    """Handle of a collective. `wait` makes the current stream wait, not the host."""
 
     def __init__(self, extension: Any, event: int | None, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._extension, self._event, self._result = extension, event, list(result)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait for the collective."""
+        """Make the current stream wait for the collective."""
         if self._event is not None:
             self._extension.put_event_wait(self._event, -1)
         return True
@@ -67,7 +67,7 @@ class FakeGroup(_ProcessGroup):
         return self.pg_name
 
     def _get_backend(self, device: Any) -> "FakeGroup":
-        """Return the group itself, whose sends and receives `batch_isend_irecv` calls one by one."""
+        """Return the group itself; `batch_isend_irecv` then calls its sends and receives one by one."""
         return self
 
     def size(self) -> int:
@@ -91,7 +91,7 @@ class FakeGroup(_ProcessGroup):
         return FakeWork(self._extension, self._extension.put_event_record(stream), results)
 
     def _peer_stream(self, peer: int) -> int:
-        """Return the stream for messages between this rank and another; NCCL has a communicator for each pair."""
+        """Return the stream for messages to and from another rank; NCCL has a communicator for each pair."""
         if peer not in self._peer_streams:
             self._peer_streams[peer] = self._extension.new_stream()
         return self._peer_streams[peer]

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on the fake accelerator: recorded, and neither compiled nor run."""
+"""Launches of Triton kernels on the fake accelerator: kernels are recorded, but neither compiled nor run."""
 
 import types
 from importlib.util import find_spec
@@ -10,14 +10,14 @@ from d9d_dist.testing._fake_operators import NAME, Operators
 
 
 def record_triton_launches(operators: Operators) -> None:
-    """Replace the launch of all Triton kernels of this process by an entry of the log, if Triton is installed."""
+    """Make every launch of a Triton kernel in this process only add an entry to the log, if Triton is installed."""
     if find_spec("triton") is None:
         return
     from triton.backends.driver import DriverBase  # noqa: PLC0415 - optional
     from triton.runtime import JITFunction, driver  # noqa: PLC0415
 
     class NoDriver(DriverBase):
-        """Driver of a device with the sizes of an NVIDIA H100."""
+        """Triton driver that reports the device properties of an NVIDIA H100."""
 
         def __init__(self) -> None:
             sizes = {"max_shared_mem": 232_448, "multiprocessor_count": 132}

@@ -1,4 +1,4 @@
-"""Log of what the host asked of the fake accelerator, in order, with its streams and every wait of the host."""
+"""Log of the operations that the host issued to the fake accelerator: in order, with streams and host waits."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,14 +28,15 @@ class DeviceEntry:
     """Operation that the host requested of the device, or a wait of the host.
 
     Attributes:
-        kind: EntryKind of the operation.
+        kind: Kind of the operation.
         stream: Stream on which the operation runs; 0 is the default stream.
         name: torch's name of the operator or collective, or the reason of a host wait; else empty.
         num_bytes: Bytes that the operation reads and writes, allocates, frees or transfers.
         flops: Floating-point operations; 0 except for matrix products and attention.
-        number: Event of a record or wait; address of an allocation; number of ranks of a collective; else 0.
+        number: Event id of an event record or event wait; address of an allocation; number of ranks of a collective;
+            else 0.
         stack: Frames of the caller outside of torch, innermost first, such as "d9d_moe/all_to_all.py:86 _sizes". Only
-            of host waits and collectives.
+            for host waits and collectives.
         shapes: Shapes of the tensor arguments of a kernel or collective.
     """
 

@@ -1,7 +1,7 @@
-"""Accelerator that computes nothing: what a job asks of a device is recorded in order, on a machine without one.
+"""Fake accelerator: records the operations of a job in order, on a machine without an accelerator; computes nothing.
 
-The device is torch's PrivateUse1 backend under the name "fakegpu". Operators have shapes, dtypes, FLOPs and bytes and
-no values; memory has sizes and no contents. The C++ part is compiled at first use, which needs g++ and ninja.
+The device is torch's PrivateUse1 backend under the name "fakegpu". Operators have shapes, dtypes, FLOPs and bytes, but
+no values; memory has sizes, but no contents. The C++ part is compiled at first use, which needs g++ and ninja.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class FakeAccelerator:
         `TORCH_EXTENSIONS_DIR` sets the folder of the cache.
 
         Raises:
-            UserError: If a tool to compile is missing, or the machine has an accelerator.
+            UserError: If g++ or ninja is missing, or the machine has an accelerator.
         """
         if (reason := why_no_fake_accelerator()) is not None:
             raise UserError(f"the fake accelerator is not available on this machine: {reason}.")
@@ -84,7 +84,7 @@ class FakeAccelerator:
         """Set the values that a function reads from the device, which are 0 by default.
 
         Args:
-            function: Name of the function that reads, such as "counts_on_host".
+            function: Name of the function that reads the values, such as "counts_on_host".
             values: Returns the values for the shape of the read tensor.
         """
         self._operators.answers[function] = values
@@ -118,7 +118,7 @@ class FakeAccelerator:
 
     @contextmanager
     def ranks(self, *, rank: int, world_size: int) -> Generator[None]:
-        """Make this process one rank of a job without the others, for the body."""
+        """Make this process one rank of a job whose other ranks do not exist, during the body."""
         environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         nodes = {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in (environment | nodes).items()})

@@ -38,7 +38,7 @@ _LOG_TAIL_CHARACTERS = 8_000
 _VICTIM = (
     "failed before this rank: "  # note that `DistributedContext` adds to the error of a rank that did not fail first
 )
-# Modules that test files import, and so do the ranks that run their functions.
+# Modules that test files import; the ranks that run their functions import them too.
 _SLOW_MODULES = ("hypothesis", "peft", "pytest", "transformers.modeling_utils")
 _GLOO_CONNECT_ERROR = "Gloo connectFullMesh failed"
 
@@ -147,7 +147,7 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """Terminate all ranks, as the process does at its exit. The pool can be reused afterwards."""
+        """Terminate all ranks; this also happens at process exit. The pool can be reused afterwards."""
         for worker in self._workers:
             worker.connection.close()
         # Idle ranks exit by themselves and release shared resources; busy ranks are killed.

@@ -11,8 +11,8 @@ _WORK = frozenset({"kernel", "copy", "copy in", "copy out", "collective"})
 class StreamOrder:
     """Partial order of the kernels, copies and collectives of a log.
 
-    An operation follows the operations of its stream that were issued before it, and those that its stream waited for
-    by events. Operations without an order can run at the same time.
+    An operation follows all earlier operations of its stream, and the operations that its stream waited for by events.
+    Unordered operations can run at the same time.
     """
 
     def __init__(self, log: DeviceLog) -> None:
@@ -40,7 +40,7 @@ class StreamOrder:
         return before_second.get(first.stream, 0) > before_first.get(first.stream, 0)
 
     def beside(self, entry: DeviceEntry, *, name: str) -> list[DeviceEntry]:
-        """Return the kernels whose names contain `name` and that can run at the same time as an operation."""
+        """Return the kernels that can run at the same time as an operation and whose names contain `name`."""
         return [
             other
             for other, _ in self._work

@@ -6,9 +6,9 @@ import sys
 
 
 def run_tests_interpreted(file: str, *, num_passed: int) -> None:
-    """Assert that `num_passed` tests of a file pass in Triton's interpreter, in a process of its own.
+    """Assert that `num_passed` tests of a file pass in Triton's interpreter, in a separate process.
 
-    Triton selects the interpreter at import by `TRITON_INTERPRET=1`, which the tests can read.
+    Triton selects the interpreter at import by the environment variable `TRITON_INTERPRET=1`.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-o", "addopts=--import-mode=importlib", file]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

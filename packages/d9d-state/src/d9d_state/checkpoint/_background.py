@@ -15,7 +15,7 @@ _LOGGER = logging.getLogger("d9d.state")
 
 @final
 class Background:
-    """Thread for one task at a time. An error is logged immediately and raised by the next `wait` or check."""
+    """Thread for one task at a time. Logs an error at once; the next `start`, `wait` or `raise_if_failed` raises it."""
 
     def __init__(self) -> None:
         self._thread: Thread | None = None

@@ -134,7 +134,7 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
         )
     check_sizes(job.partial, {name: record.size for name, record in files.items()})
     if isinstance(job.partial, ObjectPath):
-        for name in job.partial.sizes().keys() - files.keys():  # files of a killed save with more ranks
+        for name in job.partial.sizes().keys() - files.keys():  # files left by a killed save with more ranks
             (job.partial / name).remove()
     _files.write_file(job.partial / MANIFEST_NAME, [text])
     _files.fsync_folder(job.partial)

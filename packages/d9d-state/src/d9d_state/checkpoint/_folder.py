@@ -14,7 +14,7 @@ from d9d_state.errors import StateError, UnreadableError, VersionError, describe
 from d9d_state.folder_lock import LOCK_NAME
 from d9d_state.object_path import ObjectPath
 
-RUN_ID_NAME = "run_id"  # file with the run's id, beside the checkpoints; identifies the run's steps in the local tiers
+RUN_ID_NAME = "run_id"  # file with the run id, beside the checkpoints; identifies the run's steps in the local tiers
 _LOGGER = logging.getLogger("d9d.state")
 
 
@@ -31,8 +31,8 @@ def newest_first(
 
     Args:
         folder: Folder of the checkpoints.
-        only_run: Id of the run whose checkpoints are wanted; `None` for any run.
-        log_level: Level of the log lines, except for errors of the disk.
+        only_run: Id of the run whose checkpoints are returned; `None` for any run.
+        log_level: Level of the log lines, except for disk errors.
         above: Only checkpoints with higher steps are opened.
         up_to: Highest step of a checkpoint that is opened.
         refuse_versions: Raise `VersionError` at a checkpoint of another format version, instead of skipping it.
@@ -60,7 +60,7 @@ def newest_first(
 def delete_old(
     folder: AnyPath, retention: Retention, *, run_id: str, saved_step: int, damaged: Collection[AnyPath]
 ) -> None:
-    """Delete checkpoints by the retention policy, except the one just saved; only log deletion errors."""
+    """Delete the checkpoints that `retention` does not keep, never the one just saved; only log deletion errors."""
     try:
         found = [info for info in newest_first(folder, only_run=run_id) if info.root not in damaged]
     except (OSError, UnreadableError) as error:
@@ -78,7 +78,7 @@ def delete_old(
 
 
 def _delete(folder: AnyPath) -> None:
-    """Delete a checkpoint; a killed deletion leaves an incomplete one, which `discard_partials` deletes."""
+    """Delete a checkpoint. A killed deletion leaves an incomplete checkpoint, which `discard_partials` deletes."""
     if isinstance(folder, ObjectPath):
         folder.remove_all(first=[MANIFEST_NAME])
         return
@@ -107,9 +107,10 @@ def discard_partials(folder: AnyPath) -> str | None:
 
 
 def discard_incomplete(folder: ObjectPath) -> str | None:
-    """Delete incomplete checkpoints that are older than a complete one from an object store, and their cut uploads.
+    """Delete incomplete checkpoints in an object store that are older than the newest complete checkpoint.
 
-    A save of the same step continues the uploads of a newer one. Returns the error text, or `None` on success.
+    Their incomplete uploads are deleted too. Newer incomplete checkpoints are kept: a save of the same step continues
+    their uploads. Returns the error text, or `None` on success.
     """
     try:
         steps = {step_of(path.name): path for path in folder.iterdir() if step_of(path.name) >= 0}
@@ -128,7 +129,7 @@ def discard_incomplete(folder: ObjectPath) -> str | None:
 def move_aside(folder: AnyPath, reason: StateError) -> str | None:
     """Rename a damaged checkpoint, or delete it from an object store; return the error text, or `None` on success.
 
-    Files of an incomplete one stay in an object store: the save continues it.
+    In an object store, an incomplete checkpoint is kept: the next save of the step continues it.
     """
     if isinstance(folder, ObjectPath):
         if not (folder / MANIFEST_NAME).exists():
@@ -151,7 +152,7 @@ def move_aside(folder: AnyPath, reason: StateError) -> str | None:
 
 
 def _is_disk_error(error: BaseException | None) -> bool:
-    """Return True if an `OSError` other than `FileNotFoundError` is in the cause chain, which calls for a warning."""
+    """Return True if the first `OSError` in the chain of causes is not a `FileNotFoundError`."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None and not isinstance(error, FileNotFoundError)

@@ -24,9 +24,10 @@ class Hosts:
 
     @classmethod
     def find(cls, folder: Path, ctx: DistributedContext | None, group: dist.ProcessGroup | None) -> Self:
-        """Find the ranks that share each host's folder, by a file of each rank. Collective.
+        """Find the ranks that share each host's folder. Collective.
 
-        Host names do not suffice: containers of one host may have folders of their own. The folder is created.
+        Each rank creates a file in the folder and lists the files of the other ranks. Host names are not sufficient,
+        because containers on one host may have separate folders. The folder is created if necessary.
 
         Raises:
             StateError: On every rank, if a rank cannot write to its folder.
@@ -59,14 +60,14 @@ class Hosts:
         return next(host for host, ranks in enumerate(self.ranks) if rank in ranks)
 
     def replica_ranks(self, rank: int, replicas: int) -> list[int]:
-        """Return the ranks that keep the replicas of a rank's part: one on each of the next hosts of the ring."""
+        """Return the ranks that keep the replicas of a rank's part: one on each of the next hosts in the ring."""
         host = self.of(rank)
         index = self.ranks[host].index(rank)
         following = [self.ranks[(host + distance) % len(self)] for distance in range(1, replicas + 1)]
         return [ranks[index % len(ranks)] for ranks in following]
 
     def spread(self, host: int, item: int) -> int:
-        """Return the rank of a host that does the work of an item, so that items are spread over the ranks."""
+        """Return the rank of a host that handles an item, so that items are spread over the host's ranks."""
         return self.ranks[host][item % len(self.ranks[host])]
 
     def replicated(self, rank: int, replicas: int) -> list[int]:

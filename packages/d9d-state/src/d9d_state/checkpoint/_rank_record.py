@@ -1,7 +1,7 @@
-"""Record of one rank's part of a checkpoint in a tier: its share of the manifest, written after the data.
+"""Record of one rank's part of a checkpoint in a tier: the rank's share of the manifest, written after the data.
 
-A step is complete if the record and the files of every rank are on some host. Nothing else marks it as complete, so
-ranks of a save exchange no digests. `join` computes the manifest from the records.
+A step is complete if the record and the files of every rank are on some host. No other file marks a step as complete,
+so the ranks do not exchange digests in a save. `join` computes the manifest from the records.
 """
 
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ def record_name(rank: int) -> str:
 
 
 def join(records: Iterable[RankRecord]) -> Manifest:
-    """Compute the manifest of a save from the records of all its ranks; raise `StateError` if they do not fit."""
+    """Compute the manifest of a save from all ranks' records; raise `StateError` if the records are inconsistent."""
     shares = [record.share for record in sorted(records, key=lambda record: record.rank)]
     tensors: dict[str, TensorRecord] = {}
     files: dict[str, FileRecord] = {}

@@ -1,4 +1,4 @@
-"""Id of a run, which its checkpoints and its steps in local tiers share."""
+"""Id of a run, which is stored in its checkpoints and in its steps in local tiers."""
 
 import uuid
 from typing import final
@@ -36,7 +36,7 @@ class RunId:
         return self._current
 
     def shared_known(self, ctx: DistributedContext | None) -> str | None:
-        """Return `known` of the main process; raise `StateError` on every rank if it cannot read. Collective."""
+        """Return the main process's `known`. Collective; raises `StateError` on every rank if it cannot be read."""
         run_id, problem = None, None
         try:
             run_id = self.known() if is_main(ctx) else None
@@ -47,9 +47,10 @@ class RunId:
         return None if found is None else str(found)
 
     def written(self, ctx: DistributedContext | None) -> str:
-        """Return `current` of the main process, which writes it beside the checkpoints. Collective on the first call.
+        """Return the main process's `current` and write it beside the checkpoints. Collective on the first call.
 
-        Steps in local tiers are used only with this file: if a user deletes the folder to start again, they are not.
+        Without a given id or a checkpoint, this file identifies the run's steps in local tiers. If a user deletes the
+        folder to start from scratch, these steps are not used.
         """
         if not self._written:
             run_id, problem = "", None

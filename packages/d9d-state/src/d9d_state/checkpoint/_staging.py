@@ -22,7 +22,7 @@ class Staging:
         self._allocator: Thread | None = None
 
     def reserve(self, plan: SavePlan, rank: int) -> None:
-        """Start to allocate the buffer for a plan in a thread: page faults of new memory are slower than the copy."""
+        """Start to allocate the buffer for a plan in a thread: page faults in new memory take longer than the copy."""
         self._wait()
         size = _num_bytes_of(plan, rank)
         if size > self._buffer.numel():

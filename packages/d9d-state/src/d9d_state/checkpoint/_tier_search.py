@@ -1,4 +1,4 @@
-"""Search of a local tier: which steps are complete over the hosts that are left, and which host has which part."""
+"""Search of a local tier: the steps that are complete on the job's hosts, and the hosts that have each part."""
 
 import logging
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class TierStep:
     Attributes:
         step: Number of completed optimizer steps.
         save_id: Id of the save.
-        holders: For each rank that saved, the hosts that have its part, with the slot there.
+        holders: For each rank that saved, the hosts that have the rank's part, each with the slot that holds the part.
     """
 
     step: int
@@ -67,7 +67,7 @@ class TierReader:
         return self.hosts.ranks[self._host][0] == self._rank
 
     def steps(self, run_id: str) -> list[TierStep]:
-        """Return the complete steps of a run, newest first; log which parts of other steps are missing."""
+        """Return the complete steps of a run, newest first; log the missing parts of incomplete steps."""
         held = (
             [
                 [record.save_id, record.share.step, record.share.num_ranks, record.rank, slot]
@@ -92,9 +92,9 @@ class TierReader:
         return complete
 
     def open(self, found: TierStep) -> "OpenStep | None":
-        """Verify every part of a step on one of its hosts, or on the next one; `None` if no host has a part undamaged.
+        """Verify every part of a step, on another host if one copy is damaged. Copy the small files to every host.
 
-        The small files of all ranks are then on every host.
+        Returns `None` if every copy of a part is damaged.
         """
         chosen = self._verified(found)
         if chosen is None:
@@ -119,7 +119,7 @@ class TierReader:
         return OpenStep(info, found, chosen)
 
     def fetch(self, step: "OpenStep", tensors: Mapping[str, Tensor]) -> int:
-        """Copy the tensor files that this host needs and does not have from other hosts; return the received bytes.
+        """Copy the tensor files that this host needs but lacks from other hosts; return the number of received bytes.
 
         A host needs the files with chunks of its ranks' shards. Raises `StateError` on every rank if a file arrives
         damaged or cannot be written.
@@ -163,10 +163,10 @@ class TierReader:
         return sum(each.nbytes for each in received.values())
 
     def forget_other_steps(self, kept: TierStep | None, *, since: int) -> str:
-        """Delete the records of steps after `since`, except those of `kept`; return the slot to overwrite first.
+        """Delete the records of steps after `since`, and of other saves of the step of `kept`.
 
-        Steps after `since` are incomplete or belong to a future that the job no longer reaches. Call it on each rank,
-        before a collective that precedes the first write.
+        Returns the slot to overwrite first. Steps after `since` are incomplete, or the job rolled back to an earlier
+        step. Call this method on each rank, before a collective that precedes the first write.
         """
         newest: dict[str, int] = {}
         for slot, record in self._records():
@@ -179,7 +179,7 @@ class TierReader:
         return min(SLOTS, key=lambda slot: newest.get(slot, -1))
 
     def _records(self) -> list[tuple[str, RankRecord]]:
-        """Return the readable records in this host's slots whose files have their sizes."""
+        """Return the readable records in this host's slots whose files have the recorded sizes."""
         found: list[tuple[str, RankRecord]] = []
         for slot in SLOTS:
             folder = self.folder / slot
@@ -195,7 +195,10 @@ class TierReader:
         return found
 
     def _verified(self, found: TierStep) -> dict[int, int] | None:
-        """Choose a host for each part, the rank's own host if it has it, and verify all digests there."""
+        """Choose a host for each part and verify all digests there; return the hosts, or `None` if a part is damaged.
+
+        The host of the part's own rank is preferred. If a copy is damaged, the next host is chosen.
+        """
         bad: set[tuple[int, int]] = set()
         sound: dict[int, int] = {}
         while len(sound) < len(found.holders):
@@ -223,7 +226,7 @@ class TierReader:
         return sound
 
     def _damaged(self, found: TierStep, parts: list[int]) -> dict[int, str]:
-        """Verify this rank's share of some ranks' files on this host; return a text for each damaged part."""
+        """Verify this rank's share of the given parts on this host; return an error text for each damaged part."""
         ranks, slot = self.hosts.ranks[self._host], self.folder / str(found.slot_of(self._host))
         problems: dict[int, str] = {}
         for part in parts:
@@ -238,7 +241,7 @@ class TierReader:
         return problems
 
     def _make_slot(self, found: TierStep) -> str:
-        """Return this host's slot of a step; a host without parts uses the slot of its older step. Collective."""
+        """Return this host's slot of a step; a host without parts reuses the slot of its older step. Collective."""
         slot = found.slot_of(self._host)
         choice = None
         if slot is None and self._is_leader:
@@ -254,7 +257,7 @@ class TierReader:
 @final
 @dataclass(frozen=True, slots=True)
 class OpenStep:
-    """Step of a tier whose digests are verified; `chosen` is the host that each part is read from."""
+    """Step of a tier with verified digests; `chosen` maps each part to the host from which the part is read."""
 
     info: CheckpointInfo
     found: TierStep
@@ -272,7 +275,7 @@ def _read(slot: Path, name: str) -> str:
 
 
 def _write_missing(slot: Path, names: tuple[str, ...], texts: tuple[str, ...]) -> str | None:
-    """Write small files of other hosts; return the error text, or `None`."""
+    """Write the small files that a slot lacks or has with other content; return the error text, or `None`."""
     try:
         for name, text in zip(names, texts, strict=True):
             if not (slot / name).is_file() or (slot / name).read_bytes() != text.encode():

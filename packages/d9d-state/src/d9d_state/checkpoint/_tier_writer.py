@@ -1,7 +1,7 @@
-"""Writes of a local tier: a rank's part, and the replicas of other hosts' parts.
+"""Writes to a local tier: a rank's part, and the replicas of other hosts' parts.
 
-A tier has two slots. A save overwrites the slot of the step before the last one, in place, so that neither memory nor
-disk is allocated again. The last step stays complete until the new one is complete on every host.
+A tier has two slots. A save overwrites the slot of the second-last step in place, so that neither memory nor disk space
+is allocated again. The last step stays complete until the new step is complete on every host.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,10 +82,10 @@ class TierWriter:
         wait_copied: Callable[[], None],
         problem: str | None = None,
     ) -> None:
-        """Write a step, complete on all hosts when this returns. Collective.
+        """Write a step, which is complete on all hosts when this method returns. Collective.
 
-        `parts` must not change before this returns. Raises `StateError` on every rank if a rank cannot write, or has a
-        `problem` already.
+        `parts` must not change before the return. Raises `StateError` on every rank if a rank cannot write, or passes a
+        `problem`.
         """
         slot = self._folder / SLOTS[self._next]
         images: dict[int, Tensor] = {}
@@ -117,7 +117,7 @@ class TierWriter:
             _files.remove_file(self._folder / SLOTS[self._next] / record_name(rank))
 
     def _prepare(self, slot: Path, plan: SavePlan) -> dict[int, Tensor]:
-        """Map the tensor files of this rank and of its replicas, after deleting their old records."""
+        """Delete the old records of this rank and of the replicas that it keeps, then map their tensor files."""
         _files.make_folder(slot)
         if plan.digest != self._plan_digest:
             self._images.clear()
@@ -203,7 +203,7 @@ class TierWriter:
         return {self._rank: texts, **{rank: bytes(bytes_of(each)) for rank, each in others.items()}}
 
     def _write_texts(self, slot: Path, rank: int, record: bytes, rank_state: bytes, state: bytes | None) -> None:
-        """Write the small files of a rank, and last its record."""
+        """Write the small files of a rank; its record is written last."""
         _files.replace_file(slot / manifest.rank_state_name(rank), rank_state)
         if state is not None:
             _files.replace_file(slot / manifest.STATE_NAME, state)

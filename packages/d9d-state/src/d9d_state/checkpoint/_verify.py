@@ -62,16 +62,16 @@ def share_of(parts: Sequence[FilePart], *, rank: int, num_ranks: int) -> list[Fi
 
 
 def num_threads(ctx: DistributedContext | None) -> int:
-    """Return the number of reader threads of a rank, from 2 to 8: two for each CPU of its share of the node's.
+    """Return the number of reader threads of a rank, from 2 to 8: two for each of the rank's share of the node's CPUs.
 
-    While one thread of a CPU waits for the disk, the other one hashes.
+    While one of the two threads waits for the disk, the other one hashes.
     """
     ranks_here = 1 if ctx is None else -(-ctx.world_size // ctx.num_nodes)
     return max(2, min(_MAX_THREADS, 2 * (os.cpu_count() or 1) // ranks_here))
 
 
 def damage(folder: AnyPath, parts: Sequence[FilePart], *, threads: int) -> list[str]:
-    """Compare parts of a checkpoint's files with their records; return one error text for each damaged part."""
+    """Compare parts of a checkpoint's files with the records; return one error text for each damaged part."""
     with ThreadPoolExecutor(threads, thread_name_prefix="d9d-verify") as pool:
         return [text for text in pool.map(partial(_problem, folder), parts) if text is not None]
 

@@ -7,7 +7,7 @@ from d9d_dist import Region
 
 
 def cover_problem(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
-    """Return an error text unless non-empty regions cover every element of a tensor exactly once."""
+    """Return `None` if non-empty regions cover every element of a tensor exactly once, else an error text."""
     for region in regions:
         if not (len(region.offsets) == len(region.sizes) == len(shape)) or region.num_elements == 0:
             return f"the chunk {_text(region)} is empty or has other dims than the shape {list(shape)}."

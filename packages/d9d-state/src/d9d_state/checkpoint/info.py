@@ -71,7 +71,7 @@ class CheckpointInfo:
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Verify the digests of files, by default all; raise `StateError` that names damaged files and tensors."""
+        """Verify the digests of some files, by default all; raise `StateError` that names damaged files and tensors."""
         parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
         problems = damage(self.root, parts, threads=num_threads(None))
         if problems:
@@ -83,7 +83,7 @@ class CheckpointInfo:
         )
 
     def _read_json(self, name: str) -> JsonValue:
-        """Read a JSON file once, verify its digest and parse the same bytes."""
+        """Read a JSON file, verify its digest, and parse the verified bytes."""
         try:
             with open_member_file(self.root, name) as file:
                 data = file.read()

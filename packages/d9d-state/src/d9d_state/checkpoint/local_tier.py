@@ -27,25 +27,26 @@ _LOGGER = logging.getLogger("d9d.state")
 
 @final
 class LocalTier:
-    """The last checkpoint of a run in a folder of each host, and copies of each host's part on other hosts.
+    """Store of a run's last checkpoint in a local folder of each host, with replicas of each part on other hosts.
 
     A folder in `/dev/shm` is host memory that survives the processes of the job; a folder on a disk also survives a
-    reboot. The tier is passed to `CheckpointStore`, which saves to it and loads from it. Digests are those of the
-    checkpoints in the store's folder.
+    reboot. Pass the tier to `CheckpointStore`, which saves to the tier and loads from it. The digests are of the same
+    type as those of the store's checkpoints.
 
     Attributes:
-        folder: Folder of the tier. Ranks of one host share it; hosts have folders of their own at this path.
+        folder: Path of the tier's folder. Each host has a separate folder at this path, which its ranks share.
         every: Number of steps between saves.
-        replicas: Number of other hosts that keep a copy of each rank's part: the next ones of a ring over hosts.
+        replicas: Number of other hosts that keep a copy of each rank's part: the next hosts in a ring over all hosts.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, replicas: int = 1) -> None:
         """Create the tier without accessing the folder.
 
         Args:
-            folder: Folder on each host, which need not exist, such as `/dev/shm/my-run`. It must be the run's own.
+            folder: Folder on each host, such as `/dev/shm/my-run`, which need not exist. No other run may use it.
             every: Number of steps between saves.
-            replicas: Number of other hosts that keep a copy of each rank's part. With 0, a lost host loses the step.
+            replicas: Number of other hosts that keep a copy of each rank's part. With 0, the step is lost if a host
+                fails.
 
         Raises:
             UserError: If `every` is less than 1, or `replicas` is negative.
@@ -81,7 +82,7 @@ class LocalTier:
     ) -> None:
         """Save a step in the background, after waiting for the previous save of this tier. Collective.
 
-        Arguments and guarantees are those of a background save of `CheckpointStore`. `run_id` is that of the main
+        Arguments and guarantees are those of a background save of `CheckpointStore`. `run_id` is the run id of the main
         process.
 
         Raises:
@@ -120,13 +121,16 @@ class LocalTier:
             The checkpoint, with the small files of all ranks on every host; `None` if a part is damaged on all hosts.
 
         Raises:
-            StateError: On every rank, if a host cannot write the small files of the others.
+            StateError: On every rank, if a host cannot write the small files of the other hosts.
         """
         self._open = self._reader(ctx, self._connect(ctx)).open(found)
         return None if self._open is None else self._open.info
 
     def fetch(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> int:
-        """Copy what this host needs of the open step from other hosts, for `tensors`; return the bytes. Collective."""
+        """Copy the files of the open step that this host needs for `tensors` from other hosts. Collective.
+
+        Returns the number of received bytes.
+        """
         assert self._open is not None, "expected an open step"
         return self._reader(ctx, self._connect(ctx)).fetch(self._open, tensors)
 
@@ -163,7 +167,7 @@ class LocalTier:
         agree(problem, error=StateError, alone=ctx is None)
 
     def _connect(self, ctx: DistributedContext | None) -> dist.ProcessGroup | None:
-        """Return the tier's process group, after finding the hosts. Collective on the first call."""
+        """Find the hosts, and return the tier's process group. Collective on the first call."""
         num_ranks(ctx)
         group = self._background.group(ctx)
         if self._hosts is None or ctx is not self._ctx:

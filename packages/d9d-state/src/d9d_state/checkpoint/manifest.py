@@ -57,7 +57,7 @@ class TensorRecord:
 class FileRecord:
     """Record of a file beside the manifest.
 
-    `head` covers the bytes before the tensor chunks: the safetensors header, or the whole file without tensors.
+    `head` covers the bytes before the tensor chunks: the safetensors header, or the whole file if it has no tensors.
     """
 
     size: int
@@ -76,7 +76,8 @@ class Manifest:
         mesh: Size of every mesh axis at the save; informational.
         num_ranks: Number of ranks that saved.
         tensors: Record of every tensor, by name.
-        files: Record of every other file in the folder, by name. Heads and chunks cover all bytes of these files.
+        files: Record of every file in the folder except the manifest, by name. Heads and chunks cover all bytes of
+            these files.
     """
 
     run_id: str
@@ -118,7 +119,7 @@ class Manifest:
     def read(cls, folder: AnyPath) -> Self:
         """Read a folder's manifest; raise `StateError` if it is missing or damaged.
 
-        Raise `VersionError` if it is intact, but has another format version or other digests.
+        Raise `VersionError` if the manifest is intact, but has another format version or another type of digests.
         """
         path = folder / MANIFEST_NAME
         try:
@@ -146,9 +147,10 @@ class Manifest:
 
     @classmethod
     def of_body(cls, body: dict[str, JsonValue]) -> Self:
-        """Parse `body`, without `check`.
+        """Parse the result of `body`, without calling `check`.
 
-        Raise `ValueError`, `TypeError` or `KeyError` if it is malformed, `VersionError` for digests of another version.
+        Raise `ValueError`, `TypeError` or `KeyError` if `body` is malformed, and `VersionError` if its digests are of
+        another type.
         """
         _keys(body, "format", "version", "digests", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
         if body["digests"] != ALGORITHM:
@@ -165,7 +167,7 @@ class Manifest:
         )
 
     def check(self) -> None:
-        """Raise `ValueError` unless the chunks cover every tensor exactly, and heads and chunks every file."""
+        """Raise `ValueError` unless chunks cover every tensor, and heads and chunks every file, exactly once."""
         if len(self.files) != 1 + 2 * self.num_ranks:
             raise ValueError(
                 f"it lists {len(self.files)} files for {self.num_ranks} ranks; expected 2 per rank and 1 shared file."

@@ -15,7 +15,7 @@ from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
 from d9d_state.errors import StateError, UnreadableError, VersionError, describe
 
 _LOGGER = logging.getLogger("d9d.state")
-_MAX_SHOWN = 5  # problems per rank in a message; a failed disk may cause thousands
+_MAX_SHOWN = 5  # problems per rank in a message; a failed disk may cause thousands of problems
 
 
 def newest_sound(
@@ -28,9 +28,9 @@ def newest_sound(
 ) -> CheckpointInfo | None:
     """Return the first candidate that all ranks see and that no rank finds damaged, or `None`. Collective.
 
-    Only the main process's candidates are used; they come newest first. The folders of skipped candidates are added to
-    `damaged`. `verify` compares digests. Raises `StateError` on every rank if the folder cannot be read or a process
-    limit prevents opening files, `VersionError` if a candidate has another format version.
+    Only the main process's candidates, sorted newest first, are used. The folders of skipped candidates are added to
+    `damaged`. With `verify`, digests are compared. Raises `StateError` on every rank if the folder cannot be read or a
+    process limit prevents opening files, and `VersionError` if a candidate has another format version.
     """
     while True:
         chosen: CheckpointInfo | None = None
@@ -60,8 +60,8 @@ def newest_sound(
 def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str | None:
     """Verify all digests of a checkpoint; each rank reads its share of the bytes. Collective.
 
-    Returns a text with the damaged parts, equal on all ranks, or `None`. Raises `StateError` on every rank if a process
-    limit prevents one rank from opening files.
+    Returns a text that lists the damaged parts, equal on all ranks, or `None` if there are none. Raises `StateError` on
+    every rank if a process limit prevents one rank from opening files.
     """
     rank, ranks = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     share = share_of(parts_of(info.manifest), rank=rank, num_ranks=ranks)

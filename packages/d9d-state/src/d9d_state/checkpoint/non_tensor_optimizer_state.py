@@ -18,7 +18,7 @@ GroupValues: TypeAlias = list[dict[str, JsonValue]]
 def group_values(optimizer: Optimizer) -> GroupValues:
     """Return the values of each parameter group, without its parameters, as JSON. Scalar tensors become numbers.
 
-    The result for a new optimizer is the `since` of `non_tensor_optimizer_state`, which then saves only changed values.
+    Pass the result for a new optimizer as `since` to `non_tensor_optimizer_state` to save only changed values.
 
     Raises:
         ValueError: If a value is not a number, a string, `None`, or a sequence of these.
@@ -41,8 +41,8 @@ def non_tensor_optimizer_state(
     Args:
         model: Model whose parameters the optimizer updates.
         optimizer: The optimizer.
-        since: Result of `group_values` on the new optimizer. Only group values that changed since then are saved; the
-            others are configuration, which may differ after a restart. `None` saves all group values.
+        since: Result of `group_values` for the newly created optimizer. Only group values that changed since then are
+            saved; unchanged values are configuration, which may differ after a restart. `None` saves all group values.
         without: Keys of group values to omit because other code sets them after a restart, such as `lr` with a learning
             rate schedule.
 

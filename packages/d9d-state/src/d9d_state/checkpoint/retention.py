@@ -30,7 +30,7 @@ class Retention:
     Attributes:
         last: Keep this many of the newest checkpoints; `None` keeps all.
         every: Keep checkpoints whose step is a multiple of this number; `None` disables the rule.
-        best: Keep this many checkpoints with the best metric; of equal metrics the newer one counts as better.
+        best: Keep this many checkpoints with the best metric; of equal metrics the newer checkpoint counts as better.
             Checkpoints without a metric, or with a NaN or infinite one, do not count.
         higher_is_better: True if a larger metric is better.
 
@@ -52,7 +52,7 @@ class Retention:
             raise UserError(f"got best = {self.best}; expected 0 or more.")
 
     def kept(self, newest_first: Sequence[Ranked]) -> set[int]:
-        """Return the steps to keep of a run's checkpoints, given newest first. The first is always kept."""
+        """Return the steps of the checkpoints to keep. The first checkpoint in `newest_first` is always kept."""
         kept = {each.step for each in newest_first[: self.last]}
         if self.every is not None:
             kept |= {each.step for each in newest_first if each.step % self.every == 0}

@@ -1,7 +1,7 @@
 """Save plan: the rank that writes each part of each tensor. All ranks compute the same plan.
 
-torch's `DefaultSavePlanner` sends pickled objects. Here the ranks exchange JSON descriptions, only if one of them has
-changed.
+torch's `DefaultSavePlanner` sends pickled objects. Here the ranks exchange JSON descriptions of their tensors, only if
+the description of a rank has changed.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ def part_key(name: str, region: Region) -> str:
 
 
 def _key(name: str, tensor: Tensor) -> object:
-    """Return the values that a tensor's description depends on; comparing them is faster than describing (50 µs)."""
+    """Return the values that determine a tensor's description, which takes 50 µs; comparing the values is faster."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is of type {type(tensor).__name__}; expected a tensor. Pass other values in state=.")
     layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -156,7 +156,7 @@ def _check_cover(tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[
 
 
 def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Region]]]:
-    """Parse the description of a rank, which may run another version of this package."""
+    """Parse and validate a rank's description: the rank may run another version of this package."""
     try:
         return {
             name: (

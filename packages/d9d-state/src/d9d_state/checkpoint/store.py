@@ -39,7 +39,7 @@ class CheckpointStore:
     """Checkpoints of one run in one folder, with an immutable subfolder such as `step-00000100` per saved step.
 
     A subfolder gets its final name by an atomic rename after its files are fsynced, and never changes afterwards. As a
-    context manager, the store waits for a background save on exit.
+    context manager, the store waits for background saves on exit.
 
     Attributes:
         root: Folder of the checkpoints, or their prefix in an object store. The first save or lock creates the folder.
@@ -115,8 +115,8 @@ class CheckpointStore:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
 
         All digests are verified, distributed over the ranks and their threads. If one rank finds damage, or does not
-        see the main process's checkpoint, all ranks skip to the next older one and log the reason. A step of a local
-        tier counts if every part, or a replica of it, is on a host of the job; the parts may be on different hosts.
+        see the main process's checkpoint, all ranks skip to the next older checkpoint and log the reason. A step of a
+        local tier counts if each part or its replica is on a host of the job; the parts may be on different hosts.
 
         Args:
             ctx: Distributed context: collective, and all ranks get the same checkpoint. `None` searches in this process
@@ -126,7 +126,8 @@ class CheckpointStore:
         Raises:
             StateError: If a previous background save failed. Also, on every rank, if the folder cannot be read or a
                 process limit prevents opening files.
-            UserError: On every rank, if a checkpoint that is newer than all undamaged ones has another format version.
+            UserError: On every rank, if a checkpoint that is newer than all undamaged checkpoints has another format
+                version.
         """
         self.wait()
         local = self._local_steps(ctx)
@@ -195,7 +196,7 @@ class CheckpointStore:
         """Save a checkpoint, complete on disk when this returns; then delete old checkpoints. Collective.
 
         A kill at any moment during the write leaves all earlier checkpoints intact. Only one save runs at a time: this
-        waits for the previous one.
+        method waits for the previous save.
 
         Args:
             step: Number of completed optimizer steps.
@@ -253,8 +254,8 @@ class CheckpointStore:
     ) -> None:
         """Save to the local tiers that are due at this step, in the background. Collective.
 
-        Arguments and errors are those of a background `save`. A tier keeps one step: it is replaced when the new one is
-        complete on all hosts. Each tier waits only for its own previous save.
+        Arguments and errors are those of a background `save`. A tier keeps one step, until a newer step is complete on
+        all hosts. Each tier waits only for its own previous save.
 
         Raises:
             UserError: If the job has too few hosts for the replicas of a tier.
@@ -299,8 +300,8 @@ class CheckpointStore:
             ctx: Distributed context; `None` for a single process.
 
         Raises:
-            StateError: On every rank, if a file is damaged or unreadable, or the checkpoint lacks a tensor of a wanted
-                name, shape and dtype.
+            StateError: On every rank, if a file is damaged or unreadable, or a tensor in `tensors` is missing from the
+                checkpoint or has another shape or dtype there.
             ValueError: If `ctx` is missing although there are several ranks.
         """
         num_ranks(ctx)
@@ -326,7 +327,7 @@ class CheckpointStore:
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
         """Hold an exclusive lock on the folder for the body and background saves; see `locked_folder`. Collective.
 
-        An object store has no locks: only background saves are waited for.
+        An object store has no locks: there, this method only waits for background saves at the end of the body.
         """
         run_id = None
         if isinstance(self.root, ObjectPath):
@@ -352,8 +353,8 @@ class CheckpointStore:
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
         """Delete partial folders of killed saves and deletions, when a job starts. Collective.
 
-        An object store keeps an incomplete checkpoint that is newer than all complete ones: a save of its step
-        continues it. A later save deletes it.
+        In an object store, incomplete checkpoints that are newer than all complete checkpoints are kept: a save of the
+        same step continues such a checkpoint, and a save after a newer complete checkpoint deletes it.
 
         Raises:
             StateError: On every rank, if the main process cannot delete a partial folder.
@@ -431,7 +432,7 @@ class CheckpointStore:
         )
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
-        """Return the complete steps of the local tiers, newest first, of equal steps the fastest tier's. Collective."""
+        """Return the complete steps of the local tiers, newest first, then fastest tier first. Collective."""
         run_id = self._run_id.shared_known(ctx) if self.tiers else None
         if run_id is None:
             return []

@@ -17,7 +17,7 @@ _COUNTERS = ("step", "mu_product")  # scalars that torch's optimizers keep on th
 
 
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
-    """Return every parameter and persistent buffer as `model.<name>`, to save or to load into; a tied tensor once.
+    """Return every parameter and persistent buffer, tied tensors once, as `model.<name>`, to save or to load into.
 
     Args:
         model: Materialized and parallelized model.
@@ -50,11 +50,11 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: CheckpointInfo) -> None:
-    """Allocate uninitialized optimizer state like that in a checkpoint, so that `optimizer_tensors` can be loaded.
+    """Allocate uninitialized optimizer state with the names, shapes and dtypes in a checkpoint.
 
-    Existing state is replaced. State of the parameter's shape gets the parameter's device and placements. The step
-    counter is on the device where torch's optimizers keep it. Parameters without state in the checkpoint, because they
-    never had a gradient, get no state.
+    Then `optimizer_tensors` can be loaded. Existing state is replaced. State of the parameter's shape gets the
+    parameter's device and placements. The step counter is on the device where torch's optimizers keep it. Parameters
+    without state in the checkpoint, because they never had a gradient, get no state.
 
     Args:
         model: Materialized and parallelized model.

@@ -19,7 +19,7 @@ def refuse_mismatches(
 ) -> None:
     """Raise a `UserError` that lists every mismatch between a mapper, the tensors of a source and those of a model.
 
-    `wanted` has the model's tensors, tied ones under each name; `first_names` maps each name to the tensor's first
+    `wanted` has the model's tensors, tied tensors under each name; `first_names` maps each name to the tensor's first
     name. Tensors in the source that are not in `consumed` are reported as unused.
     """
     skipped = skipped_groups(graph, held=held.keys(), first_names=first_names)

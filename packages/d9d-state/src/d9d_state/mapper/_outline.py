@@ -76,7 +76,7 @@ def _values(graph: Graph, part: Component, infos: Mapping[str, TensorInfo]) -> d
     if part.group.inputs and len(values) == len(part.group.inputs):
         try:
             part.infer(values)
-        except ValueError:  # `check` reports mismatches; explain shows what could be inferred
+        except ValueError:  # `check` reports mismatches; `explain` shows what could be inferred
             return values
     return values
 

@@ -32,11 +32,11 @@ def sequential(*mappers: StateMapper) -> StateMapper:
     """Chain mappers: each mapper consumes exactly the outputs of the mapper before it.
 
     Tensors do not pass through a mapper implicitly: name unchanged ones, as in `parallel(mapper, identity(*others))`,
-    and `drop` those that are no longer needed.
+    and `drop` tensors that are no longer needed.
 
     Raises:
         ValueError: If no mapper is given, or the outputs of a mapper are not exactly the inputs of the next (lists
-            the names). Also if an operation would get values for some of its inputs only.
+            the names). Also if an operation would get values for only some of its inputs.
     """
     if not mappers:
         raise ValueError("sequential() got no mappers; expected at least one.")

@@ -163,7 +163,7 @@ def permute(src: str, dst: str | None = None, *, dims: Sequence[int]) -> StateMa
 
 
 def cast(*names: str, dtype: torch.dtype, back: torch.dtype | None = None) -> StateMapper:
-    """Convert tensors to a dtype, under their names. The inverse is a `cast` to `back`; without `back` there is none.
+    """Convert tensors to a dtype; names do not change. The inverse is a `cast` to `back`; it requires `back`.
 
     Loading into a model converts between floating-point dtypes without `cast`; use it to choose the dtype in files. The
     round trip is exact only if `dtype` can represent all values.

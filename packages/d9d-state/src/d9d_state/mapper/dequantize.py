@@ -69,7 +69,7 @@ def dequantize(weight: str, layout: BlockScaled, *, dtype: torch.dtype = torch.f
 
     The product of value and scale is computed in float32 and rounded once, to the dtype of the model or to `dtype`. A
     rank reads only the values of its shard and their scales. The inverse is exact only for weights that the layout can
-    represent; see the layouts for weights that were dequantized before.
+    represent. Each layout documents which dequantized weights it restores exactly.
 
     Args:
         weight: Name of the weight; the layout derives the names of the stored tensors from it.
@@ -90,7 +90,8 @@ def dequantize_inputs(
     Args:
         mapper: Mapper of the checkpoint without quantization.
         layout: Layout of all block-scaled weights.
-        stored: Names of the tensors in the checkpoint. An input is block-scaled if all its stored tensors are in it.
+        stored: Names of the tensors in the checkpoint. An input counts as block-scaled if `stored` contains all names
+            that the layout derives from the input's name.
         dtype: See `dequantize`.
     """
     names = frozenset(stored)

@@ -34,9 +34,10 @@ def rename_all(names: Mapping[str, str]) -> StateMapper:
 
 
 def keep(*names: str) -> StateMapper:
-    """Declare outputs that the checkpoint does not contain; their current values stay. The inverse is `drop`.
+    """Declare outputs that the checkpoint lacks and whose current values are kept. The inverse is `drop`.
 
-    For newly initialized weights, such as an adapter's, beside loaded ones. Raises `ValueError` if a name occurs twice.
+    For newly initialized weights, such as an adapter's, in a model whose other weights are loaded. Raises `ValueError`
+    if a name occurs twice.
     """
     wires = named_wires(names, 0, what="produced")
     return StateMapper((), {}, wires, len(wires))

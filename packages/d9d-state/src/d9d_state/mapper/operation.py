@@ -1,6 +1,6 @@
 """Protocols of the graph's operations.
 
-A plain `Operation` runs on full tensors. A `Layout` operation only moves values, so they are read directly into their
+A plain `Operation` runs on full tensors. A `Layout` operation only moves values, which are read directly into their
 destination. A `Local` or `Regional` operation computes regions of its outputs from regions of its inputs.
 """
 
@@ -93,7 +93,8 @@ class Local(Operation, Protocol):
 class Regional(Operation, Protocol):
     """Operation with one output that computes a region of it from regions of its inputs and the region's position.
 
-    A `Local` operation does not receive the position. Dequantization needs it: blocks start at multiples of their size.
+    A `Local` operation does not receive the position. Dequantization needs the position, because blocks start at
+    multiples of the block size.
     """
 
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> Sequence[Region]:

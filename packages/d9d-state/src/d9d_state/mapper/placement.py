@@ -1,6 +1,6 @@
 """Conversions between plain tensors and `DTensor`s, for `StateMapper.apply`.
 
-The functions that load and save models do not need them: they handle `DTensor` parameters themselves.
+The functions that load and save models handle `DTensor` parameters themselves and do not need these conversions.
 """
 
 from collections.abc import Sequence
@@ -70,8 +70,8 @@ def distribute(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
 def gather_full(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
     """Convert a `DTensor` to a full plain tensor on every rank. The inverse is `distribute`. Collective over the mesh.
 
-    A plain tensor passes through. The mesh must have the ranks, axes and axis names of the tensor's. The name does not
-    change.
+    A plain tensor passes through. `mesh` must have the same ranks, axes and axis names as the tensor's mesh. The name
+    does not change.
 
     Raises:
         ValueError: If the number of placements is not the number of mesh axes, or a placement is `Partial`.

@@ -17,7 +17,7 @@ _E4M3_MAX = 448.0
 _PER_WORD = 8  # 4-bit numbers in an int32
 _MX_GROUP = 32  # values per scale in the MX formats
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints of neighbouring values
+_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints of neighboring values
 _E2M1_MAX_EXPONENT = 2
 _E8M0_BIAS = 127
 
@@ -53,8 +53,8 @@ class Fp8Blocks:
 
     Stored: `x.weight` [..., O, I] float8_e4m3fn, and its scales `x.weight_scale_inv` [..., ceil(O / block[0]),
     ceil(I / block[1])]. A weight is the product of value and scale, computed in float32. `encode` divides each block by
-    its largest magnitude / 448. Weights that were decoded to float32 restore the stored values bit for bit, and the
-    scales to one unit in the last place; powers of two are restored exactly.
+    its largest magnitude / 448. Encoding a weight that was decoded to float32 restores the stored values bit for bit,
+    and the scales to one unit in the last place; scales that are powers of two are restored exactly.
 
     Attributes:
         block: Rows and columns of a block.
@@ -123,7 +123,8 @@ class Mxfp4:
 
     Stored: `x_blocks` [..., O, I / 32, 16] uint8, two values per byte with the first in the low bits, and `x_scales`
     [..., O, I / 32] uint8, exponents plus 127. The weight `x` is transposed, [..., I, O], as in `transformers`.
-    `encode` follows OCP section 6.3. It restores decoded weights bit for bit; a group may get another exponent.
+    `encode` follows OCP section 6.3. Encoding and decoding a decoded weight restores it bit for bit, although the
+    exponent of a group may differ.
     """
 
     def names(self, weight: str) -> tuple[str, str]:
@@ -178,8 +179,8 @@ class Int4Groups:
 
     Stored: `x.weight_packed` [..., O, I / 8] int32, eight numbers plus 8 per word with the first in the lowest bits;
     `x.weight_scale` [..., O, I / group_size]; and `x.weight_shape` [2], the numbers O and I. `encode` chooses for each
-    group the scale with the smallest squared error of largest magnitude / 7, / 7.5 and / 8. It restores the stored
-    numbers of weights that were decoded to float32.
+    group the scale with the smallest squared error among (largest magnitude) / 7, / 7.5 and / 8. Encoding a weight that
+    was decoded to float32 restores the stored numbers.
 
     Attributes:
         group_size: Numbers per scale; a multiple of 8.

@@ -51,7 +51,7 @@ class StateMapper(Graph):
     def apply_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Transform the tensors of all groups, such as those of a whole state dict; see `apply`.
 
-        Tensors that no group takes are not used.
+        Tensors that no group consumes are ignored.
 
         Raises:
             ValueError: If an input is missing, or an operation does not accept its tensors.
@@ -184,8 +184,8 @@ class StateMapper(Graph):
 
         Args:
             format: `"text"`, or `"mermaid"` for a flowchart, for example in a Markdown code block.
-            infos: Shapes and dtypes of inputs to show, such as `ModelFolder.tensors`. The others are inferred from
-                them.
+            infos: Shapes and dtypes of inputs to show, such as `ModelFolder.tensors`. Those of other values are
+                inferred.
             fold: Show groups and names that differ only in numbers once: `layers.{0..35}.q`. Ranges of equal length
                 advance together; ranges of different lengths form all combinations.
 
@@ -236,7 +236,7 @@ def refuse_duplicates(names: Collection[str], *, what: str) -> None:
 
 
 def checked(mapper: StateMapper) -> StateMapper:
-    """Return the mapper; raise `ValueError` if an operation has values for some of its inputs only."""
+    """Return the mapper; raise `ValueError` if an operation has values for only some of its inputs."""
     unset = mapper.unset_wires
     partial = [
         node.operation.describe()
