@@ -53,7 +53,7 @@ class Router(Protocol):
 
 @runtime_checkable
 class ReplayRouter(Protocol):
-    """Router that can also use recorded experts instead of its own choice, as both routers of this package.
+    """Router that can also use recorded experts instead of its own choice, like both routers of this package.
 
     Reinforcement learning replays the routing of the inference engine: small numerical differences between the engines
     would otherwise choose other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement
