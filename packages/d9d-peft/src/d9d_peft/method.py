@@ -63,8 +63,8 @@ def inject(
     """Prepare a model for fine-tuning, in place: add the method's adapters and freeze all other parameters.
 
     Call `inject` before the model is parallelized and the optimizer is created. Layers are not replaced. Parameters
-    keep their names; an adapter of layer `a.q` adds the parameters `a.q.adapter.*` on the device of the layer's weight, so
-    `meta` stays `meta`. The dtype of these parameters is at least float32 unless the method sets another dtype.
+    keep their names; an adapter of layer `a.q` adds the parameters `a.q.adapter.*` on the device of the layer's weight,
+    `meta` included. The dtype of these parameters is at least float32 unless the method sets another dtype.
 
     Further calls with other names add more adapters to the same model. The adapters of the first call are active;
     `use_adapter` activates others. A further call changes neither the earlier adapters nor which of them are trained.
