@@ -22,7 +22,7 @@ class Accumulator:
     precision. Convert counts before a division (`value.double()`), because the ratio of two int64 tensors is float32.
     All accumulators share one float64 collective, in which a count is sent as two halves.
 
-    A concatenation holds single numbers, up to its length; further ones are dropped. Unused elements are NaN, so NaN
+    A concatenation holds single numbers, up to its length, and drops further numbers. Unused elements are NaN, so NaN
     itself cannot be stored. Only the state of a concatenation grows when ranks are combined.
 
     Attributes:

@@ -18,14 +18,15 @@ class BinaryAUROC(Metric):
     $$A = \frac{1}{PN} \sum_b p_b \Big( \sum_{a < b} n_a + \tfrac12 n_b \Big), \qquad
       |A - \mathrm{AUROC}| \le \frac{1}{2PN} \sum_b p_b n_b,$$
 
-    because only the order of pairs within one bin is unknown. The value has both numbers, as `value` and `error_bound`.
-    Both numbers are NaN if a class has no samples, or if a counted score or target was NaN.
+    because only the order of pairs within one bin is unknown. The metric's value is a dict with `value` and
+    `error_bound`. Both are NaN if a class has no samples, or if a counted score or target was NaN.
 
     Bins have equal width in $x / (1 + |x|)$ of the logit $x$. Bins need no range and resolve extreme probabilities.
     Counts are float64, exact up to 2^53, because int64 counts would double the message between ranks.
 
-    A rank keeps up to `exact_samples` samples per class. While no rank has seen more, the value is exact and the bound
-    is 0. Memory: 16 bytes per bin, and 16 bytes per kept sample; the message has the kept samples of every rank.
+    A rank keeps up to `exact_samples` samples per class. While no rank has seen more samples, the value is exact
+    and the bound is 0. Memory: 16 bytes per bin, and 16 bytes per kept sample; the message has the kept samples of
+    every rank.
 
     Args:
         num_bins: Number of bins. For scores spread evenly over the bins the bound is 1 / (2 num_bins).

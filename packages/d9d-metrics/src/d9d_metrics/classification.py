@@ -1,6 +1,6 @@
 """Binary, multiclass and multilabel classification metrics; any number of scores share one set of counts.
 
-Values are NaN if a prediction or target of a counted sample was NaN. Samples that the mask excludes do not matter.
+Values are NaN if a prediction or target of a counted sample was NaN. Samples that the mask excludes have no effect.
 
 Legend: N samples (any leading dims), C classes or labels.
 """
@@ -71,7 +71,7 @@ class BinaryClassification(_Classification):
 
     Args:
         scores: Scores to compute, by name, e.g. `{"precision": precision(), "f1": f_beta(1.0)}`.
-        threshold: Predictions above it are positive: 0.5 for probabilities, 0.0 for logits.
+        threshold: Predictions above the threshold are positive; use 0.5 for probabilities and 0.0 for logits.
     """
 
     def __init__(self, scores: Mapping[str, Score], *, threshold: float = 0.5) -> None:

@@ -57,9 +57,9 @@ PEAK_FLOPS: Mapping[str, float] = {
 }
 """Peak rates of dense bfloat16 matrix products with float32 accumulation, in FLOP/s per device.
 
-Devices are counted as in torch, where an MI250X is two. The rates are from the data sheets of NVIDIA, with sparse rates
-halved, and AMD. Names without a form factor (PCIe, NVL) are SXM and OAM modules. A device has the rate of the longest
-name that its own name contains.
+Devices are counted as in torch: an MI250X is two devices. The rates are from the data sheets of NVIDIA, with sparse
+rates halved, and AMD. Names without a form factor (PCIe, NVL) are SXM and OAM modules. A device has the rate of the
+longest name that its own name contains.
 """
 
 

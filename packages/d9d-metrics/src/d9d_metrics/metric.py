@@ -45,9 +45,9 @@ class Metric(ABC):
     def compute(self) -> MetricValue:
         """Return the value of the state, without host-device synchronization.
 
-        The value is float64 or int64 tensors on the metric's device, which must not change when the metric does. The
+        The value consists of float64 or int64 tensors on the metric's device, which later updates must not change. The
         value must be defined for the empty state, because a rank or a step may have no data. If `update` counted a NaN,
-        the value must be NaN; a metric that compares must count NaNs separately, because comparisons are false.
+        the value must be NaN. Comparisons with NaN are false, so a metric that compares must count NaNs separately.
         """
 
     def reset(self) -> None:

@@ -16,8 +16,8 @@ _GIB = 2**30
 class PeakMemory(Metric):
     """Peak memory of the rank that uses most, in GiB (2**30 bytes).
 
-    On an accelerator the peak is the memory allocated by torch since the last `reset`. On CPU it is the process's peak
-    resident set since its start, which cannot be reset.
+    On an accelerator this is the peak of torch's allocated memory since the last `reset`. On CPU, it is the peak
+    resident set since the process started, which cannot be reset.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ _OLDEST_VERSION = (0, 6)
 _LARGEST_KEY_DIM = 256
 
 _RESET_LOG_DECAY = -100.0
-"""Log decay that resets the state: exp(-100) is negligible in float32, and cumulative sums of it stay accurate."""
+"""Log decay that resets the state: exp(-100) is negligible in float32, and cumulative sums of -100 stay accurate."""
 
 
 def why_not_fla(v_BLHV: Tensor, *, key_dim: int) -> str | None:

@@ -21,8 +21,8 @@ Operator: TypeAlias = Callable[..., Any]
 def default_saved_operators() -> frozenset[Operator]:
     """Return the operators whose outputs the policy "selective" saves: matrix products, attention and collectives.
 
-    The collectives are the functional ones, which tensor and expert parallelism use. All other operators are
-    memory-bound and recomputed, and so is the all-gather of context parallelism, whose result is large.
+    The collectives are the functional ones, which tensor and expert parallelism use. All other operators are recomputed
+    because they are memory-bound. The all-gather of context parallelism is recomputed because its result is large.
     """
     aten = torch.ops.aten
     operators: set[Operator] = {

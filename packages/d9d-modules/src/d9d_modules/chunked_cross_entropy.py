@@ -46,7 +46,7 @@ HOST_TILE = TileSize(logits=2**22, tokens=2**10)
 """A tile of 16 MiB in float32, near the size of a processor's caches."""
 
 DEVICE_TILE = TileSize(logits=2**26, tokens=2**11)
-"""A tile of 256 MiB in float32. Smaller ones cost an accelerator more in launches and in passes over the means."""
+"""A tile of 256 MiB in float32. Smaller tiles cost an accelerator more kernel launches and passes over the means."""
 
 
 def linear_cross_entropy(

@@ -23,9 +23,9 @@ def compile_layers(layers: nn.ModuleDict, *, async_tensor_parallel: DeviceMesh |
         layers: Layers by name.
         async_tensor_parallel: Tensor-parallel axis whose collectives overlap with matrix products, or None. Inductor
             replaces an all-gather and the products that read it, and a product and its reduce-scatter, by kernels of
-            torch that exchange parts of the activation while they multiply others. These need symmetric memory
-            (`enable_symmetric_memory`). All-reduces, and reduce-scatters of a sum of products, do not overlap. A mesh
-            of one rank has no effect.
+            torch that exchange parts of the activation while they multiply other parts. These kernels need symmetric
+            memory (`enable_symmetric_memory`). All-reduces, and reduce-scatters of a sum of products, do not overlap. A
+            mesh of one rank has no effect.
         **options: Options of `torch.compile`.
 
     Raises:

@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
     With sandwich norms, the outputs of both blocks are normalized too, before they are added (Gemma 2,
     arXiv:2408.00118, section 2; GLM-4).
 
-    Auxiliary losses of the feed-forward block are added to those of the layers before.
+    Auxiliary losses of the feed-forward block are added to those of the preceding layers.
 
     Args:
         attention: Token mixer, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
@@ -91,7 +91,7 @@ class DecoderLayer(nn.Module):
 
         `x` is a `HiddenAndLosses` if the model has auxiliary losses. `document_ids_BL` are the document ids of packed
         sequences, integer; None: each row is one document. `mask_BL` is the token mask for a feed-forward block with
-        experts; None if there is no padding. `expert_indices` are its recorded experts [B, L, A]; None lets it choose.
+        experts; None if there is no padding. `expert_indices` are recorded experts [B, L, A]; None: the router chooses.
         `attention_mask` is the boolean mask [B, L, L] of `GroupedQueryAttention.forward`.
         """
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)

@@ -32,7 +32,7 @@ class WholeContext:
     """`NextLogits` that computes the whole context for each token.
 
     Args:
-        model: Maps token ids [B, L] to logits [B, L, V]. For padded rows it also takes `position_ids` and
+        model: Maps token ids [B, L] to logits [B, L, V]. For padded rows the model also gets `position_ids` and
             `document_ids_BL`.
         multiple: Pad rows on the right to a multiple of this length.
         max_context: Compute only this many last tokens of the context; positions restart at 0.
@@ -108,7 +108,7 @@ class CachedContext:
 
 
 def why_no_cache(model: Callable[..., Any]) -> str | None:
-    """Return the reason why a model cannot generate from caches, which completes a sentence; None if it can."""
+    """Return the reason why a model cannot generate from caches, as the end of a sentence; None if caches work."""
     if not isinstance(model, nn.Module):
         return "the model is a function, whose layers are not known"
     modules = dict(model.named_modules())
@@ -140,7 +140,7 @@ def row_positions(mask_BS: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: Callable[..., Any]) -> Generator[None]:
-    """Switch a model to evaluation mode and uncompiled layers inside the context: each step has another length."""
+    """Use evaluation mode and bypass `torch.compile` inside the context, since each step has another length."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     training = [module for module in modules if module.training]
     for module in training:

@@ -79,8 +79,9 @@ class DeltaContext:
     ) -> Tensor:
         """Compute the state before each chunk of this rank [M, H, K, V], float32 or float64; one all-gather.
 
-        The state is zero if the chunk starts a document. A is the state after a chunk for zero values and the identity
-        as initial state, so one call of the rule computes B and A, as further values.
+        The state is zero if the chunk starts a document. A is the state after a chunk whose values are zero and whose
+        initial state is the identity. One call of the rule computes both B and A: zeros are appended to the values as
+        further features, and the identity to the initial state.
         """
         (key_dim, value_dim), num_heads = (k_MCGK.shape[-1], v_MCHV.shape[-1]), v_MCHV.shape[2]
         wide_MCHW = torch.cat([v_MCHV, v_MCHV.new_zeros(*v_MCHV.shape[:3], key_dim)], dim=-1)
@@ -117,7 +118,7 @@ class DeltaContext:
         return extended
 
     def _continues(self) -> Tensor | None:
-        """Return for each chunk of a row [B, N] True if its document started in a chunk before; one all-gather."""
+        """Return a mask [B, N]: True if the first document of a chunk started in an earlier chunk; one all-gather."""
         if self.document_ids_MC is None:
             return None
         ends = torch.cat([ids[:, [0, -1]] for ids in self.document_ids_MC.chunk(2)], dim=1)

@@ -198,7 +198,7 @@ class GatedDeltaNet(nn.Module):
         return None
 
     def start_cache(self, capacity: int) -> RecurrentCache:
-        """See `SupportsCache`. Holds the state and the last inputs of the convolutions, whatever the capacity."""
+        """See `SupportsCache`. Holds the state and the last inputs of the convolutions, for any capacity."""
         del capacity
         self._cache = RecurrentCache(self.conv_width)
         return self._cache

@@ -25,8 +25,8 @@ class Rollout(NamedTuple):
         token_ids: Prompts with their continuations [B, P + N], int64. `pad_token` after a stop token. N is smaller than
             `max_new_tokens` if all rows ended earlier.
         mask: True at tokens of the prompts and at generated tokens, stop tokens included; [B, P + N], bool.
-        log_probs: Log-probability of each generated token, [B, N], float32; 0 where the mask is False. It is that of
-            the model's own distribution, before temperature, `top_k` and `top_p`.
+        log_probs: Log-probability of each generated token, [B, N], float32; 0 where the mask is False. The distribution
+            is the model's own, before temperature, `top_k` and `top_p`.
     """
 
     token_ids: Tensor
@@ -57,8 +57,8 @@ def generate(
     """Sample a continuation of each prompt, one token at a time, with the log-probabilities of the tokens.
 
     A `DecoderForCausalLM` keeps keys, values and states of the positions so far, and computes only the new token. The
-    results are equal, except for rounding, to those without the cache. Modules are in evaluation mode meanwhile, and
-    `torch.compile` is bypassed.
+    results are equal, except for rounding, to those without the cache. During generation, modules are in evaluation
+    mode and `torch.compile` is bypassed.
 
     Collectives are those of the model's forward pass. Tensor-parallel ranks need equal arguments and equally seeded
     generators. Ranks that share parameters (FSDP) may have different rows; see `group`.
@@ -68,7 +68,7 @@ def generate(
         input_ids: Prompts [B, P], int64, P >= 1. Shorter prompts are padded on the left.
         max_new_tokens: Number of tokens to add to each row.
         max_context: Maximum context length. Longer rows are truncated on the left, and positions restart at 0; from
-            there on each token recomputes its context.
+            then on, the context is recomputed for each token.
         prompt_mask: False at left padding [B, P], bool or 0 and 1; None if all prompts have P tokens. A function as
             `model` then also gets `position_ids` and `document_ids_BL`, as in `DecoderModel.forward`.
         stop_tokens: A row ends after the first of these tokens.
@@ -85,8 +85,8 @@ def generate(
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
         group: Ranks that stop together. Required with `stop_tokens` if ranks that run one model together have different
-            rows: without it a rank whose rows have ended would leave the others waiting. One all-reduce per token.
-        on_tokens: Called with the tokens [B] of each step, to stream text. None calls nothing.
+            rows: otherwise a rank whose rows have ended would leave other ranks waiting. One all-reduce per token.
+        on_tokens: Called with the tokens [B] of each step, to stream text; None for no callback.
 
     Raises:
         UserError: If an argument is out of range, the mask is not a left padding, or `use_cache` is True and the model
@@ -123,7 +123,7 @@ def generate(
 
 
 class _Tokens:
-    """Rows so far: tokens, masks, log-probabilities, and the rows that have ended."""
+    """State of the generated rows: tokens, masks, log-probabilities, and the rows that have ended."""
 
     def __init__(self, input_ids: Tensor, mask: Tensor | None, *, stop_tokens: Sequence[int], pad_token: int) -> None:
         (batch, _), device = input_ids.shape, input_ids.device
@@ -178,7 +178,7 @@ def _log_softmax(logits_BV: Tensor) -> Tensor:
 
 
 def _wide(logits_BV: Tensor) -> Tensor:
-    """Return logits in at least float32. Float64 ones stay so: rounding them would make other layouts sample others."""
+    """Return logits in at least float32; rounding float64 logits could change the sampled tokens between layouts."""
     return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
 
 

@@ -24,7 +24,7 @@ from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tab
 
 @final
 class MultiHeadLatentAttention(CachedAttention):
-    """MLA of DeepSeek-V2 (arXiv:2405.04434), equations 37 to 47, and DeepSeek-V3 (arXiv:2412.19437), 1 to 11.
+    """MLA of DeepSeek-V2 (arXiv:2405.04434), equations 37 to 47, and DeepSeek-V3 (arXiv:2412.19437), equations 1 to 11.
 
     Keys and values are expanded for every head; weights are not absorbed into the queries. Each query and key head has
     N features without position and R rotated features. All heads share the rotated features of the key.
@@ -130,7 +130,7 @@ class MultiHeadLatentAttention(CachedAttention):
         return torch.cat((q_BLHN, apply_rotary(q_BLHR, rotary, layout=self.rotary_layout)), dim=-1)
 
     def _latents(self, x_BLD: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor]:
-        """Compute what all heads share: the normalized latent vectors, and the rotated features of the keys."""
+        """Compute the tensors that all heads share: normalized latent vectors, and rotated features of the keys."""
         latent_BLC, k_BLR = self.kv_down_proj(x_BLD).split([self.kv_rank, self.rotary_dim], dim=-1)
         k_BL1R = apply_rotary(k_BLR.unsqueeze(-2), rotary, layout=self.rotary_layout)
         return self.kv_norm(latent_BLC), k_BL1R.squeeze(-2)

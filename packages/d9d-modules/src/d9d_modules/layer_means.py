@@ -1,7 +1,7 @@
 """Mean of each layer's output over the tokens, collected across pipeline stages.
 
-Representations from middle layers are often better than those of the last layer. Saving all hidden states to choose
-from would need as much memory as training.
+Representations from middle layers are often better than those of the last layer. Saving the hidden states of all layers
+instead of their means would need as much memory as training.
 
 Shape legend: N layers added so far, B batch, L length, D hidden size.
 """

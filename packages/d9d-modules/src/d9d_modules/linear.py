@@ -1,4 +1,4 @@
-"""Linear layer, a subclass of `torch.nn.Linear`: LoRA, quantization and tensor parallelism recognize it."""
+"""Linear layer: a subclass of `torch.nn.Linear`, which LoRA, quantization and tensor parallelism recognize."""
 
 from typing import final
 

@@ -22,7 +22,7 @@ from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossE
 from d9d_modules.vocabulary_scores import token_scores
 
 Scores: TypeAlias = bool | Literal["log_probs"]
-"""Values that a head returns instead of losses: True for log-probabilities and entropies, or the former only."""
+"""Values that a head returns instead of losses: log-probabilities and entropies (True), or only the former."""
 
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 """Implementation of the cross entropy: `linear_cross_entropy` of this package, or the package `cut-cross-entropy`."""
@@ -84,10 +84,10 @@ class LanguageModelHead(VocabularySplits):
     ) -> Tensor | dict[str, Tensor]:
         """Call `language_model_head` with the weights and the loss of this module.
 
-        With `scores`, return the log-probability of each label, with gradients, under `log_probs`, and the entropy of
-        each prediction [B, L], without, under `entropy`; see `token_scores`. Label smoothing and z-loss do not change
-        them. `scores="log_probs"` omits the entropy, which costs a second pass over the vocabulary. It also takes K
-        candidates [B, L, K] as labels.
+        With `scores`, return a dict; see `token_scores`. `log_probs` is the log-probability of each label, with
+        gradients. `entropy` is the entropy of each prediction [B, L], without gradients. Label smoothing and z-loss do
+        not change either. `scores="log_probs"` omits the entropy, which costs a second pass over the vocabulary, and
+        also accepts K candidates [B, L, K] as labels.
 
         Raises:
             UserError: If `scores` is set without labels, or is True with candidates, or `token_loss` is not a cross
@@ -174,7 +174,7 @@ def language_model_head(
             Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from the materialized
             logits of one chunk of tokens at a time.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-        backend: Implementation of a cross entropy. An installed `cut-cross-entropy` is used only if it is named.
+        backend: Implementation of a cross entropy. The package `cut-cross-entropy` is used only on request.
 
     Returns:
         Without labels, the logits [B, L, V] in the dtype of the product. With labels, the loss of each token [B, L] or

@@ -1,6 +1,6 @@
-"""Caches of token mixers: what a mixer keeps of the positions so far, so that it computes only new positions.
+"""Caches of token mixers: tensors of the previous positions, so that a forward pass computes only new positions.
 
-Shape legend: B batch, L new positions, S positions so far and new ones.
+Shape legend: B batch, L new positions, S previous and new positions.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class PositionCache:
     def extend(self, document_ids_BL: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
         """Append tensors [B, L, ...] of new positions; return document ids and tensors of all positions [B, S, ...].
 
-        All calls have document ids, or none has.
+        Either all calls pass document ids, or none does.
         """
         new = list(tensors) if document_ids_BL is None else [*tensors, document_ids_BL]
         whole = self._append(new) if self._window is None else self._slide(new, self._window)
@@ -91,13 +91,13 @@ class RecurrentCache:
     """
 
     def __init__(self, width: int) -> None:
-        """Keep the last `width - 1` inputs of a causal convolution of this width."""
+        """Create an empty cache that keeps the last `width - 1` inputs of a causal convolution of this width."""
         self.num_new = 0
         self.state: Tensor | None = None
         self._inputs = PositionCache(width + 1, window=width)
 
     def extend_inputs(self, document_ids_BL: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Prepend the inputs [B, W - 1, ...] of the previous positions, as far as they exist."""
+        """Prepend the inputs of up to W - 1 previous positions to tensors [B, L, ...] of new inputs."""
         self._inputs.num_new = self.num_new
         return self._inputs.extend(document_ids_BL, *tensors)
 

@@ -10,7 +10,7 @@ from d9d_dist.errors import UserError
 from d9d_modules.kernel_choice import has_kernel
 
 _LARGEST_KERNEL_SIZE = 2**14
-"""Largest row of the Triton kernel. A program keeps whole rows in registers, and longer rows do not fit (spills)."""
+"""Largest row of the Triton kernel. A program keeps whole rows in registers; longer rows would spill to memory."""
 
 
 @final

@@ -68,7 +68,7 @@ class DynamicNtkScaling(_FactorScaling):
     """Dynamic NTK scaling, whose base grows with the sequence length: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
 
     The base is `theta * (1 + factor * (length - original) / original) ** (rotary_dim / (rotary_dim - 2))` for sequences
-    longer than `original`, and `theta` for all others.
+    longer than `original`, and `theta` for shorter sequences.
 
     Attributes:
         factor: Growth rate of the base; above 0.
@@ -86,7 +86,7 @@ class DynamicNtkScaling(_FactorScaling):
         """
         _require_pairs(rotary_dim)
         excess = (length - self.original_max_positions).clamp(min=0)
-        growth = 1 + self.factor * excess / self.original_max_positions  # a difference of two quotients would cancel
+        growth = 1 + self.factor * excess / self.original_max_positions  # a difference of two quotients loses precision
         base = theta * growth ** (rotary_dim / (rotary_dim - 2))
         return plain_frequencies(base, rotary_dim=rotary_dim, device=length.device)
 

@@ -42,7 +42,7 @@ class ClassificationHead(nn.Module):
 
     Args:
         pooling: Pooling method. In a causal model only the last token attends to the whole text.
-        transform: Module between pooling and score, such as `HeadTransform`; None for none.
+        transform: Module between pooling and score, such as `HeadTransform`; None for no module.
         bias: If True, the logits have a bias.
     """
 

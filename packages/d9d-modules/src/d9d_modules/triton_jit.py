@@ -1,4 +1,4 @@
-"""Typed wrapper of `triton.jit`, whose own type does not cover kernel launches, and the size of a device."""
+"""Typed wrapper of `triton.jit`, whose own type does not cover kernel launches, and properties of a device."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +36,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def threads_per_warp() -> int:
-    """Return the number of threads of a warp of the devices; 32 for Triton's interpreter."""
+    """Return the number of threads per warp; 32 for Triton's interpreter."""
     if knobs.runtime.interpret:
         return 32
     warp_size: int = driver.active.get_current_target().warp_size

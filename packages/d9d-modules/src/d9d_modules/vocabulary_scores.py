@@ -91,5 +91,5 @@ def _score_tile(
 
 
 def _weighted(entropy_t: Tensor, log_share_t: Tensor) -> Tensor:
-    """Return the contribution of a part with a share of the probability to the entropy of the whole."""
+    """Return the contribution of a vocabulary part to the total entropy, given the part's entropy and log share."""
     return log_share_t.exp() * (entropy_t - log_share_t)

@@ -1,4 +1,4 @@
-"""Triton kernels of `permute`: gathers and weighted sums of rows that read and write each row once.
+"""Triton kernels of `permute`: gathers and weighted sums of rows, each in one kernel without intermediate tensors.
 
 Arithmetic is in float32; 16-bit dtypes are only loaded and stored. Each program processes one row of `order`, or one
 output row of a sum.

@@ -75,7 +75,7 @@ class AllToAllDispatcher:
 def _sizes(
     sent_R: Tensor, received_R2: Tensor, routing: Routing, num_experts: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Read the numbers of rows to send and to receive, and of choices of the received rows, by rank."""
+    """Read how many rows to send and receive, and how many expert choices the received rows have, for each rank."""
     if not isinstance(sent_R, FakeTensor):
         send_sizes, receive_sizes, choices = torch.stack((sent_R, *received_R2.unbind(1))).tolist()
         return send_sizes, receive_sizes, choices

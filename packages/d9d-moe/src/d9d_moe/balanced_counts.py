@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 def counts_on_host(counts_G: Tensor, *, num_rows: int) -> list[int]:
     """Return the number of rows of each group, `num_rows` in all. A host-device synchronization.
 
-    For a fake tensor, all groups have the same number, up to 1.
+    For a fake tensor, the rows are split evenly: the sizes of two groups differ by at most 1.
     """
     if not isinstance(counts_G, FakeTensor):
         return counts_G.tolist()

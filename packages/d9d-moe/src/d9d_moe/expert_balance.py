@@ -45,7 +45,7 @@ def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
 
     Call this function once per step, after the last backward pass and before the next forward pass. Counts are int64.
     Collective over all ranks of a pipeline stage: one all-reduce for all layers, without host-device synchronization.
-    `parallelize_moe` sets the process group; a model on several ranks needs it even if the degree is 1.
+    `parallelize_moe` sets the process group, so call it for a model on several ranks even if the degree is 1.
 
     Raises:
         UserError: If there are several ranks and `parallelize_moe` was not called.
@@ -104,7 +104,7 @@ def update_global_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
 
 @final
 class LoadStatistics(NamedTuple):
-    """Statistics of the tokens per expert: one float64 number per layer each.
+    """Statistics of the tokens per expert: each has one float64 number per layer.
 
     Attributes:
         max_over_mean: Largest number of tokens of an expert, divided by the mean; 1 if the load is even.

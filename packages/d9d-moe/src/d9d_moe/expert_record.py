@@ -16,7 +16,7 @@ from d9d_moe.router import Routing
 def record_experts(model: nn.Module) -> Generator[Mapping[int, list[Tensor]]]:
     """Record the experts of each token in each forward pass of the body, for `Engine.score`.
 
-    A tensor-parallel rank records its part of the sequence, and gathers the whole: an all-gather for each layer.
+    Tensor-parallel ranks gather the records of the whole sequence: one all-gather for each layer.
 
     Args:
         model: Model, or this rank's pipeline stages of it.

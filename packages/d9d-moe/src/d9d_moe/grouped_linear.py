@@ -1,7 +1,8 @@
 """Grouped matrix product: each group of rows is multiplied by its own matrix, as in a layer of experts.
 
 `torch.nn.functional.grouped_mm` is one kernel for float32, bfloat16 and float16. Rows that are not aligned to 16 bytes
-are padded for it. Other dtypes use a loop over groups ("eager"). The library `grouped_gemm` is used only on request.
+are padded for this kernel. Other dtypes use a loop over groups ("eager"). The library `grouped_gemm` is used only on
+request.
 
 Shape legend: N rows, sorted by group; G groups; I input features; O output features.
 """

@@ -30,7 +30,7 @@ class MoELayer(nn.Module):
     Args:
         router: Module that implements `Router`.
         experts: Routed experts; None for a `GroupedSwiGLU`.
-        shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None for none.
+        shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None to omit them.
         losses: Router losses. In evaluation mode they are 0.
         dispatcher: Dispatcher of tokens; `parallelize_moe` replaces it.
 
@@ -89,8 +89,8 @@ class MoELayer(nn.Module):
             Hidden states of the shape and dtype of `x`; with router losses a `HiddenAndLosses`.
 
         Raises:
-            UserError: If the shape of the mask is not the leading shape of `x`, or experts are recorded and the router
-                cannot replay them.
+            UserError: If the shape of the mask is not the leading shape of `x`, or `expert_indices` are given and the
+                router cannot replay recorded experts.
         """
         if mask_BL is not None and mask_BL.shape != x.shape[:-1]:
             raise UserError(

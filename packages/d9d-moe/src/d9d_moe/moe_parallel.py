@@ -49,7 +49,7 @@ def parallelize_moe(
         ctx: Distributed context of the job.
         dispatch: Dispatcher of tokens between ranks.
         shard_replicas: See `d9d_dist.parallelize_experts`.
-        precision: Dtypes of the experts' computation and gradient reduction; None for those of the parameters.
+        precision: Dtypes of the experts' computation and gradient reduction; None for the parameters' dtypes.
 
     Raises:
         UserError: If the degree does not divide the number of experts, the name of the dispatcher is unknown, or DeepEP

@@ -2,7 +2,7 @@
 
 On accelerators, the backward of torch's indexing sums gradients in a nondeterministic order. The functions here take a
 permutation and its inverse, so each gradient is a gather and a sum in a fixed order. On an accelerator, forward and
-backward are one Triton kernel each, which reads and writes each row once.
+backward are one Triton kernel each, without intermediate tensors.
 
 Each token has A slots for copies. If the order has K < N rows, the remaining N - K slots are empty.
 

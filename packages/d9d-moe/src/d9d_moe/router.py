@@ -53,7 +53,7 @@ class Router(Protocol):
 
 @runtime_checkable
 class ReplayRouter(Protocol):
-    """Router that can also use recorded experts instead of its own choice; both routers of this package can.
+    """Router that can also use recorded experts instead of its own choice, like both routers of this package.
 
     Reinforcement learning replays the routing of the inference engine: small numerical differences between the engines
     would otherwise choose other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement
@@ -62,7 +62,7 @@ class ReplayRouter(Protocol):
 
     @property
     def can_replay(self) -> bool:
-        """True: the router takes recorded experts."""
+        """Always True: the router accepts recorded experts."""
         ...
 
     def __call__(self, x_TD: Tensor, recorded_TA: Tensor | None = None) -> Routing:
@@ -71,7 +71,7 @@ class ReplayRouter(Protocol):
         Args:
             x_TD: Tokens [T, D].
             recorded_TA: Recorded experts [T, A], integer, distinct in each row. The router chooses the experts of
-                tokens with an index below 0. None to choose those of all tokens.
+                tokens with an index below 0. None: the router chooses the experts of all tokens.
         """
         ...
 
@@ -223,7 +223,7 @@ class SigmoidRouter(WeightedRouter):
 
 
 def _replayed(chosen_TA: Tensor, recorded_TA: Tensor) -> Tensor:
-    """Return the recorded experts, or the chosen ones of tokens without a record."""
+    """Return the recorded experts; for tokens without a record, the chosen experts."""
     if recorded_TA.shape != chosen_TA.shape:
         raise UserError(
             f"the recorded experts have shape {tuple(recorded_TA.shape)}; expected {tuple(chosen_TA.shape)}, the top_k "

@@ -13,7 +13,7 @@ from d9d_state import StateMapper
 
 
 def checkpoint_name(name: str, base_mapper: StateMapper | None) -> str:
-    """Return the name of a tensor in the base checkpoint. Raises `UserError` if the mapper does more than rename it."""
+    """Return the name of a tensor in the base checkpoint. Raises `UserError` if the mapper also changes the tensor."""
     if base_mapper is None:
         return name
     part = base_mapper.restrict(outputs=[name])

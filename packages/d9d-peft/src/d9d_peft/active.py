@@ -26,7 +26,7 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
 
     Raises:
         UserError: If the model has trained parameters outside of adapters and `originals` does not hold exactly these:
-            without the adapters it would still not be the original model.
+            the model without adapters would then still differ from the original model.
     """
     tuned = _tuned(model)
     originals = {} if originals is None else originals
@@ -66,7 +66,8 @@ def use_adapter(model: nn.Module, adapter: str) -> Generator[None]:
 def original_weights(model: nn.Module) -> dict[str, Tensor]:
     """Copy this rank's parts of the trained parameters that no adapter owns, for `adapters_off`. No collectives.
 
-    Call it before training, with the original weights loaded. Empty if all trained parameters are in adapters.
+    Call this function before training, with the original weights loaded. The result is empty if all trained parameters
+    are in adapters.
     """
     return {name: local_tensor(parameter.detach()).clone() for name, parameter in _tuned(model).items()}
 

@@ -79,7 +79,7 @@ def child_name(adapter: str) -> str:
 
 
 def attach(adapter: Adapter, layer: nn.Module, name: str = DEFAULT_ADAPTER) -> None:
-    """Add an adapter to a layer, in place. It is active if it is the layer's first adapter."""
+    """Add an adapter to a layer, in place. The layer's first adapter is active; further adapters are inactive."""
     has_adapters = bool(adapters_of(layer))
     adapter.is_active = not has_adapters
     layer.add_module(child_name(name), adapter)

@@ -1,4 +1,4 @@
-"""Block-quantised formats of frozen weights: NF4 with 4 bits per element, and int8.
+"""Block-quantized formats of frozen weights: NF4 with 4 bits per element, and int8.
 
 Each block of consecutive input features of a row has one scale, the largest magnitude of the block (float32). NF4
 ("QLoRA", arXiv:2305.14314, section 3 and appendix E) codes an element as the nearest of 16 quantiles of a normal
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 BlockFormat: TypeAlias = Literal["nf4", "int8"]
-"""Format of a block-quantised weight."""
+"""Format of a block-quantized weight."""
 
 NF4_VALUES = (
     -1.0,
@@ -33,7 +33,7 @@ NF4_VALUES = (
     0.7229568362236023,
     1.0,
 )
-"""Values of the codes 0 to 15 of NF4, from the appendix E of the paper."""
+"""Values of the codes 0 to 15 of NF4, from appendix E of the paper."""
 
 _INT8_MAX = 127.0
 _MOST_ELEMENTS = (
@@ -46,7 +46,7 @@ def quantize_blocks(weight_OI: Tensor, block_format: BlockFormat, block_size: in
 
     `block_size` divides I, and is even for NF4. Codes are [..., O, I / 2] for NF4, with the even element in the high
     bits, and [..., O, I] for int8. Scales are the bytes of float32 numbers, [..., O, 4 N]. No collectives. Rows are
-    quantised in blocks, which bounds the memory beyond the results.
+    quantized in chunks to bound temporary memory.
     """
     rows = max(1, _MOST_ELEMENTS * weight_OI.shape[-2] // max(weight_OI.numel(), 1))
     codes, scales = zip(

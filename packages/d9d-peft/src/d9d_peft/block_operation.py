@@ -1,4 +1,4 @@
-"""Quantisation of weights while they are loaded, and its inverse: operations of the state mapper."""
+"""Quantization of weights while they are loaded, and the inverse: operations of the state mapper."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class _QuantizeBlocks:
 class _DequantizeBlocks:
     """Operation from codes and scales to the weight [..., O, I] that the model computes with.
 
-    The blocks of this weight have the same codes and scales again, unless its dtype rounds.
+    Quantizing the result again yields the same codes and scales, unless rounding to its dtype changes the values.
     """
 
     quantize: _QuantizeBlocks
@@ -72,6 +72,6 @@ def quantize_weight(
 ) -> StateMapper:
     """Return the mapper from a weight to its codes, under the name of the weight, and its scales.
 
-    The inverse dequantises to `dtype`.
+    The inverse dequantizes to `dtype`.
     """
     return leaf(_QuantizeBlocks(block_format, block_size, dtype), [weight], [weight, scales])

@@ -152,7 +152,7 @@ def _adapted_head(
     assert weight is not None
     dropped = F.dropout(x.to(adapter.lora_a.dtype), adapter.low_rank.dropout, adapter.training)
     reduced = adapter.low_rank.scaling * F.linear(dropped, adapter.lora_a)
-    # Also parallelism replaces parameters only while forward runs.
+    # Replace the parameter only while forward runs, as parallelism does.
     layer._parameters["weight"] = torch.cat((weight, adapter.lora_b.to(weight.dtype)), dim=1)  # ty: ignore[invalid-assignment]
     try:
         return inner(torch.cat((x, reduced.to(x.dtype)), dim=-1), *args, **kwargs)

@@ -25,7 +25,7 @@ def merge_(model: nn.Module, ctx: DistributedContext | None = None, *, adapter: 
             weights.
 
     Raises:
-        UserError: If no rank has adapters of this name, or an adapted layer has a tied or quantised weight. The
+        UserError: If no rank has adapters of this name, or an adapted layer has a tied or quantized weight. The
             model is then unchanged.
     """
     layers = adapted_layers(model, adapter)
@@ -38,7 +38,7 @@ def merge_(model: nn.Module, ctx: DistributedContext | None = None, *, adapter: 
 
 
 def _quantized_message(layers: Mapping[str, AdaptedLayer]) -> str | None:
-    """Return an error message if a layer is quantised, else `None`."""
+    """Return an error message if a layer is quantized, else `None`."""
     for name, adapted in layers.items():
         if is_quantized(adapted.layer):
             return (

@@ -1,7 +1,7 @@
 """Protocol of fine-tuning methods, and the function `inject` that applies a method to a model.
 
-A method returns a `Plan` and does not change the model; `inject` applies the plan. So errors are found before the model
-changes, and independent methods can be stacked.
+A method returns a `Plan` and does not change the model; `inject` applies the plan. Errors are thus found before the
+model changes, and independent methods can be stacked.
 """
 
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ def inject(
 ) -> StateMapper:
     """Prepare a model for fine-tuning, in place: add the method's adapters and freeze all other parameters.
 
-    Call it before the model is parallelized and the optimizer is created. Layers are not replaced and parameters keep
-    their names; an adapter of layer `a.q` adds the parameters `a.q.adapter.*`. They are on the device of the layer's
-    weight, so nothing is allocated on `meta`. Their dtype is at least float32 unless the method sets another one.
+    Call `inject` before the model is parallelized and the optimizer is created. Layers are not replaced. Parameters
+    keep their names; an adapter of layer `a.q` adds the parameters `a.q.adapter.*` on the device of the layer's weight,
+    `meta` included. The dtype of these parameters is at least float32 unless the method sets another dtype.
 
     Further calls with other names add more adapters to the same model. The adapters of the first call are active;
     `use_adapter` activates others. A further call changes neither the earlier adapters nor which of them are trained.
@@ -123,7 +123,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def _check_unprepared(model: nn.Module, child: str) -> bool:
     """Raise `UserError` if a model has adapters in children of this name or is parallelized.
 
-    Returns True if it has no adapters at all.
+    Return True if the model has no adapters at all.
     """
     is_first = True
     for name, module in model.named_modules():
@@ -145,7 +145,7 @@ def _check_unprepared(model: nn.Module, child: str) -> bool:
 def _check_adapters_only(model: nn.Module, plan: Plan, adapter: str) -> None:
     """Raise `UserError` if a plan trains the model's own parameters, or adapts layers whose own parameters are trained.
 
-    Values of the model's own parameters have no name: all adapters share them.
+    The model's own parameters do not belong to an adapter name: the adapters of all names share them.
     """
     owned = adapter_parameters(model)
     tuned = {name for name, value in model.named_parameters() if value.requires_grad and id(value) not in owned}

@@ -1,7 +1,7 @@
 """Configuration of adapters in Hugging Face `peft`, `adapter_config.json`: each entry is used, ignored or refused.
 
-`peft` reads the same entries when it reloads an adapter. An entry is refused by name if it changes the output of `peft`
-and d9d has no counterpart.
+`peft` reads the same entries when it reloads an adapter. An entry that changes the output of `peft`, and has no
+counterpart in d9d, raises an error that names the entry.
 """
 
 import json

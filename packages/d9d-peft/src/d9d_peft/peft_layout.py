@@ -71,7 +71,7 @@ class StoredLayer:
         return tensors
 
     def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Set the parameters by `read`, which returns a tensor by name. Collective for DoRA with sharded parameters."""
+        """Copy the tensors that `read` returns by name to the parameters. Collective for DoRA if these are sharded."""
         for suffix, parameter, _ in self._parameters():
             parts = [read(key).to(parameter.device) for key in self._keys(suffix)]
             values = _stored_form(suffix, torch.stack(parts) if len(parts) > 1 else parts[0])

@@ -1,7 +1,7 @@
-"""Frozen base weights that are stored block-quantised and dequantised in each forward and backward pass (QLoRA).
+"""Frozen base weights that are stored block-quantized and dequantized in each forward and backward pass (QLoRA).
 
 Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (https://arxiv.org/abs/2305.14314), equation 5, without
-double quantisation of the scales.
+double quantization of the scales.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,15 +66,15 @@ class QuantizedWeight(nn.Module):
 def quantize_base(
     model: nn.Module, target: Target = nn.Module, *, block_format: BlockFormat = "nf4", block_size: int = 64
 ) -> StateMapper:
-    """Quantise the frozen weights of linear layers and grouped experts, in place, one layer at a time.
+    """Quantize the frozen weights of linear layers and grouped experts, in place, one layer at a time.
 
-    Call it after `inject` and before the model is parallelized. The parameter `weight` of a layer then holds the codes,
+    Call `quantize_base` after `inject`, before parallelization. The parameter `weight` of a layer then holds the codes,
     which FSDP and tensor parallelism shard like a weight; a child `quantized` holds the scales. Each forward pass
     builds the dense weight of one layer in the dtype of its input and frees it; the backward pass builds it again.
     Layers are not compiled.
 
-    Weights with values are quantised. Weights on `meta` are quantised when they are loaded by the returned mapper: each
-    rank reads the shard of a weight, and keeps its codes. No rank then holds the dense model.
+    Materialized weights are quantized at once, weights on `meta` when the returned mapper loads the weights: each rank
+    reads its shard of a weight, and keeps only the codes and scales. No rank then holds the dense model.
 
     Memory of a weight: NF4 (4 + 32 / block_size) bits per element, int8 (8 + 32 / block_size) bits.
 
@@ -88,11 +88,11 @@ def quantize_base(
     Returns:
         The mapper from the dense weights of the model to its codes and scales; other tensors pass through.
         `sequential(base_mapper, injected, mapper)` loads a dense checkpoint, where `injected` is the result of
-        `inject`. The inverse yields the dequantised weights in their dtype before the call, which is what the model
-        computes with.
+        `inject`. The inverse yields the dequantized weights, with which the model computes, in the dtype that the
+        weights had before the call.
 
     Raises:
-        UserError: If no layer matches; if a matching layer has DoRA or a tied weight, is already quantised or
+        UserError: If no layer matches; if a matching layer has DoRA or a tied weight, is already quantized or
             parallelized, or its input features are not a multiple of `block_size`. The model is then unchanged.
     """
     check_target(target, "quantize_base")
@@ -132,7 +132,7 @@ def quantize_base(
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Return True if `quantize_base` has quantised a layer."""
+    """Return True if `quantize_base` has quantized a layer."""
     return isinstance(layer._modules.get(_CHILD), QuantizedWeight)
 
 

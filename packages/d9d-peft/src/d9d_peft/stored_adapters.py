@@ -50,7 +50,7 @@ class StoredAdapters:
 @final
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """Names of the contents of adapter files, without tensors, so that ranks can gather them.
+    """Names of the tensors and layers in adapter files, which ranks can gather without the tensors themselves.
 
     Attributes:
         tensors: Names of the tensors in the files.

@@ -89,7 +89,7 @@ class StoredParameter:
                 )
 
     def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Set the parameters by `read`, which returns a tensor by name. No collectives."""
+        """Copy the tensors that `read` returns by name to the parameters. No collectives."""
         device = self.adapters[0].lora_a.device
         a_ERI = read(self._key(A)).to(device).unflatten(0, (self.adapters[0].lora_a.shape[0], -1))
         b_EOR = self._by_expert(read(self._key(B)).to(device))
@@ -124,7 +124,7 @@ def nested(adapters: Mapping[str, tuple[LoraAdapter, ...]]) -> tuple[StoredParam
     """Return the parameters with adapters, in the nesting of `peft`: the first parameter of a module is the innermost.
 
     `adapters` are by name in the base checkpoint, in the order of the checkpoint. Raises `UserError` if the layers of a
-    parameter have different scales, or two parameters of a module have equal shapes: files do not identify them.
+    parameter have different scales, or two parameters of a module have equal shapes, so that their files are ambiguous.
     """
     parameters: list[StoredParameter] = []
     for name, parts in adapters.items():

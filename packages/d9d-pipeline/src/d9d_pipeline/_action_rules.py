@@ -28,9 +28,10 @@ Single: TypeAlias = Part | ComputeLoss | Transfer
 @final
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Precondition and effect of an action: facts about its (stage, microbatch) pair that it needs and makes true.
+    """Precondition and effect of an action, as facts about the action's (stage, microbatch) pair.
 
-    A fact that the action makes true must not hold before the action.
+    The facts in `needs` must hold before the action. The facts in `makes` hold after the action, and must not hold
+    before.
 
     Attributes:
         towards: Offset of the adjacent stage that the action sends to or receives from: 1 is the next stage, -1 the

@@ -11,8 +11,8 @@ from d9d_pipeline.program import Program
 def deadlock_problems(program: Program) -> list[str]:
     """Return one line with the ranks and transfers of a deadlock, or an empty list if there is no deadlock.
 
-    The program must be correct otherwise. If exactly one rank orders its transfers differently from `build`, the line
-    starts with this rank. Ranks outside the cycle are not named.
+    Apart from deadlocks, the program must be correct. If exactly one rank orders its transfers differently from
+    `build`, the line starts with this rank. Ranks outside the cycle are not named.
     """
     blocked = _blocked_transfers(program.ranks)
     if not blocked:

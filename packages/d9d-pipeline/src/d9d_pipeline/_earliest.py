@@ -9,7 +9,7 @@ Span: TypeAlias = tuple[float, float]
 """Start and end time, in the unit of the durations."""
 
 Product: TypeAlias = tuple[bool, int, int]
-"""An activation or gradient that passes between stages: (is gradient, stage that computed it, microbatch)."""
+"""An activation or gradient that passes between stages: (is gradient, computing stage, microbatch)."""
 
 
 def earliest_times(

@@ -28,7 +28,7 @@ class ForwardState:
     """State kept from the forward of a microbatch for its backward.
 
     `received` has a detached leaf for each input that requires a gradient, `sources` the gradient edge of each output
-    that requires one. Edges do not keep the outputs' memory alive.
+    that requires a gradient. Edges do not keep the outputs' memory alive.
     """
 
     received: list[Tensor]

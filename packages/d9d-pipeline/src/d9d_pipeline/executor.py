@@ -80,7 +80,7 @@ class Executor:
     """Interpreter of one rank of a program on the stages that this rank holds.
 
     Gradients are summed over microbatches. Data-parallel gradients are reduced over ranks once per step, in each
-    stage's last backward. With `reduce_each_microbatch`, those of FSDP are reduced in each backward instead.
+    stage's last backward. With `reduce_each_microbatch`, FSDP gradients are reduced in each backward instead.
 
     Args:
         program: The program.
@@ -192,7 +192,7 @@ class Executor:
         return marks
 
     def _kinds(self, inputs: Sequence[Inputs]) -> list[Kind]:
-        """Return the shapes and dtypes of each microbatch's inputs, which determine those of all messages."""
+        """Return the shapes and dtypes of each microbatch's inputs, which determine the metadata of all messages."""
         if self._program.num_stages > 1 and self._program.trains:
             for each in inputs:
                 if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(each.shared)):

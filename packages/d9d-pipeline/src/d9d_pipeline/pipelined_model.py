@@ -43,11 +43,11 @@ class PipelinedModel:
         self._executor = Executor(program, stages, group=group, device=device)
 
     def __call__(self, *first: Any, **shared: Any) -> Outputs:
-        """Run the model. Collective over the pipeline: the forward's sends, then the result to each other rank."""
+        """Run the model. Collective over the pipeline: the forward's sends, then a broadcast of the result."""
         outputs: list[Outputs] = []
         self._executor.step([Inputs(*first, **shared)], lambda output, _: outputs.append(output))
         if self._group is None or self._group.size() == 1:
             return outputs[0]
-        # In generation each result is one token longer: its metadata is sent on every call.
+        # Send the metadata on every call, because in generation each result is one token longer.
         mine = outputs[0] if outputs else None
         return broadcast_tree(mine, self._group, source=self._last_rank, device=self._device)

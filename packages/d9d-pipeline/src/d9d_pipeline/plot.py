@@ -41,7 +41,7 @@ _MIN_FONT_POINTS = 4.0  # font size of the smallest readable numbers
 def plot_program(program: Program, target: Target, *, title: str = "") -> None:
     """Plot a program, with lines from each computation to those on other ranks that need its result.
 
-    A forward and each half of a backward take one unit of time. The bubble follows the title.
+    A forward and each half of a backward take one unit of time. The bubble fraction is appended to the title.
 
     Raises:
         ProgramError: If the program does not pass `verify`.
@@ -57,7 +57,7 @@ def plot_simulation(timeline: Timeline, target: Target, *, title: str = "") -> N
 
 
 _Link: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
-"""(time, rank) of the computation that makes a product, and of the one that needs it."""
+"""(time, rank) of a computation that makes a product, and (time, rank) of a computation that needs this product."""
 
 
 def _links(program: Program, timeline: Timeline) -> Iterator[_Link]:

@@ -12,7 +12,7 @@ from d9d_dist import canonical_name
 class RankStages(nn.Module):
     """Module that contains a rank's stages, with the parameter and buffer names of the whole model.
 
-    It has no forward: an `Executor` runs the stages.
+    The module has no forward: an `Executor` runs the stages.
 
     Args:
         stages: The stage modules by global stage index.

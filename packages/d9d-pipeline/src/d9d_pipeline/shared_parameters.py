@@ -79,8 +79,8 @@ class SharedParameters:
     def add_gradients(self) -> None:
         """Add the gradients of copies to those of their owners, and set the copies' gradients to None.
 
-        Collective over the pipeline: one send of each copy's gradient to its owner's rank. Call it in every step after
-        the last backward.
+        Collective over the pipeline: one send of each copy's gradient to its owner's rank. Call this method in every
+        step after the last backward.
         """
         for pair in self._pairs:
             if pair.requires_grad:
@@ -133,7 +133,7 @@ class SharedParameters:
         """Send the local shard `tensor` from rank `sender` to rank `receiver`; no message if both are this rank.
 
         Return the shard on the receiver, else `None`. `like` is the destination parameter, `None` on other ranks;
-        `dtype` is that of the shard, if it differs from the parameter's.
+        `dtype` is the dtype of the shard, if it differs from the parameter's dtype.
         """
         if tensor is not None and like is not None:
             return tensor

@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def waiting_between(self) -> tuple[float, ...]:
-        """Idle time of each rank between its first and its last computation: the bubble of ZB-V, where it is 0.
+        """Idle time of each rank between its first and its last computation, which ZB-V minimizes.
 
         If steps overlap, adjacent steps can use the idle time before and after.
         """

@@ -128,7 +128,7 @@ class _RankCheck:
     """Check of one rank's actions in order, assuming that every receive succeeds immediately.
 
     `facts` has the facts that hold for each (stage, microbatch) pair, updated for the stages of this rank. `too_early`
-    is the message for the first action that runs before one it needs.
+    is the message for the first action that runs before an action that it needs.
     """
 
     def __init__(self, program: Program, rank: int, placed: Placed, facts: list[int]) -> None:

@@ -166,7 +166,7 @@ class MemoryOutbox:
         self._incoming.wake()
         with self._changed:
             self._changed.wait_for(lambda: self._num_delivered >= wanted or self._is_failing, timeout=seconds)
-            # Wait for a tracker that hangs only once, not at every checkpoint.
+            # If the tracker hangs, wait only once, not at every checkpoint.
             self._is_failing = self._num_delivered < wanted
             return not self._is_failing
 

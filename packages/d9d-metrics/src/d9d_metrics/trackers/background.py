@@ -32,8 +32,8 @@ class BackgroundTracker:
     `resume` logs them again.
 
     After an exception the tracker is closed, opened again after a delay, resumed from its last step, and given the
-    failed entry again. Only a `UserError` is not retried. While the tracker is opened, `resume` raises the error.
-    Later, the entry is dropped with a warning.
+    failed entry again. Only a `UserError` is not retried: `resume` raises an error of opening the tracker, and an entry
+    that causes a later error is dropped with a warning.
 
     Args:
         open_tracker: Creates the tracker; called in the background thread, and again after each exception.
@@ -73,7 +73,7 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Continue a run and deliver the values that its last process left. If already started, queue a rollback.
+        """Continue a run and deliver the values that its last process left; for a started tracker, queue a rollback.
 
         Raises:
             UserError: If the tracker raised one within `start_seconds`.

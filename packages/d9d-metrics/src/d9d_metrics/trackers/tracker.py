@@ -22,7 +22,7 @@ class Tracker(Protocol):
         """Continue a run.
 
         Args:
-            step: Last step to keep: later steps run again. -1 forgets every step.
+            step: Last step to keep: later steps run again. -1 discards every step.
             state: The `state_dict` of the interrupted run; empty if unknown.
         """
         ...

@@ -23,13 +23,13 @@ from d9d_modules.attention_backends.visibility import document_runs
 class KernelBackend(ABC):
     """Backend of kernels for packed documents on CUDA devices. Base class of the backends below.
 
-    Reading the document lengths synchronizes with the device, once for the layers of a batch, so `is_fast` is False for
-    packed documents. Document ids must be contiguous.
+    Reading the document lengths synchronizes with the device, once per batch: all layers share the lengths. `is_fast`
+    is therefore False for packed documents. Each document must be contiguous.
     """
 
     name: ClassVar[str]
     package: ClassVar[str | None] = None
-    """Distribution that has the kernels; None for torch."""
+    """Python package that provides the kernels; None for kernels of torch."""
 
     install: ClassVar[str] = ""
     has_sinks: ClassVar[bool] = False
@@ -231,9 +231,9 @@ def _row_lengths(q_BLHK: Tensor, k_BSGK: Tensor) -> _Lengths:
 
 @lru_cache(maxsize=8)
 def _lengths_of_batch(documents_BS: Tensor, length: int, *, version: int) -> _Lengths:
-    """Return document lengths, which the layers of a batch share.
+    """Return document lengths, cached so that all layers of a batch share them.
 
-    A tensor is equal if it is the same object with the same version, that is, not changed in place.
+    The cache key is the tensor object and its version counter, which changes with each in-place operation.
     """
     del version
     return _Lengths.of(*_cumulative_lengths(documents_BS, length), documents_BS.device)

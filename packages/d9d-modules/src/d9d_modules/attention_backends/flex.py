@@ -50,7 +50,7 @@ class FlexBackend:
         options, sinks_H = features["options"], features["sinks_H"]
         q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
         if not _is_compiled_for(q_BLHK.device):
-            # Without a backward, torch rejects tensors that require a gradient even if gradients are disabled.
+            # On the CPU, FlexAttention has no backward: it rejects tensors that require a gradient even in `no_grad`.
             q_BHLK, k_BGSK, v_BGSK = q_BHLK.detach(), k_BGSK.detach(), v_BGSK.detach()
         out_BHLK, aux = _kernel(q_BLHK.device)(
             q_BHLK,
@@ -139,10 +139,10 @@ def block_mask(
 
 @lru_cache(maxsize=2)
 def _shared_mask(length: int, key_length: int, *, versions: tuple[int, ...], **arguments: Any) -> BlockMask:
-    """Return `block_mask` of the arguments, which the layers of a batch share.
+    """Return `block_mask` of the arguments, cached so that all layers of a batch share the masks.
 
-    Two masks are kept, since models alternate between layers with and without a window. Tensors are equal if they are
-    the same object with the same version, that is, not changed in place.
+    The cache holds two masks, because models alternate between layers with and without a window. The cache key has the
+    tensor objects and their version counters, which change with each in-place operation.
     """
     del versions
     return block_mask(length, key_length, **arguments)
@@ -156,7 +156,7 @@ def _block_mask_of_batch(length: int, key_length: int, **arguments: Any) -> Bloc
 
 
 def _block_maxima(mask_BLS: Tensor, *, padding: bool) -> Tensor:
-    """Return for each pair of blocks [B, I, J] if any element is True, with this value beyond the sequences."""
+    """Return a mask [B, I, J]: True for pairs of blocks with a True element; elements beyond the rows are `padding`."""
     missing = [-size % BLOCK for size in mask_BLS.shape[1:]]
     padded = F.pad(mask_BLS, (0, missing[1], 0, missing[0]), value=padding)
     return padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).any(dim=4).any(dim=2)

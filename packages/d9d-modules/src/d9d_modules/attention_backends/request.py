@@ -15,7 +15,7 @@ class AttentionOptions:
     """Options of softmax attention.
 
     Attributes:
-        is_causal: If True, a position attends to itself and positions before it; if False, to positions after it too.
+        is_causal: If True, a position attends to itself and positions before it; if False, also to positions after it.
         window: Sliding-window size: a position attends to itself and the `window - 1` positions before it
             ("Longformer", arXiv:2004.05150, section 3.1), and without causality to the `window - 1` positions after it.
             None: no limit.
@@ -38,7 +38,7 @@ class AttentionOptions:
                 raise UserError(f"{name} = {value}; expected above 0, or None.")
 
     def within(self, key_length: int) -> "AttentionOptions":
-        """Return the options for rows of `key_length` positions, without a window that covers the whole row."""
+        """Return the options for rows of `key_length` positions; a window that covers the whole row is removed."""
         return replace(self, window=None) if self.window is not None and self.window >= key_length else self
 
     @property
@@ -73,7 +73,7 @@ class AttentionRequest:
     """Features of an attention call that decide which backends support it. Holds no tensors.
 
     Attributes:
-        has_mask: True if the call has a mask of its own.
+        has_mask: True if the call has the argument `mask_BLS`.
         has_prefix_keys: True if there are more keys than queries: the queries are the last positions of the row.
         needs_gradient: True if a backward pass may follow.
     """

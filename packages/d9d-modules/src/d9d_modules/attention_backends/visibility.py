@@ -23,7 +23,7 @@ def visible(
 ) -> Tensor:
     """Return a boolean mask of keys visible to the queries, the last L of S positions: [L, S], or [B, 1, L, S].
 
-    The mask has a batch dim with documents or a mask of the call; see `AttentionFeatures`.
+    The mask has a batch dim if the call has documents or a mask; see `AttentionFeatures`.
     """
     key_length, window = k_BSGK.shape[1], options.window
     before = key_length - q_BLHK.shape[1]

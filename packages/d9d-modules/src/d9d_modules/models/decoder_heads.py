@@ -65,7 +65,7 @@ class HeadedDecoder(nn.Module):
         return self.backbone.layers
 
     def ends(self) -> list[nn.Module]:
-        """Return this stage's embedding and heads that have parameters and share none of them."""
+        """Return this stage's embedding and heads, without those that have no parameters or share a parameter."""
         owner = self.heads if self._in_dict else self
         heads = [owner.get_submodule(name) for name in self._head_names if self.backbone.stage.is_last]
         ends = [end for end in (self.backbone.embedding, *heads) if end is not None]
@@ -98,7 +98,7 @@ class HeadedDecoder(nn.Module):
             labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
                 predict at each position [B, L], already shifted, or K candidates [B, L, K]; -100 ignores a position.
                 Classification: class of each row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
-            scores: True for log-probabilities and entropies instead of losses, `"log_probs"` for the former only.
+            scores: True for log-probabilities and entropies instead of losses; `"log_probs"` without the entropies.
                 Requires a single language-model head.
 
         Returns:
@@ -213,7 +213,7 @@ class DecoderForCausalLM(HeadedDecoder):
 
 @final
 class DecoderForClassification(HeadedDecoder):
-    """Backbone with the family's `ClassificationHead` on its last stage; `pooling` None is the family's, too."""
+    """Backbone with a `ClassificationHead` on its last stage; `pooling=None` selects the family's pooling."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class DecoderForClassification(HeadedDecoder):
 class DecoderForEmbedding(HeadedDecoder):
     """Backbone with an `EmbeddingHead` on its last stage. Takes the arguments of the head; the task computes the loss.
 
-    `pooling` None is the family's.
+    `pooling=None` selects the family's pooling.
 
     Raises:
         UserError: If `params` has auxiliary losses.

@@ -17,8 +17,8 @@ def decoder_from_hugging_face(
 ) -> StateMapper:
     """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
 
-    `prefix` is that of the backbone's tensor names. `feed_forward` returns the mapper of each feed-forward block; None
-    for `params.feed_forward_from_hugging_face`.
+    `prefix` is the prefix of the backbone's tensor names. `feed_forward` returns the mapper of each feed-forward block;
+    None for `params.feed_forward_from_hugging_face`.
     """
     return parallel(
         decoder_backbone_from_hugging_face(params, prefix=prefix, feed_forward=feed_forward),

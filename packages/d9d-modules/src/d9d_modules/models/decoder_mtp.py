@@ -32,7 +32,7 @@ from d9d_state import StateMapper, parallel, rename, scope
 class MtpLayer(nn.Module):
     """MTP layer: `norm(block(projection([embedding_norm(e), hidden_norm(h)])))`, equations 21 and 22.
 
-    `index` is the global index of the block, which follows those of the model.
+    `index` is the global index of the block; MTP blocks come after the layers of the model.
     """
 
     def __init__(self, params: DecoderParams, index: int) -> None:
@@ -217,10 +217,10 @@ DEEPSEEK_MTP: Mapping[str, str] = {
     "projection.": "model.layers.{index}.eh_proj.",
     "norm.": "model.layers.{index}.shared_head.norm.",
 }
-"""Prefixes of the weights of an MTP layer of DeepSeek-V3 and GLM-4.5 in a checkpoint, by those in `MtpLayer`.
+"""Checkpoint prefixes of the weights of an MTP layer of DeepSeek-V3 and GLM-4.5, by their prefixes in `MtpLayer`.
 
-`{index}` is the global index of the block, and `{depth}` that of the MTP layer. Released files repeat `embed_tokens`
-and `shared_head.head`: drop them.
+`{index}` is the global index of the block, and `{depth}` the index of the MTP layer. Released files contain copies of
+`embed_tokens` and `shared_head.head`, which the mapper does not read: drop these copies.
 """
 
 QWEN_MTP: Mapping[str, str] = {
@@ -240,7 +240,7 @@ def mtp_from_hugging_face(
     num_mtp_layers: int = 1,
     feed_forward: FeedForwardMapper | None = None,
 ) -> StateMapper:
-    """Build the mapper of the MTP layers of a `DecoderWithMtp`, to combine with that of the rest by `parallel`.
+    """Build the mapper of the MTP layers of a `DecoderWithMtp`; combine it with the rest of the model by `parallel`.
 
     `feed_forward` has the same meaning as in `decoder_from_hugging_face`.
     """

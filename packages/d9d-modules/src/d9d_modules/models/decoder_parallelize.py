@@ -100,7 +100,7 @@ def parallelize_decoder(
     checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)
     if compile_blocks:
         compile_layers(layers, async_tensor_parallel=dense["tp"] if async_tensor_parallel else None)
-    # In a pipeline, do not reshard after forward: a stage would gather its parameters for each microbatch.
+    # In a pipeline, do not reshard after forward: otherwise a stage would gather its parameters for each microbatch.
     shard = partial(
         parallelize_hsdp,
         mesh=dp,

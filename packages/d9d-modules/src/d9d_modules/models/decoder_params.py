@@ -73,8 +73,8 @@ class DecoderParams(ABC):
             longest row of each call, like `transformers`; results then depend on how a batch is split.
         initializer_range: Standard deviation of the initial weights.
         max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
-        head_layers: Cost of the head in layers: the last pipeline stage has as many layers less than the others. The
-            losses do not depend on it, and exports do not contain it.
+        head_layers: Cost of the head as a number of layers: the last pipeline stage gets fewer layers accordingly. The
+            losses do not depend on this number, and exports do not contain it.
     """
 
     zero_centered_norms: ClassVar[bool] = False
@@ -117,7 +117,7 @@ class DecoderParams(ABC):
 
     @classmethod
     def like(cls, other: "DecoderParams", **changes: Any) -> Self:
-        """Return hyperparameters of this family with the values of another family's model, and `changes`.
+        """Return hyperparameters of this family with the values of `other`, a model of another family, and `changes`.
 
         Raises:
             UserError: If `other` sets a hyperparameter that this family does not have.
@@ -157,7 +157,7 @@ class DecoderParams(ABC):
         return RMSNorm(self.hidden_size, eps=self.rms_norm_eps, zero_centered=self.zero_centered_norms)
 
     def embedding_norm(self) -> Norm | None:
-        """Build the norm of the token embeddings; None for none."""
+        """Build the norm of the token embeddings; None for no norm."""
         return None
 
     def has_attention_norm(self, index: int) -> bool:
@@ -170,7 +170,7 @@ class DecoderParams(ABC):
         return LanguageModelHead(self.hidden_size, self.vocab_size, init_std=self.initializer_range)
 
     def head_transform(self) -> nn.Module | None:
-        """Build the module before a language-model head or the scores of a classification head; None for none."""
+        """Build the module before a language-model head or the scores of a classification head; None to omit it."""
         return None
 
     def rope(self, index: int) -> Rope:

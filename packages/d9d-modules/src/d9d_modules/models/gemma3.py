@@ -56,7 +56,7 @@ class Gemma3Params(LocalGlobalParams):
 
     @property
     def pooling(self) -> Pooling:
-        """See `DecoderParams`; that of EmbeddingGemma without causality."""
+        """See `DecoderParams`; without causality, the pooling of EmbeddingGemma."""
         return "last" if self.is_causal else "mean"
 
     @property

@@ -45,7 +45,7 @@ def config_value(
 def require_value(
     config: HuggingFaceConfig, key: str, supported: object, *, required: bool = False, where: str = "config.json"
 ) -> None:
-    """Check that an entry has the only value that is implemented.
+    """Check that an entry has the only supported value.
 
     A missing entry is valid unless it is `required`. Error messages call the configuration `where`.
 
@@ -67,7 +67,9 @@ def layers_of_kind(
     default: Callable[[int], bool],
     known: Collection[str] = ("full_attention", "sliding_attention"),
 ) -> tuple[int, ...]:
-    """Read the layers with a kind of token mixer from `layer_types`; without this entry, those with a true `default`.
+    """Read the indices of the layers with a kind of token mixer from `layer_types`.
+
+    Without this entry, return the indices for which `default` is true.
 
     Raises:
         UserError: If the entry is not a list of `num_layers` known kinds.
@@ -88,7 +90,7 @@ def require_known_keys(
 ) -> None:
     """Raise a `UserError` that names all unknown entries of a configuration: they would be silently ignored.
 
-    Known are the entries `used` by the caller, and `irrelevant` ones, which do not change the model.
+    An entry is known if the caller reads it (`used`), or if it does not change the model (`irrelevant`).
     """
     unknown = {key: value for key, value in config.items() if key not in used and key not in irrelevant}
     if unknown:

@@ -120,7 +120,7 @@ def with_defaults(entries: tuple[Entry, ...], **defaults: float | None) -> tuple
 
 
 _UNSUPPORTED: Mapping[str, JsonValue] = {"is_encoder_decoder": False}
-"""Entries that no family writes, with the only value that can be read."""
+"""Entries that no family writes, with their only supported value."""
 
 
 @final
@@ -133,7 +133,8 @@ class HuggingFaceFamily(Generic[P]):
         architecture: Model class of `transformers`.
         model_type: Name of the family in `transformers`.
         entries: Entries that set one hyperparameter each.
-        nested_type: `model_type` of multimodal configurations that contain the family as `text_config`; None for none.
+        nested_type: `model_type` of multimodal configurations that contain the family as `text_config`; None if there
+            are no such configurations.
         fixed: Entries with only one supported value: read if present, always written.
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
@@ -185,7 +186,7 @@ class HuggingFaceFamily(Generic[P]):
     def read(self, config: HuggingFaceConfig) -> P:
         """Read the hyperparameters from a parsed `config.json`.
 
-        They do not depend on a quantization of the checkpoint; see `quantization_from_hugging_face`.
+        The hyperparameters do not depend on a quantization of the checkpoint; see `quantization_from_hugging_face`.
 
         Raises:
             UserError: If `config` is of another family, lacks an entry, or has an unknown or unsupported entry.

@@ -165,7 +165,7 @@ def _numbers(key: str, rope: HuggingFaceConfig, config: HuggingFaceConfig) -> tu
 
 
 def _number(key: str, default: float | None = None, minimum: float | None = None) -> tuple[str, Callable[..., Any]]:
-    """Return a field with the name of its entry, and its reader."""
+    """Return the name of a field, and the function that reads its value from the entry `key`."""
     return key, lambda rope, config: config_value(rope, key, float, default=default, minimum=minimum)
 
 

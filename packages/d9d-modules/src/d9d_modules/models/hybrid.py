@@ -1,4 +1,4 @@
-"""Hyperparameters of decoders that mix Gated DeltaNet layers with gated attention, as Qwen3-Next and Qwen3.5."""
+"""Hyperparameters of decoders that mix Gated DeltaNet layers with gated attention, as in Qwen3-Next and Qwen3.5."""
 
 from abc import ABC
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class HybridParams(GroupedQueryParams, ABC):
         return AttentionForm(qk_norm=True, output_gate=True, rotary_dim=self.rotary_dim)
 
     def mixer_kind(self, index: int) -> MixerKind:
-        """See `DecoderParams`; by `full_layers`. Layers for multi-token prediction, which come last, are full."""
+        """See `DecoderParams`; by `full_layers`. MTP layers, which come last, have full attention."""
         is_full = index in self.full_layers or index >= self.num_layers
         return super().mixer_kind(index) if is_full else "linear_attention"
 

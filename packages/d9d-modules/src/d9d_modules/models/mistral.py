@@ -14,7 +14,7 @@ from d9d_state import JsonValue
 @final
 @dataclass(frozen=True, kw_only=True)
 class MistralParams(GroupedQueryParams):
-    """Hyperparameters of a Mistral model; see `GroupedQueryParams`. All layers have the sliding window, or none."""
+    """Hyperparameters of a Mistral model; see `GroupedQueryParams`. Either all layers have a window or none."""
 
     max_position_embeddings: int = 32768
 

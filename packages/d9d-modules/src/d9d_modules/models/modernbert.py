@@ -180,7 +180,7 @@ def _written_own(params: ModernBertParams) -> Mapping[str, JsonValue]:
         )
     return {
         "layer_types": written_layer_types(params),
-        # Without a window transformers needs the entry all the same.
+        # transformers requires the entry even if no layer has a window.
         "local_attention": 128 if params.sliding_window is None else 2 * (params.sliding_window - 1),
         "classifier_pooling": params.classifier_pooling,
     }

@@ -56,7 +56,7 @@ FAMILY_ENTRY_POINTS = "d9d.model_families"
 """Group of entry points by which other packages register tuples of families, as d9d-moe does."""
 
 PretrainedHead: TypeAlias = Literal["language_model", "classification", "embedding"]
-"""Head on the backbone of a folder."""
+"""Type of the head to build on the backbone."""
 
 _NESTED_PREFIXES = ("model.language_model.", "language_model.model.")
 """Prefixes of the tensors of the language model in multimodal checkpoints, by version of `transformers`."""
@@ -129,8 +129,8 @@ class PretrainedDecoder:
     """Model of a recognized folder, with the methods of a `d9d_loop.ModelProvider`.
 
     Attributes:
-        folder: Folder with `config.json` and, unless only the configuration is of interest, safetensors files. None
-            for a configuration without a folder.
+        folder: Folder with `config.json` and, if weights are loaded, safetensors files. None for a configuration
+            without a folder.
         config: Parsed `config.json`.
         family: Family of the model.
         params: Hyperparameters of the model.
@@ -158,7 +158,7 @@ class PretrainedDecoder:
 
     @property
     def is_causal(self) -> bool:
-        """True if no position sees a later one; False for encoders and bidirectional embedders."""
+        """True if no position attends to a later position; False for encoders and bidirectional embedders."""
         return not isinstance(self.params, GroupedQueryParams) or self.params.attention_form.is_causal
 
     @property

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: latent attention and experts of DeepSeek-V3, under names of their own."""
+"""GLM-4.7-Flash: the architecture of DeepSeek-V3, with other defaults and `mlp_layer_types` in `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -124,7 +124,7 @@ def sparse_from_hugging_face(
 ) -> StateMapper:
     """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
 
-    `prefix` is that of the backbone's tensor names.
+    `prefix` is the prefix of the backbone's tensor names.
     """
     return decoder_from_hugging_face(
         params, prefix=prefix, feed_forward=lambda index: params.feed_forward_from_hugging_face(index, layout)

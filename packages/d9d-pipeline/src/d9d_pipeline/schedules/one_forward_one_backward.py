@@ -35,8 +35,8 @@ class Interleaved(Schedule):
     """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
 
     With p ranks, m microbatches pass in rounds, each through all stages of a rank. In the paper a round has p
-    microbatches, and m is a multiple of p.
-    For other m, rounds have p or a few more microbatches, so that no rank waits for a microbatch of the next round.
+    microbatches, and m is a multiple of p. For other m, rounds have p or a few more microbatches, so that no rank waits
+    for a microbatch of the next round.
 
     Attributes:
         stages_per_rank: Number of stages on each rank, v.
@@ -92,7 +92,7 @@ def interleaved_actions(
             f"and {num_microbatches} microbatches; expected at least {least}, the forwards before the first "
             "backward. Allow more activations, or use fewer stages per rank."
         )
-    # Spend the allowed activations in the order of the time that they save: short warm-up, deferral, long warm-up.
+    # Spend the allowed activations where they save most time: first short warm-up, then deferral, then long warm-up.
     warmed = min(max(min(short, allowed), allowed - delay), long, len(forwards))
     delay = min(delay, allowed - warmed)
     yield from (Forward(*cell) for cell in forwards[:warmed])
