@@ -184,7 +184,7 @@ class HangPoller:
             self._channel.publish_failure(self._rank, text)
 
     def _exchange_places(self) -> None:
-        """Publish this rank's location, then write the report if this rank raised the first alarm, else read the report.
+        """Publish this rank's location, then write the report if this rank raised the first alarm, else read it.
 
         If a rank is lost, set `lost` and return without a report: the other ranks wait for it, which is not a hang.
         """
