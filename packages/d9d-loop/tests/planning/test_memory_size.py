@@ -6,6 +6,7 @@ import pytest
 
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
 from d9d_loop.planning.memory_size import activation_bytes_per_token
+from d9d_pipeline import ZeroBubbleV, build, simulate
 
 SPARSE = DecoderShape(
     vocab_size=1000,
@@ -107,3 +108,14 @@ def test_a_recomputed_layer_gathers_its_inputs() -> None:
     checkpoints = 64 * 8 * 2 * 1024 / 4
     layer = 64 * activation_bytes_per_token(shape, replace(layout, recompute="none"), sparse=False)
     assert gathered == pytest.approx(checkpoints + layer + 3 * 64 * 2 * 1024)
+
+
+def test_v_shaped_placement_has_the_loss_on_the_first_rank_and_equal_activations_on_all() -> None:
+    shape = replace(SPARSE, num_experts=0)
+    layout = PlanLayout(pp=4, stages_per_rank=2, placement="v", num_microbatches=12, length=64)
+    first, *others = (memory_of(shape, layout, rank) for rank in range(4))
+    assert first.loss > 0
+    assert all(each.loss == 0 for each in others)
+    kept = layout.tokens_per_microbatch * activation_bytes_per_token(shape, layout, sparse=False)  # one layer a stage
+    peaks = simulate(build(ZeroBubbleV(), num_ranks=4, num_microbatches=12)).peak_activations
+    assert [each.activations for each in (first, *others)] == [peak * kept for peak in peaks]

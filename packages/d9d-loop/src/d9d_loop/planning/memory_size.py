@@ -2,7 +2,7 @@
 
     state       = P (w / z3 + g / z2 + o / z1) + P_gathered w'
     activations = in-flight microbatches x layers x bytes per token x tokens + one layer that is computed again
-    loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient, on the last rank
+    loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient, on the last stage
     reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
 
 Gathered logits are whole (t = 1); the rank's shard of the logits and of their gradient comes on top. With several
@@ -12,7 +12,8 @@ z: number of ranks that shard a term (ZeRO: Rajbhandari et al. 2019, https://arx
 per token of a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout,
 generalized to grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline
 rank r: min(m, p - r) microbatches with 1F1B, and on the first rank, with v stages per rank, 1 + (p - 1) / (p v) times
-as much (Narayanan et al. 2021, section 2.2.2).
+as much (Narayanan et al. 2021, section 2.2.2). With V-shaped placement, min(m, p) on each rank, as zero-bubble V
+(DualPipeV: one stage's activations more).
 """
 
 from dataclasses import dataclass
@@ -86,9 +87,8 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
         # Two layers at a time with their fp32 gradient; a pipeline stage keeps its gathered weights during the step.
         layer = group.size / max(sum(layers_of(shape, layout, pipeline_rank)), 1)
         gathered += (group.size if layout.pp > 1 else 2 * layer) * layout.weight_bytes + layer * 4
-    last = pipeline_rank == layout.pp - 1
-    tokens = layout.tokens_per_microbatch
-    loss = tokens * shape.vocab_size * _loss_bytes(layout) if last else 0.0
+    has_head = pipeline_rank == layout.head_rank
+    loss = layout.tokens_per_microbatch * shape.vocab_size * _loss_bytes(layout) if has_head else 0.0
     activations = _activations(shape, layout, pipeline_rank)
     subtotal = parameters + gradients + optimizer + gathered + loss + activations
     return Memory(
@@ -146,8 +146,11 @@ def _layer_bytes(shape: DecoderShape, layout: PlanLayout, recompute: Recompute, 
 
 def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
     p, v, m = layout.pp, layout.stages_per_rank, layout.num_microbatches
-    in_flight = min(m, p - pipeline_rank)
-    factor = 1 + (p - 1) / (p * v) if v > 1 and m > p and pipeline_rank == 0 else 1.0
+    if layout.placement == "v":
+        in_flight, factor = min(m, p), 1.0
+    else:
+        in_flight = min(m, p - pipeline_rank)
+        factor = 1 + (p - 1) / (p * v) if v > 1 and m > p and pipeline_rank == 0 else 1.0
     num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
     tokens = layout.tokens_per_microbatch
     kept = tokens * (
