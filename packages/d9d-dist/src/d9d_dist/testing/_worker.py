@@ -55,7 +55,7 @@ def serve(connection: Connection, log: str) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    _print_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and terminates its ranks
     torch.set_num_threads(1)
     gc.disable()  # collections follow each call
@@ -66,6 +66,7 @@ def serve(connection: Connection, log: str) -> None:
             call = pickle.loads(connection.recv_bytes())  # noqa: S301  (bytes of our own parent)
         except (EOFError, OSError):
             return
+        _print_stacks_on_signal()
         connection.send_bytes(pickle.dumps(_run(call)))
         # Process groups in reference cycles keep their threads, each of which wakes up 100 times per second. Dozens of
         # such groups would slow down the machine. gc.freeze() excludes imported objects.
@@ -73,6 +74,12 @@ def serve(connection: Connection, log: str) -> None:
         if len(sys.modules) > num_modules:
             num_modules = len(sys.modules)
             gc.freeze()
+
+
+def _print_stacks_on_signal() -> None:
+    """Print the stacks on SIGUSR1. A job that ran earlier in this process replaces the handler by the default one."""
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def _run(call: Call) -> Outcome:
