@@ -57,10 +57,10 @@ def generate(
     """Sample a continuation of each prompt, one token at a time, with the log-probabilities of the tokens.
 
     A `DecoderForCausalLM` keeps keys, values and states of the positions so far, and computes only the new token. The
-    results are equal, except for rounding, to those without the cache. During generation, modules are in evaluation
-    mode and `torch.compile` is bypassed.
+    cache changes the results only by rounding. During generation, modules are in evaluation mode and `torch.compile` is
+    bypassed.
 
-    Collectives are those of the model's forward pass. Tensor-parallel ranks need equal arguments and equally seeded
+    Issues the collectives of the model's forward pass. Tensor-parallel ranks need equal arguments and equally seeded
     generators. Ranks that share parameters (FSDP) may have different rows; see `group`.
 
     Args:
@@ -69,8 +69,8 @@ def generate(
         max_new_tokens: Number of tokens to add to each row.
         max_context: Maximum context length. Longer rows are truncated on the left, and positions restart at 0; from
             then on, the context is recomputed for each token.
-        prompt_mask: False at left padding [B, P], bool or 0 and 1; None if all prompts have P tokens. A function as
-            `model` then also gets `position_ids` and `document_ids_BL`, as in `DecoderModel.forward`.
+        prompt_mask: False at left padding [B, P], bool or 0 and 1; None if all prompts have P tokens. With a mask, the
+            model also gets `position_ids` and `document_ids_BL`, as in `DecoderModel.forward`.
         stop_tokens: A row ends after the first of these tokens.
         pad_token: Token id after the end of a row.
         pad_to_multiple_of: Pad each forward pass on the right to a multiple of this length, as context and sequence
@@ -84,8 +84,8 @@ def generate(
             number of the token: the same in any split of the rows over batches and ranks. Replaces `generator`.
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
-        group: Ranks that stop together. Required with `stop_tokens` if ranks that run one model together have different
-            rows: otherwise a rank whose rows have ended would leave other ranks waiting. One all-reduce per token.
+        group: Ranks that stop together. Required with `stop_tokens` if ranks that share a model have different rows:
+            otherwise the other ranks would wait for a rank whose rows have ended. One all-reduce per token.
         on_tokens: Called with the tokens [B] of each step, to stream text; None for no callback.
 
     Raises:
@@ -209,7 +209,7 @@ def _choose(
     vocab, device = probabilities_BV.shape[-1], probabilities_BV.device
     index_V = torch.arange(step * vocab, (step + 1) * vocab, device=device)
     uniform_BV = uniform_at(index_V, mix_bits(seeds.to(device)).unsqueeze(1))
-    # The largest log p + Gumbel noise is distributed as p.
+    # The argmax of log p + Gumbel noise has the distribution p.
     return (probabilities_BV.double().log() - (-uniform_BV.log()).log()).argmax(dim=-1, keepdim=True)
 
 

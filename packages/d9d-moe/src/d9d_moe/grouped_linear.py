@@ -36,8 +36,8 @@ _ALIGNMENT = 16
 class GroupedLinear(nn.Module):
     """Linear layer that has a weight per group: `y = x @ weight[group].T + bias[group]`, by default without bias.
 
-    The weight is [G, O, I]: matrices of `nn.Linear`, such as those of the experts in a checkpoint, can be stacked. The
-    bias is [G, O].
+    The weight [G, O, I] is a stack of `nn.Linear` weights, such as the expert weights in a checkpoint. The bias is
+    [G, O].
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_NO = gradients[0].contiguous()  # kernels refuse expanded tensors, such as the gradient of a sum
+        grad_NO = gradients[0].contiguous()  # kernels reject expanded tensors, such as the gradient of a sum
         x_NI, weight_GOI, counts_G = ctx.saved_tensors
         grad_x = _PRODUCTS[ctx.backend](grad_NO, weight_GOI, counts_G) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.slot.give(lambda: _OUTER_PRODUCTS[ctx.backend](grad_NO, x_NI, counts_G))

@@ -45,7 +45,7 @@ class KernelBackend(ABC):
         reasons = {
             f"is not installed: {self.install}": not self._is_installed,
             "has no softcap": request.options.softcap is not None and not self.has_softcap,
-            "does not differentiate its log-sum-exp, as sinks need": request.has_sinks and not self.has_sinks,
+            "does not support sinks, because its log-sum-exp has no gradient": request.has_sinks and not self.has_sinks,
             "takes no mask": request.has_mask,
         }
         unsupported = (reason for reason, applies in reasons.items() if applies)
