@@ -187,7 +187,7 @@ def test_a_data_folder_without_text(tmp_path: Path) -> None:
             (tmp_path / "empty" / "json" / name).write_text("x = 1\n")
         (ended,) = on_ranks("pretrain", arguments)
         assert (ended.code, found in ended.errors) == (2, True)
-        assert "expected text to train on, and in the tenth of them that is held out" in ended.errors
+        assert "expected text in the training files and in the held-out tenth of the files" in ended.errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
 
