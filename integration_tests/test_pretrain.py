@@ -146,7 +146,7 @@ _MISTAKES = {
     ),
     "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such is not a folder; expected one"),
     "no length": (["--text.length", "0"], "text.length = '0'; expected a number greater than 0"),
-    "files without text": (["--text.pattern", "*.none"], "has 0 files *.none; expected text to train on"),
+    "files without text": (["--text.pattern", "*.none"], "has 0 files *.none; expected text in the training files"),
     "too few tokens": (
         ["--model.vocab_size", "100"],
         "model.vocab_size = 100; expected at least 256, one for each byte",
