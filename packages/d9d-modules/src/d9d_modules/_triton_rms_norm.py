@@ -44,7 +44,7 @@ def add_rms_norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm. A split backward does not defer the weight gradient: it costs little more than the input gradient."""
+    """RMS norm. A split backward does not defer the weight gradient, which the kernel computes at little extra cost."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Tensor:

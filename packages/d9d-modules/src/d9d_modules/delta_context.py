@@ -29,7 +29,7 @@ class DeltaContext:
         num_before: Number of positions before each chunk that `extended` adds.
 
     Raises:
-        UserError: If a chunk is shorter than `num_before`.
+        UserError: If L is odd, or a chunk is shorter than `num_before`.
     """
 
     def __init__(

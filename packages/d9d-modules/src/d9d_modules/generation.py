@@ -80,16 +80,16 @@ def generate(
         top_p: Sample only from the most likely tokens whose probabilities sum to at least this number ("nucleus
             sampling", arXiv:1904.09751); None samples from all.
         generator: Random generator on the device of the logits; None for torch's default.
-        row_seeds: Seed of each row [B], int64. A sampled token is then a function of the logits, the row's seed and the
-            number of the token: the same in any split of the rows over batches and ranks. Replaces `generator`.
+        row_seeds: Seed of each row [B], int64; replaces `generator`. A sampled token then depends only on the logits,
+            the row's seed and the token's index, and not on how rows are split over batches and ranks.
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
-        group: Ranks that stop together. Required with `stop_tokens` if ranks that share a model have different rows:
+        group: Ranks that stop together. Required with `stop_tokens` if ranks that share parameters have different rows:
             otherwise the other ranks would wait for a rank whose rows have ended. One all-reduce per token.
         on_tokens: Called with the tokens [B] of each step, to stream text; None for no callback.
 
     Raises:
-        UserError: If an argument is out of range, the mask is not a left padding, or `use_cache` is True and the model
+        UserError: If an argument is out of range, the mask is not left padding, or `use_cache` is True and the model
             does not support it: context parallelism, pipeline stages, RoPE scaling by the length of a row, or a token
             mixer without a cache.
     """
@@ -135,7 +135,7 @@ class _Tokens:
         self._log_probs = [torch.empty(batch, 0, dtype=torch.float32, device=device)]
 
     def append(self, next_B1: Tensor, logits_BV: Tensor) -> Tensor:
-        """Append one token to each row, padding to ended ones; return the appended tokens [B]."""
+        """Append one token to each row, or padding if the row has ended; return the appended tokens [B]."""
         is_done_B1 = self._is_done_B.unsqueeze(1)
         self._log_probs.append(_log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B1, 0.0))
         self._is_kept.append(~is_done_B1)

@@ -104,7 +104,7 @@ class RecurrentCache:
 
 
 class CachedAttention(nn.Module):
-    """Attention layer that can continue rows from a cache, see `SupportsCache`. Base class of attention layers.
+    """Base class of attention layers that can continue rows from a cache; see `SupportsCache`.
 
     Attributes:
         attention_function: Function of queries, keys and values.

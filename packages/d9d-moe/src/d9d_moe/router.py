@@ -1,4 +1,4 @@
-"""Routers: choose the experts of each token and their weights.
+"""Routers, which choose the experts of each token and their weights.
 
 The forward pass of a router has no side effects, so evaluation and recomputation route identically.
 
@@ -55,8 +55,8 @@ class Router(Protocol):
 class ReplayRouter(Protocol):
     """Router that can also use recorded experts instead of its own choice, like both routers of this package.
 
-    Reinforcement learning replays the routing of the inference engine: small numerical differences between the engines
-    would otherwise choose other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement
+    Reinforcement learning replays the routing of the inference engine: otherwise, small numerical differences between
+    the engines could lead to other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement
     Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
     """
 

@@ -43,9 +43,10 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
 
 @contextmanager
 def use_adapter(model: nn.Module, adapter: str) -> Generator[None]:
-    """Compute with the adapters of a name inside the context, instead of those that are active.
+    """Compute with the adapters of a name inside the context, instead of the active adapters.
 
-    A layer without an adapter of this name computes without adapter. Costs and backward pass as in `adapters_off`.
+    A layer without an adapter of this name computes without adapter. For costs and the backward pass, see
+    `adapters_off`.
 
     Args:
         model: The model, or this rank's pipeline stages of it, in any layout.

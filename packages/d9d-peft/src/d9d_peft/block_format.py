@@ -72,7 +72,7 @@ def _quantize_rows(weight_OI: Tensor, block_format: BlockFormat, block_size: int
 
 
 def dequantize_blocks(codes: Tensor, scale_bytes: Tensor, block_format: BlockFormat, *, dtype: torch.dtype) -> Tensor:
-    """Return the weight [..., O, I] of codes and scales, computed in at least float32, in a dtype. No collectives."""
+    """Return the weight [..., O, I] in `dtype`, computed from codes and scales in at least float32. No collectives."""
     scales_ON = scale_bytes.contiguous().view(torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
     if block_format == "int8":

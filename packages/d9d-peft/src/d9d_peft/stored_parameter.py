@@ -50,7 +50,7 @@ class StoredParameter:
         return LowRank(rank=rank, alpha=alpha, dropout=first.dropout, rank_stabilized=first.rank_stabilized)
 
     def stored_low_rank(self, rank: int) -> LowRank:
-        """Return the expected rank and scale in a file of this rank: of each layer, or else as in `low_rank`."""
+        """Return the rank and scale that a file of this rank must have: a layer's if A is shared, else `low_rank`."""
         return self.adapters[0].low_rank if self._is_shared(rank) else self.low_rank
 
     def check(self) -> None:

@@ -28,7 +28,7 @@ _MAX_PROBLEMS = 20  # maximum number of problems listed in an error
 
 
 class ProgramError(UserError):
-    """Error of a program that would hang, or does not run every microbatch through every stage exactly once."""
+    """Error of a program that would hang, would compute a wrong result, or holds too many activations."""
 
 
 @final

@@ -21,7 +21,7 @@ from d9d_modules.attention_backends.visibility import document_runs
 
 
 class KernelBackend(ABC):
-    """Backend of kernels for packed documents on CUDA devices. Base class of the backends below.
+    """Base class of the backends below, whose kernels support packed documents on CUDA devices.
 
     Reading the document lengths synchronizes with the device, once per batch: all layers share the lengths. `is_fast`
     is therefore False for packed documents. Each document must be contiguous.

@@ -65,7 +65,7 @@ class HeadedDecoder(nn.Module):
         return self.backbone.layers
 
     def ends(self) -> list[nn.Module]:
-        """Return this stage's embedding and heads, without those that have no parameters or share a parameter."""
+        """Return this stage's embedding and heads, except modules without parameters or with a shared parameter."""
         owner = self.heads if self._in_dict else self
         heads = [owner.get_submodule(name) for name in self._head_names if self.backbone.stage.is_last]
         ends = [end for end in (self.backbone.embedding, *heads) if end is not None]
@@ -300,8 +300,8 @@ def _require_no_losses(params: DecoderParams, reason: str) -> None:
     if params.auxiliary_losses is not None:
         name = params.auxiliary_losses.name
         raise UserError(
-            f"the model has {name}, but {reason}; expected none, because {name} are added to a single loss. Remove the "
-            f"{name}, or balance experts without a loss."
+            f"the model has {name}, but {reason}; expected no {name}, because they are added to a single loss. Remove "
+            f"the {name}, or balance experts without a loss."
         )
 
 

@@ -114,7 +114,7 @@ UNBIASED_ENTRIES: Mapping[str, JsonValue] = {**FIXED_ENTRIES, "attention_bias": 
 
 
 def with_defaults(entries: tuple[Entry, ...], **defaults: float | None) -> tuple[Entry, ...]:
-    """Return entries with other default values of hyperparameters, by name; None for a required entry."""
+    """Return entries with other defaults, by hyperparameter name; a default of None makes the entry required."""
     assert defaults.keys() <= {each.field for each in entries}
     return tuple(replace(each, default=defaults.get(each.field, each.default)) for each in entries)
 

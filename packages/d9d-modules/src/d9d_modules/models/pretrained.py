@@ -107,7 +107,8 @@ def from_pretrained_config(
         raise UserError(f"head = {head!r}; expected one of {', '.join(get_args(PretrainedHead))}.")
     if (num_classes is None) is (head == "classification"):
         raise UserError(
-            f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head."
+            f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head, and None "
+            "for other heads."
         )
     if head == "embedding" and pooling is None and path is not None:
         pooling = read_pooling(path)
@@ -199,7 +200,7 @@ class PretrainedDecoder:
     def load_mapper(self) -> StateMapper:
         """Return the mapper from the folder to the model, with dequantization, and log which tensors are not used.
 
-        Other stored tensors that the model does not have raise an error when the weights are loaded.
+        Stored tensors that are neither read nor in `unused` raise an error when the weights are loaded.
         """
         mapper, unused = self._mapper(self._stored), self.unused
         layout = quantization_from_hugging_face(self.config)

@@ -73,7 +73,7 @@ def interleaved_actions(
 
     `max_delay` splits the backwards: at most this many other `BackwardInput` actions run between a pair's
     `BackwardInput` and `BackwardWeight`. `None` does not split them. Raises `UserError` if `max_activations` is less
-    than the number of forwards before the first backward.
+    than the smallest possible number of forwards before the first backward.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     stages = [turn * num_ranks + rank for turn in range(stages_per_rank)]
