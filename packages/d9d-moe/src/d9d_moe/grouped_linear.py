@@ -91,7 +91,8 @@ def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
 def choose_grouped_matmul(x_NI: Tensor, *, environment: Mapping[str, str] | None = None) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the rows, else "eager".
 
-    The choice depends only on dtype and shape. `environment` defaults to `os.environ`.
+    Without the variable, the choice depends only on the dtype, the number of rows, and whether they are on `meta`.
+    `environment` defaults to `os.environ`.
 
     Raises:
         UserError: If the variable names an unknown backend.
