@@ -1,9 +1,8 @@
-"""Direct preference optimization of the model that pretrain.py exported, with LoRA: no typos.
+"""Direct preference optimization (DPO) with LoRA: the model that pretrain.py exported learns to avoid typos.
 
-Of two answers with the same letters, the one without typos is preferred: in the other, neighbouring letters of two
-words are swapped. So neither length nor letters tell them apart; the model learns which words are spelled well.
-The reference is the same model with its adapters off. The script prints the reward margin of functions that it was
-not trained on.
+Both answers of a pair have the same letters; in two words of the rejected answer, neighboring letters are swapped. The
+model must therefore learn spelling: length and letters do not differ. The reference is the same model with its
+adapters off. The script prints the reward margin on held-out functions.
 """
 
 import json
@@ -39,7 +38,7 @@ class DpoConfig(EngineConfig):
 
 
 def pairs(text: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return pairs to train on, and pairs of held-out functions."""
+    """Return training pairs, and pairs of held-out functions."""
     parts: tuple[list[Any], list[Any]] = ([], [])
     for function, sentence in documented(text).items():
         rejected = with_typos(sentence, random.Random(function))  # noqa: S311 - no secret
@@ -50,7 +49,7 @@ def pairs(text: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def with_typos(sentence: str, draws: random.Random) -> str | None:
-    """Swap two neighbouring letters in two words; None if the sentence has too few long words."""
+    """Swap two neighboring letters in two words; None if the sentence has too few long words."""
     words = sentence.split(" ")
     swaps = [
         (index, at)
@@ -82,7 +81,7 @@ def with_reference(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> list
 
 
 def evaluate(engine: Engine, batches: list[dict[str, Any]], loss: PreferenceLoss) -> dict[str, float]:
-    """Return the mean reward margin of held-out pairs, and the share of pairs whose chosen answer has more reward."""
+    """Return the mean reward margin, and the fraction of pairs whose chosen answer has the higher reward."""
     margins = []
     for batch, scores in zip(batches, engine.score(batches), strict=True):
         found, is_pair = loss.margins(

@@ -71,7 +71,7 @@ def main() -> None:
     config = FinetuneConfig.from_cli(Path(__file__).with_suffix(".toml"))
     source = config.initial_weights
     if source is None or not source.is_dir():
-        raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
+        raise UserError(f"initial_weights = {source} does not exist; run examples/pretrain.py first.")
     params = QWEN3.read(read_config_file(source / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
     trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())

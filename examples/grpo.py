@@ -1,8 +1,8 @@
-"""Reinforcement learning with verifiable rewards (GRPO): additions of two digits, in bytes.
+"""Reinforcement learning with verifiable rewards (GRPO): additions of two one-digit numbers, written as bytes.
 
 The script first trains a small decoder on additions whose results are mostly wrong. Then it samples answers, rewards
 the correct ones, and trains on them. It prints the accuracy of the sampled answers, before and after, as JSON.
-With `--rollouts URL`, the answers come from the process of rollout_server.py, which gets the weights before each step.
+With `--rollouts URL`, rollout_server.py samples the answers; the script sends it the weights before each step.
 """
 
 import json
@@ -38,7 +38,7 @@ class Imitation(Section):
     steps: PositiveInt = 300
     batch_size: PositiveInt = 512
     learning_rate: float = 3e-3
-    correct: float = Field(0.15, description="Share of correct results in the data.")
+    correct: float = Field(0.15, description="Fraction of correct results in the data.")
 
 
 class GrpoConfig(EngineConfig):
@@ -52,7 +52,7 @@ class GrpoConfig(EngineConfig):
 
 
 def prompts(count: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return additions such as `3+4=`, int64 [S, 4], and their results [S]."""
+    """Return S = `count` additions such as `3+4=`, int64 [S, 4], and their results [S]."""
     a, b = torch.randint(0, 10, (2, count), generator=draws)
     signs = torch.tensor([ord("+"), ord("=")]).expand(count, 2)
     return torch.stack((a + ord("0"), signs[:, 0], b + ord("0"), signs[:, 1]), 1), a + b
@@ -65,7 +65,7 @@ def write(results: Tensor) -> Tensor:
 
 
 def batch_of(tokens: Tensor) -> dict[str, Tensor]:
-    """Return rows [S, L] whose labels are the answers, up to their end."""
+    """Return a batch of rows [S, L]; only the answers, up to their end, have labels."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
     has_ended = (labels == END).cumsum(1) - (labels == END).long() > 0
     labels[has_ended] = IGNORED_LABEL
@@ -99,7 +99,7 @@ class Arithmetic:
     def imitate(self) -> None:
         """Train on additions with few correct results.
 
-        The learning rate falls linearly, because a constant one amplifies rounding.
+        The learning rate falls linearly, because a constant learning rate amplifies rounding.
         """
         settings = self.config.imitation
         for number in range(settings.steps):
@@ -112,7 +112,7 @@ class Arithmetic:
             self.engine.step(settings.learning_rate * (1 - number / settings.steps))
 
     def sample(self, questions: Tensor) -> dict[str, Tensor]:
-        """Sample an answer to each question; return this rank's rows, equal in any layout."""
+        """Sample an answer to each question; return this rank's rows. The answers do not depend on the layout."""
         seeds = torch.randint(2**62, (len(questions),), generator=self.draws)
         if self.client is not None:
             return self.sample_remotely(self.client, questions, int(seeds[0]))
@@ -127,7 +127,7 @@ class Arithmetic:
         return batch_of(found.token_ids.cpu())
 
     def sample_remotely(self, client: RolloutClient, questions: Tensor, seed: int) -> dict[str, Tensor]:
-        """Sample with another engine; its probabilities differ by rounding, which `importance` corrects."""
+        """Sample on the server; its probabilities differ by rounding, which `importance` corrects."""
         client.send_weights()
         tokens, log_probs = map(self.own, client.sample(questions, num_tokens=ANSWER, seed=seed))
         batch = batch_of(tokens)
@@ -141,7 +141,7 @@ class Arithmetic:
         return batch
 
     def step(self, task: PolicyTask) -> float:
-        """Sample answers, reward the correct ones, and train on them; return the share of correct answers."""
+        """Sample answers, reward the correct ones, and train on them; return the fraction of correct answers."""
         config = self.config
         questions, results = (
             each.repeat_interleave(config.num_answers, 0) for each in prompts(config.num_prompts, self.draws)
@@ -162,7 +162,7 @@ class Arithmetic:
 def main() -> None:
     config = GrpoConfig.from_cli(Path(__file__).with_suffix(".toml"))
     task = PolicyTask(PolicyLoss())
-    decoder = Float64Decoder if config.rollouts is None else Decoder  # transformers serves float32
+    decoder = Float64Decoder if config.rollouts is None else Decoder  # the server uses float32
     with Engine.open(config, model=decoder(config.model), task=task) as engine:
         start = time.process_time()
         arithmetic = Arithmetic(engine, config)

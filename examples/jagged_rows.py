@@ -9,13 +9,13 @@ from torch import Tensor
 from d9d_loop.data import Document, pack_row
 
 Data: TypeAlias = Mapping[str, Any]
-"""Batch: `input_ids` is a jagged nested tensor of sequences, other values are tensors or settings."""
+"""Batch: `input_ids` is a jagged nested tensor of sequences; other values are tensors or settings."""
 
 
 def packed(data: Data, *, multiple: int, number: int) -> dict[str, Any]:
-    """Return one row [1, L] of whole sequences, padded to a multiple; `number` is added."""
+    """Return one row [1, L] of whole sequences, padded to a multiple, with the entry `number`."""
     sequences = data["input_ids"].unbind()
-    documents: list[Document] = [  # the last token of a sequence predicts none
+    documents: list[Document] = [  # the last token of a sequence has no label
         {"tokens": torch.cat((each, each[:1])), "mask": torch.arange(len(each) + 1) < len(each)} for each in sequences
     ]
     row = pack_row(documents, -(-sum(map(len, sequences)) // multiple) * multiple)
@@ -29,7 +29,7 @@ def jagged(values: Tensor, like: Data) -> Tensor:
 
 
 def microbatches(data: Data) -> list[dict[str, Any]]:
-    """Split a batch in the order of its rows: equally many rows, or up to a number of tokens."""
+    """Split a batch in row order into microbatches of a number of rows, or of at most a number of tokens."""
     starts, tokens = [0], 0
     for row, length in enumerate(map(len, data["input_ids"].unbind())):
         tokens += length
@@ -44,7 +44,7 @@ def microbatches(data: Data) -> list[dict[str, Any]]:
 
 
 def rows_of(value: Any, rows: slice) -> Any:
-    """Return some rows of a tensor; any other value is that of the whole batch."""
+    """Return some rows of a tensor; return any other value unchanged."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     return (

@@ -130,7 +130,7 @@ _CHANGE = "Change it with --text.folder PATH or --text.pattern PATTERN; of a pre
 
 
 def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
-    """Return training and held-out text: whole files, one in ten held out by a hash of its name."""
+    """Return training and held-out text: whole files; a hash of its path selects one file in ten as held out."""
     if not text.folder.is_dir():
         raise UserError(f"text.folder = {text.folder} is not a folder; expected one with text. {_CHANGE}")
     files = [path.relative_to(text.folder) for path in sorted(text.folder.glob(text.pattern)) if path.is_file()]
@@ -141,8 +141,8 @@ def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
         parts[held_out].append((text.folder / file).read_bytes())
     if not all(map(any, parts)):
         raise UserError(
-            f"text.folder = {text.folder} has {len(files)} files {text.pattern}; expected text to train on, and in the "
-            f"tenth of them that is held out. {_CHANGE}"
+            f"text.folder = {text.folder} has {len(files)} files {text.pattern}; expected text in the training files "
+            f"and in the held-out tenth of the files. {_CHANGE}"
         )
     return parts
 
@@ -227,7 +227,7 @@ class NextByte(Task):
 
 
 class Report:
-    """At the end of the job, generates text, plots the curves, and prints a summary as one line of JSON."""
+    """Event handler that generates text, plots the curves, and prints a JSON summary at the end of the job."""
 
     def __init__(self, max_context: int) -> None:
         self.max_context = max_context
@@ -274,7 +274,7 @@ def continue_text(
 def for_generation(
     ctx: DistributedContext, model: nn.Module, forward: Callable[..., Any]
 ) -> tuple[Callable[..., Any], int]:
-    """Return the model of `generate` in any layout, with a cache where it supports one, and `pad_to_multiple_of`."""
+    """Return `model` and `pad_to_multiple_of` for `generate`; the model supports a cache without `cp` and `pp`."""
     cp = ctx.mesh_for("batch")["cp"]
     if cp.size() == ctx.size("regular", "pp") == 1:
         return model, ctx.size("batch", "tp")

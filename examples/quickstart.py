@@ -1,4 +1,4 @@
-"""Train a plain PyTorch module, on one process or under torchrun; only the configuration differs."""
+"""Train a plain PyTorch module, in one process or under torchrun; only the configuration differs."""
 
 from pathlib import Path
 

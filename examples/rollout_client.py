@@ -1,4 +1,4 @@
-"""The trainer's side of rollout_server.py: hands over weights through shared memory, and asks for sampled answers."""
+"""Client of rollout_server.py in the trainer: sends weights through shared memory, and requests sampled answers."""
 
 import hashlib
 import json
@@ -22,13 +22,13 @@ _SECONDS = 600.0  # timeout of a request
 
 
 class RolloutClient:
-    """Rollouts of another process on this machine. All methods, the constructor included, are collective.
+    """Client of a rollout server on this machine. All methods, the constructor included, are collective.
 
-    The first rank of each pipeline stage writes the weights of its stage into shared memory, under the names of
-    Hugging Face, and posts their digest. HTTP carries names, shapes and tokens only.
+    The first rank of each pipeline stage writes the weights of its stage into shared memory, posts their Hugging Face
+    names, and compares the server's digest. HTTP carries no weights.
 
     Attributes:
-        num_bytes: Bytes of all weights of the server's model: the least that a transfer moves.
+        num_bytes: Number of bytes of all weights of the server's model; each `send_weights` moves exactly as many.
 
     Args:
         url: Address that the server printed.
@@ -53,10 +53,10 @@ class RolloutClient:
             self._memory = mmap.mmap(self._file.fileno(), total)
 
     def send_weights(self) -> int:
-        """Send the weights as a new version, and check that exactly they arrived; return the bytes moved by all ranks.
+        """Send the weights as a new version, and verify them; return the number of bytes that all ranks moved.
 
         Raises:
-            UserError: On every rank, if the server is gone, or holds other weights than this job.
+            UserError: On every rank, if the server does not answer, or its weights differ from those of this job.
         """
         self._version += 1
         tensors, end = [], 0
@@ -78,7 +78,7 @@ class RolloutClient:
         All ranks pass the same prompts [S, P], and get the same answers.
 
         Raises:
-            UserError: On every rank, if the server is gone, or does not hold the last version of all weights.
+            UserError: On every rank, if the server does not answer, or does not have the last version of all weights.
         """
         request = {"version": self._version, "prompts": prompts.tolist(), "num_tokens": num_tokens, "seed": seed}
         found = self._together(lambda: self._ask("generate", request) if self._is_main else None)
@@ -114,7 +114,7 @@ class RolloutClient:
         return found
 
     def _together(self, ask: Callable[[], dict[str, Any] | None], *, every: bool = False) -> Any:
-        """Return the replies of all ranks, or that of rank 0; raise its error on all ranks. Collective."""
+        """Return the reply of rank 0, or with `every` of all ranks; raise a rank's error on all ranks. Collective."""
         reply, problem = None, None
         try:
             reply = ask()

@@ -6,7 +6,7 @@
     POST /weights    file in shared memory, names, dtypes and shapes; copies the weights, and returns bytes and digest
     POST /generate   prompts of equal lengths; returns sampled tokens and their log-probabilities
 
-It serves one job on the same machine, listens on 127.0.0.1 only, and reads no pickles.
+The server serves one job on the same machine, listens only on 127.0.0.1, and reads no pickles.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 
 class RequestError(ValueError):
-    """Error that the client gets as the answer."""
+    """Error of a request, which is sent to the client."""
 
 
 class Rollouts:
@@ -43,7 +43,7 @@ class Rollouts:
         return {"bytes": sum(each.nbytes for each in self._parameters().values())}
 
     def load(self, sent: dict[str, Any]) -> dict[str, Any]:
-        """Copy weights from shared memory into the model; return the bytes and digest of what the model then holds."""
+        """Copy weights from shared memory into the model; return the number of bytes, and the digest of the copies."""
         parameters, digest, end = self._parameters(), hashlib.sha256(), 0
         with Path(sent["path"]).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
             for each in sent["tensors"]:
@@ -58,7 +58,7 @@ class Rollouts:
 
     @torch.no_grad()
     def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Sample at temperature 1, always all tokens: the caller cuts answers at their end."""
+        """Sample `num_tokens` tokens at temperature 1, without stop tokens: the client truncates the answers."""
         missing = [name for name in self._parameters() if self.versions.get(name) != asked["version"]]
         if missing:
             raise RequestError(
@@ -90,7 +90,7 @@ class Rollouts:
 
     @staticmethod
     def _checked(parameters: dict[str, nn.Parameter], sent: dict[str, Any], *, left: int) -> Tensor:
-        """Return the parameter of a name if dtype, shape and size are right."""
+        """Return the parameter to load; raise `RequestError` if dtype, shape or size do not match."""
         name, dtype, shape = sent["name"], sent["dtype"], sent["shape"]
         found = parameters.get(name)
         if found is None or [str(found.dtype), list(found.shape)] != [dtype, shape]:
@@ -124,14 +124,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(port: int) -> HTTPServer:
-    """Return a server on 127.0.0.1; port 0 takes a free one. Call its `serve_forever`."""
+    """Return a server on 127.0.0.1; port 0 selects a free port. Call its `serve_forever`."""
     return HTTPServer(("127.0.0.1", port), type("OwnHandler", (Handler,), {"rollouts": Rollouts()}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 takes a free one")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each operator")
+    parser.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 selects a free port")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads of each operator")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     server = serve(options.port)

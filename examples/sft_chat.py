@@ -1,8 +1,8 @@
 """Teach the model that pretrain.py exported to answer questions about the standard library, with LoRA.
 
-Questions and answers are made from docstrings; only answers are trained. Each function is asked about in several
-wordings, one of which is held out. The script answers held-out questions, saves the adapters, and exports the merged
-model.
+Questions and answers are made from docstrings; only answers contribute to the loss. Questions about a function have
+several wordings, one of which is held out. The script asks the model held-out questions, saves the adapters, and
+exports the merged model.
 """
 
 import ast
@@ -43,7 +43,7 @@ class SftConfig(FinetuneConfig):
 
 
 def byte_chat() -> ChatTokenizer:
-    """Return a tokenizer of bytes, as pretrain.py has it; the byte 0, which text does not contain, ends an answer."""
+    """Return a byte tokenizer as in pretrain.py; byte 0, which the text does not contain, ends an answer."""
     printable = {
         *range(33, 127),
         *range(161, 173),
@@ -62,7 +62,7 @@ def documented(text: Text) -> dict[str, str]:
     """Return the first sentence of the docstring of each public function, by `module.function`."""
     found = {}
     for path in sorted(text.folder.glob(text.pattern)):
-        with suppress(SyntaxError):  # some files of lib2to3 are examples of such
+        with suppress(SyntaxError):  # some files of lib2to3 contain syntax errors on purpose
             for node in ast.parse(path.read_bytes()).body:
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                     paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
@@ -73,7 +73,7 @@ def documented(text: Text) -> dict[str, str]:
 
 
 def conversations(text: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return conversations to train on, and held-out ones: each function lacks one of the wordings in training."""
+    """Return training and held-out conversations; one wording of each function is held out."""
     parts: tuple[list[Any], list[Any]] = ([], [])
     for function, sentence in documented(text).items():
         for number, wording in enumerate(WORDINGS):
@@ -108,7 +108,7 @@ def answers(done: Finished, questions: Sequence[str]) -> list[str]:
 
 
 def report(done: Finished, held_out: Sequence[Mapping[str, Any]], question: str) -> dict[str, JsonValue]:
-    """Ask a question and all held-out ones; print the first answer, return the share of exact ones. Collective."""
+    """Ask `question` and the held-out questions; print its answer, return the fraction of exact answers. Collective."""
     asked, expected = zip(*((message["content"] for message in each["messages"]) for each in held_out), strict=True)
     answer, *given = answers(done, [question, *asked])
     if done.ctx.is_main_process:
@@ -119,7 +119,7 @@ def report(done: Finished, held_out: Sequence[Mapping[str, Any]], question: str)
 def lora_decoder(source: Path | None, lora: Lora) -> tuple[LoraDecoder, Path]:
     """Return the model of pretrain.py with adapters, and the folder of its weights."""
     if source is None or not source.is_dir():
-        raise UserError(f"initial_weights = {source} is not there; run examples/pretrain.py first.")
+        raise UserError(f"initial_weights = {source} does not exist; run examples/pretrain.py first.")
     params = QWEN3.read(read_config_file(source / "config.json"))
     return LoraDecoder(Decoder(params), LoRA(**lora.model_dump())), source
 

@@ -91,7 +91,7 @@ class VerlEngine:
         return self.engine.step().grad_norm.item()
 
     def learning_rate_factor(self, num_lr_steps: int) -> float:
-        """Return the factor of the learning rates after some calls of `lr_scheduler_step`; override it."""
+        """Return the learning-rate factor after `num_lr_steps` calls of `lr_scheduler_step`; override this method."""
         return 1.0
 
     def lr_scheduler_step(self) -> float:
@@ -177,7 +177,7 @@ class VerlEngine:
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Save to the run folder, and write the number of the step to `local_path`."""
+        """Save to the run folder, and write the step number to `local_path`."""
         _refuse(hdfs_path=hdfs_path, max_ckpt_to_keep=max_ckpt_to_keep)
         self.engine.save({"global_step": global_step, "num_lr_steps": self.num_lr_steps})
         if self.ctx.is_main_process:
@@ -185,11 +185,11 @@ class VerlEngine:
             (Path(local_path) / "d9d.json").write_text(json.dumps(self.engine.num_steps))
 
     def load_checkpoint(self, local_path: str, hdfs_path: object = None, del_local_after_load: bool = False) -> None:
-        """Load the newest checkpoint of the run folder, which must be that of `local_path`."""
+        """Load the newest checkpoint of the run folder, whose step must be the step number in `local_path`."""
         _refuse(hdfs_path=hdfs_path, del_local_after_load=del_local_after_load)
         state, expected = self.engine.load(), json.loads((Path(local_path) / "d9d.json").read_text())
         if not isinstance(state, dict) or self.engine.num_steps != expected:
-            raise UserError(f"the newest checkpoint is that of step {self.engine.num_steps}; expected step {expected}.")
+            raise UserError(f"the newest checkpoint is of step {self.engine.num_steps}; expected step {expected}.")
         self.num_lr_steps = int(str(state["num_lr_steps"]))
         self.engine.set_learning_rates(self.learning_rate_factor(self.num_lr_steps))
 

@@ -76,4 +76,4 @@ def test_a_checkpoint_of_only_adapters_resumes_with_the_same_bits(tmp_path: Path
 def test_without_a_pretrained_model(tmp_path: Path) -> None:
     (ended,) = on_ranks("finetune_lora", options({"initial_weights": tmp_path / "none", "run.folder": tmp_path}))
     assert ended.code == 2
-    assert ended.errors.endswith("none is not there; run examples/pretrain.py first.\n")
+    assert ended.errors.endswith("none does not exist; run examples/pretrain.py first.\n")

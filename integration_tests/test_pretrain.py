@@ -146,7 +146,7 @@ _MISTAKES = {
     ),
     "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such is not a folder; expected one"),
     "no length": (["--text.length", "0"], "text.length = '0'; expected a number greater than 0"),
-    "files without text": (["--text.pattern", "*.none"], "has 0 files *.none; expected text to train on"),
+    "files without text": (["--text.pattern", "*.none"], "has 0 files *.none; expected text in the training files"),
     "too few tokens": (
         ["--model.vocab_size", "100"],
         "model.vocab_size = 100; expected at least 256, one for each byte",
@@ -187,7 +187,7 @@ def test_a_data_folder_without_text(tmp_path: Path) -> None:
             (tmp_path / "empty" / "json" / name).write_text("x = 1\n")
         (ended,) = on_ranks("pretrain", arguments)
         assert (ended.code, found in ended.errors) == (2, True)
-        assert "expected text to train on, and in the tenth of them that is held out" in ended.errors
+        assert "expected text in the training files and in the held-out tenth of the files" in ended.errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
 

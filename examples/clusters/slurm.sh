@@ -17,8 +17,8 @@
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
-# One task a rank: srun signals tasks, but not what a launcher has started in them. The name of the run stays that of the
-# job, so the requeued job finds its checkpoints.
+# One task per rank: srun signals tasks, but not the processes that a launcher starts in them. A requeued job keeps its
+# job ID, so it has the same run name and finds its checkpoints.
 srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLURM_JOB_ID" \
     --mesh.data_parallel_replicate "$SLURM_JOB_NUM_NODES" --mesh.data_parallel_shard -1 --batch.global_size 64
 code=$?

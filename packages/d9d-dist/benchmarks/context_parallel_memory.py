@@ -3,8 +3,8 @@
     python packages/d9d-dist/benchmarks/context_parallel_memory.py --length 8192 --output curve.json
 
 Memory is counted by torch's profiler, from the allocations and frees of torch's CPU allocator. It includes all tensors,
-also those inside operators, but neither Python objects nor the buffers of the process group. The peak of the resident
-set is reported as a check; it also includes pages that malloc keeps.
+also temporary tensors of operators, but neither Python objects nor the buffers of the process group. The peak of the
+resident set is reported as a check; it also includes pages that malloc keeps.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _M_MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Row:
-    """Sizes of the input; the length is that of the full sequence, for any number of ranks."""
+    """Sizes of the input; the length is the full sequence length, for any number of ranks."""
 
     length: int
     heads: int
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in MiB above that of the process before, inputs included; the maximum over the ranks.
+    """Memory in MiB above the value before the measurement, inputs included; the maximum over the ranks.
 
     Attributes:
         peak: Peak of the allocated memory in forward and backward.

@@ -4,15 +4,17 @@
     uv run python packages/d9d-loop/benchmarks/goodput_of_tiers.py --measured campaign.jsonl
 
 Prints JSON. Each tier saves at its own period. A save stops the job for its stall, and is complete after its delay.
-Failures arrive at random (Poisson). A failure ends a process, loses a host, or loses neighbours on the ring of replicas
-for good (`hosts`) or until power returns (`power`). The job resumes from the newest complete step of the tiers that
-survive it, after detection, restart and the load. Goodput is the share of the time that leads to steps that are kept.
+Failures arrive at random (Poisson). A failure ends a process, loses a host, or loses neighbors on the ring of replicas,
+permanently (`hosts`) or until power returns (`power`). The job resumes from the newest complete step of the tiers that
+survive the failure, after detection, restart and the load. Goodput is the fraction of the time spent on steps that are
+kept.
 
 Failure rates are published: a mean time to failure of 7.9 h at 1,024 devices and 1.8 h at 16,384 (Kokolis et al. 2024,
 https://arxiv.org/abs/2410.21680); 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3, 2024,
-https://arxiv.org/abs/2407.21783). The rate per device at 100,000 devices is that at 16,384. `check` compares the
-simulation of one tier with the formula of the planner. `--measured` takes the times from a fault to the next step from
-the output of `recovery_time.py` or `fault_campaign.py` in `integration_tests/hosts`, whose jobs are small.
+https://arxiv.org/abs/2407.21783). The rate per device at 100,000 devices is assumed to be the same as at 16,384.
+`check` compares the simulation of one tier with the formula of the planner. `--measured` takes the times from a fault
+to the next step from the output of `recovery_time.py` or `fault_campaign.py` in `integration_tests/hosts`, whose jobs
+are small.
 """
 
 import argparse
@@ -32,7 +34,7 @@ _CASES = {
     "16,384 devices, MTTF 1.8 h": 1.8 * _HOUR,
     "100,000 devices, MTTF 0.3 h": 1.8 * _HOUR * 16384 / 100_000,
 }
-# Faults of the campaign by the kind of failure; those that lose several hosts are not measured.
+# Faults of the campaign by the kind of failure; faults that lose several hosts are not measured.
 _MEASURED = {
     "process": ("rank killed", "rank stopped", "two ranks of a host killed", "rank killed in a recovery"),
     "host": ("host without power", "host cut off", "memory of a host lost"),
@@ -84,7 +86,8 @@ def simulate(
                 saved[tier.name] = newest
             if kind not in tier.survives:
                 saved.pop(tier.name, None)
-        # The initial weights are at 0, as slow to load as the slowest tier. Of equal steps, the first tier is faster.
+        # The initial weights are at progress 0, and load as slowly as the slowest tier. Of equal steps, use the first
+        # tier, which is the fastest.
         left = [(saved[tier.name], -rank, tier.load) for rank, tier in enumerate(tiers) if tier.name in saved]
         progress, _, load = max(left, default=(0.0, 0, max(tier.load for tier in tiers)))
         saved = {name: min(each, progress) for name, each in saved.items()}
@@ -106,8 +109,8 @@ def _measured(path: Path) -> dict[str, float]:
 def main() -> None:
     """Parse the arguments, simulate and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step", type=float, default=10.0, help="seconds of a step")
-    parser.add_argument("--gigabytes", type=float, default=35.0, help="state of a host")
+    parser.add_argument("--step", type=float, default=10.0, help="seconds per step")
+    parser.add_argument("--gigabytes", type=float, default=35.0, help="state of a host in GB")
     parser.add_argument("--memory-stall", type=float, default=0.03, help="seconds that a save in memory stops the job")
     parser.add_argument("--network", type=float, default=10.0, help="GB/s of a host to a peer")
     parser.add_argument("--disk", type=float, default=2.0, help="GB/s of a host's disk")
@@ -134,7 +137,7 @@ def main() -> None:
         restart |= _measured(arguments.measured)
     results: dict[str, dict[str, float]] = {}
     for case, mttf in _CASES.items():
-        # The global tier cannot save more often than it completes; its best period is Young's.
+        # The global tier cannot save more often than a save takes; the optimal period is Young's formula.
         period = max(shared.delay, (2 * stall * mttf) ** 0.5)
         everything = [in_memory, on_disk, replace(shared, period=period)]
         without = {f"without {gone.name}": [tier for tier in everything if tier is not gone] for gone in everything[:2]}

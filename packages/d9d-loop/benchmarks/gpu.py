@@ -4,8 +4,8 @@
 
 The bytes of a kernel are the minimum to move, each number read once and written once: 6 per element of a stochastic
 copy; 14 or 22 per element of AdamW on bfloat16 parameters, with moments in bfloat16 or float32. The bandwidth is
-relative to that of a copy of a large tensor in the same run. References: torch's copy and fused AdamW, which round to
-nearest, and torchao's AdamW if it is installed. Together the tensors are larger than any cache.
+relative to the bandwidth of copying a large tensor in the same run. References: torch's copy and fused AdamW, which
+round to nearest, and torchao's AdamW if it is installed. Together the tensors are larger than any cache.
 
 `--device cpu --tiny` only checks that the benchmark runs.
 """
@@ -65,9 +65,9 @@ class Row:
 
 def main() -> None:
     """Measure, print the table, and optionally write JSON."""
-    parser = argparse.ArgumentParser(description="Optimizer kernels against the machine's own speed and their peers.")
-    parser.add_argument("--device", help="by default the accelerator")
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser = argparse.ArgumentParser(description="Bandwidth of optimizer kernels, relative to a copy.")
+    parser.add_argument("--device", help="default: the accelerator")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test the script")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     bench = Bench(

@@ -2,9 +2,9 @@
 
     python packages/d9d-loop/benchmarks/hand_over_memory.py
 
-Prints JSON: for each model and layout, and each rank, the peak of the resident memory above its value before the
-hand-over, minus the largest group, in MiB. The first of two hand-overs warms up the allocator and process groups. The
-dense model has a tied head of 64 MiB; the sparse one has fused experts, whose weights are a group for each layer.
+Prints JSON: for each model and layout, and each rank, the peak of the resident memory above its value before
+`weights()`, minus the largest group, in MiB. The first of two calls warms up the allocator and process groups. The
+dense model has a tied head of 64 MiB. The sparse model has fused experts: the expert weights of a layer are one group.
 """
 
 import argparse
@@ -62,25 +62,25 @@ class Decoder(ModelProvider):
         parallelize_hsdp(model, axes, shard_axis="dp_cp_shard")
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        """Return the mapper of the names of Hugging Face."""
+        """Return the mapper from the Hugging Face names."""
         return decoder_from_hugging_face(DENSE) if self.is_dense else sparse_from_hugging_face(SPARSE)
 
 
 class NextToken(Task):
-    """Task that is not used: nothing is trained."""
+    """Placeholder: nothing is trained."""
 
     def inputs(self, batch: Any) -> Any:
-        """Fail: the model is not called."""
+        """Raise, because the model is not called."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
-        """Fail: there is no training."""
+        """Raise, because nothing is trained."""
         raise NotImplementedError
 
 
 def main() -> None:
     """Measure, print JSON, and optionally write it."""
-    parser = argparse.ArgumentParser(description="Memory of the hand-over of weights.")
+    parser = argparse.ArgumentParser(description="Host memory of Engine.weights().")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     found: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def measure(kind: str, mesh: dict[str, int], folder: str) -> dict[str, float]:
-    """Return the largest group of this rank's stage, and the peak of a hand-over beyond it, in MiB."""
+    """Return the largest group of this rank's stage, and the peak of `weights()` beyond it, in MiB."""
     config = EngineConfig.model_validate({"run": {"folder": folder}, "mesh": mesh, "health": {"enabled": False}})
     provider = Decoder(kind)
     with Engine.open(config, model=provider, task=NextToken()) as engine:

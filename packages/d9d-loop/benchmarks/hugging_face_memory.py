@@ -4,7 +4,8 @@
 
 Prints JSON. Each way runs in new processes, first with a tiny model, so that imports are excluded. A peak is the
 resident memory of one process (VmHWM) above its value before the model, in bytes: "loaded" after the weights are
-loaded, "forward" after a forward pass of a few tokens. `from_pretrained` maps its file, whose pages count once touched.
+loaded, "forward" after a forward pass of a few tokens. `from_pretrained` memory-maps its file: a page counts only after
+it was read.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from d9d_dist.testing import RankPool
 from d9d_loop import Inference, InferenceConfig, InferenceTask, ModelReady, hugging_face_model, validate_config
 
 _SECONDS = 1200.0
-"""The longest that one way may take."""
+"""Timeout of one way."""
 
 
 class _Means(InferenceTask):

@@ -18,7 +18,7 @@ from d9d_loop.data import DocumentStream, PackedStream, TokenFile, TokenFileWrit
 
 def main() -> None:
     """Measure, print JSON, and optionally write it."""
-    parser = argparse.ArgumentParser(description="Waste and speed of best-fit packing.")
+    parser = argparse.ArgumentParser(description="Padding and speed of best-fit packing.")
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--row-length", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--mean-log", type=float, default=6.0, help="mean of the logarithm of the lengths")

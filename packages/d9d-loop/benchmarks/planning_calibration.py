@@ -1,4 +1,4 @@
-"""Predicted over measured step times of small decoders on this machine's CPU, with constants of `d9d-plan --calibrate`.
+"""Predicted and measured step times of small decoders on this machine's CPU, with constants of `d9d-plan --calibrate`.
 
     python planning_calibration.py
 
@@ -73,7 +73,7 @@ def reduce_gradients(gradients: list[Tensor]) -> None:
 
 
 def measure(size: int, num_layers: int, length: int, batch: int, kind: str) -> float:
-    """Return the shortest of ten training steps of this rank: other processes of the machine disturb the others."""
+    """Return the shortest of ten step times of this rank; other processes of the machine lengthen the other steps."""
     torch.set_num_threads(1)
     model = Decoder(size, num_layers)
     world_size = 1

@@ -3,12 +3,13 @@
     python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123]
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
 
-Each row is predicted with six constants that are fitted to at most 80 rows of the other folds of its group, or with
---shared of each group on its hardware. --shared also prints the half width of the interval: of each group, 90 % of
-the held-out times lie within it. `covered` is the share within the interval of the hardware file, which is of folds by
-another seed. Beside each error is that of the naive model: model FLOPs x 4/3 with full recomputation, over the median
-rate of the group. With --shipped, each row is predicted with the constants of the hardware files. --fit prints these.
-No row of HELD_OUT is fitted. Memory has no fitted constant: its interval covers 90 % of the rows of each group.
+Each row is predicted with six constants fitted to the other folds: to at most 80 rows of each group of its cluster, or
+with --shared of each group on the same hardware. --shared also prints the half width of an interval that contains 90 %
+of the held-out times of each group. `covered` is the fraction of times within the interval of the hardware file, which
+comes from folds with another seed. `naive_mape` is the error of a naive model: model FLOPs (x 4/3 with full
+recomputation), divided by the median rate of the group. With --shipped, each row is predicted with the constants of the
+hardware files; --fit prints these constants. Rows of HELD_OUT are never fitted. Memory has no fitted constant: its
+interval covers 90 % of the rows of a group.
 """
 
 import argparse
@@ -38,7 +39,7 @@ BOUNDS = {
     "link_efficiency": (0.2, 0.75, 1.0),
     "network_efficiency": (0.2, 0.75, 1.0),
 }
-# Groups whose rows have constants of their own in a cross-validation, unless --shared.
+# Groups of each cluster: in a cross-validation without --shared, each cluster has its own constants.
 CLUSTERS = {
     "vTrain single-node": ("vTrain single-node",),
     "vTrain multi-node": ("vTrain multi-node",),
@@ -61,12 +62,12 @@ CLUSTERS = {
     "prime-rl b200-dgx": ("prime-rl b200-dgx",),
 }
 
-# Groups of another system on a cluster, of which no row is fitted.
+# Groups measured with another software system than the other groups of the cluster; their rows are not fitted.
 HELD_OUT = ("MT-NLG",)
 
 
 def predict(row: Measured, hardware: Hardware) -> float:
-    """Return the predicted step time; of layouts that the source does not state, the fastest."""
+    """Return the predicted step time, of the fastest layout if the source does not state the layout."""
     return min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
 
 
@@ -81,13 +82,13 @@ def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
 
     def errors(point: Any) -> Any:
         tried = constants(point)
-        # A weak prior keeps constants that no row determines.
+        # A weak prior determines the constants that the rows leave undetermined.
         prior = 0.2 * (point - start)
         return np.concatenate(
             [np.log([predict(row, tried) / row.seconds for row in rows if row.seconds is not None]), prior]
         )
 
-    # Two starts: bandwidths trade against each other, and the fit has local minima.
+    # Two starts, because the fit has local minima: a higher bandwidth of one kind can compensate for a lower one.
     found = [
         least_squares(errors, point, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2)
         for point in (start, (start + low) / 2)
@@ -139,7 +140,7 @@ def _half_width(errors: Sequence[float]) -> float:
 
 
 def cross_validated(groups: Sequence[Sequence[Measured]], folds: int, seed: int) -> list[tuple[Measured, float]]:
-    """Return the rows of the groups of a cluster, each with its prediction by constants of the other folds."""
+    """Return the rows of a cluster's groups, each with its prediction by constants fitted to the other folds."""
     parts: list[list[list[Measured]]] = [[] for _ in range(folds)]
     for rows in groups:
         shuffled = random.Random(seed).sample(list(rows), len(rows))  # noqa: S311  (no cryptography)
@@ -191,7 +192,9 @@ def main() -> None:
     parser.add_argument("--only", help="part of the name of a cluster")
     parser.add_argument("--folds", type=int, default=5, help="number of folds of the cross-validation")
     parser.add_argument("--seed", type=int, default=20261123, help="seed of the folds and of the choice of rows")
-    parser.add_argument("--shared", action="store_true", help="fit one set of constants to all groups on a hardware")
+    parser.add_argument(
+        "--shared", action="store_true", help="fit one set of constants to all groups on the same hardware"
+    )
     parser.add_argument("--shipped", action="store_true", help="predict with the constants of the hardware files")
     parser.add_argument("--fit", action="store_true", help="print constants for the hardware files")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Published measurements as inputs of the planner: model, layout and cluster of each row, and its step time.
 
-What a source does not state is set by a rule for the whole source, given in its function; no rule depends on the
-measured value. Models are sizes of plain GPTs or decoders: the planner needs no model catalogue.
+Values that a source does not state are set by a rule for the whole source, in the docstring of its function; no rule
+depends on the measured value. Models are described by the sizes of plain GPTs or decoders.
 """
 
 import csv
@@ -20,9 +20,9 @@ class Measured:
     """One measured step.
 
     Attributes:
-        group: Rows of one source and cluster, whose constants are fitted together.
+        group: Name of the rows of one source and cluster.
         cluster: Name of the hardware description.
-        tuned: Layouts among which the authors chose the fastest, if the source does not state them.
+        tuned: The layout; if the source does not state it, the layouts from which the authors chose the fastest.
         seconds: Measured step time; `None` without one.
         memory: Measured peak memory in bytes; `None` without one.
     """
@@ -96,7 +96,10 @@ def _batch(row: Row, dp: int, default: int = 1) -> dict[str, int]:
 
 
 def _vtrain(row: Row) -> Measured:
-    """Full recomputation (note of the file). One node: GPT-2's vocabulary, not padded without tensor parallelism."""
+    """Read a row of vTrain: full recomputation, as the file notes.
+
+    On one node the vocabulary is GPT-2's, without padding if there is no tensor parallelism.
+    """
     is_single = "single" in row["source"]
     degrees = _degrees(row)
     vocab = 50257 if is_single and degrees["tp"] == 1 else 51200
@@ -106,9 +109,10 @@ def _vtrain(row: Row) -> Measured:
 
 
 def _korthikanti(row: Row) -> Measured:
-    """Sequence parallelism only with selective recomputation; interleaved stages as given; fp16 and fp32 masters.
+    """Read a row of Korthikanti et al.: sequence parallelism only with selective recomputation; fp16, fp32 masters.
 
-    From 2022 on, products add to the earlier gradients, and collectives of the backward pass overlap weight gradients.
+    Stages per rank are as stated. From 2022 on, matrix products accumulate into the earlier gradients, and collectives
+    of the backward pass overlap with weight gradients.
     """
     degrees = _degrees(row)
     selective = "selective" in row["recompute"]
@@ -129,7 +133,7 @@ def _korthikanti(row: Row) -> Measured:
 
 
 def _sc21(row: Row) -> Measured | None:
-    """Microbatch and stages per rank are absent: the authors tuned them, so the fastest that the planner finds."""
+    """Read a row of SC21 or MT-NLG, whose authors tuned microbatch size and stages per rank without stating them."""
     degrees = _degrees(row)
     shape, gpus = _gpt(row), _number(row, "gpus")
     flops = 96 * _number(row, "gbs") * 2048 * shape.num_layers * shape.hidden_size**2
@@ -145,9 +149,10 @@ def _sc21(row: Row) -> Measured | None:
 
 
 def _megatron_h100(row: Row) -> Measured:
-    """Model FLOPs with full attention; microbatch, stages per rank and recomputation are absent: the fastest.
+    """Read a row of Megatron on H100s: microbatch size and stages per rank are not stated; no recomputation.
 
-    Transformer Engine fuses pointwise operators, and tensor-parallel collectives overlap products, as the source says.
+    Model FLOPs count full attention. Transformer Engine fuses pointwise operators, and tensor-parallel collectives
+    overlap with products, as the source says.
     """
     degrees = _degrees(row)
     shape, gpus = _gpt(row), _number(row, "gpus")
@@ -182,7 +187,7 @@ def _tuned(base: PlanLayout, global_size: int, shape: DecoderShape) -> tuple[Pla
 
 
 def _foundry(row: Row) -> Measured | None:
-    """FSDP with bf16 communication, no dropout, and attention by FlashAttention 1 in Triton, as its script says.
+    """Read a row of llm-foundry: FSDP with bf16 communication, no dropout, and FlashAttention 1, as in its script.
 
     FlashAttention 2 is 1.3 to 1.5 times faster (Dao 2023, https://arxiv.org/abs/2307.08691, section 4.1).
     """
@@ -226,7 +231,7 @@ def llama(name: str, vocab_size: int = 128256) -> DecoderShape:
 
 
 def _titan(row: Row) -> Measured:
-    """FSDP2 with fp32 masters, tensor parallelism with sequence parallelism, compiled layers.
+    """Read a row of torchtitan: FSDP2 with fp32 masters, tensor and sequence parallelism, compiled layers.
 
     Selective recomputation saves every other matrix product.
     """
@@ -246,10 +251,10 @@ def _titan(row: Row) -> Measured:
 
 
 def _kempner(row: Row) -> Measured:
-    """Parameters, gradients, Adam moments and loss in bf16; memory in GB as printed.
+    """Read a row of KempnerForge: parameters, gradients, Adam moments and loss in bf16; memory in GB as printed.
 
     Gradients are reduced in the last microbatch. Tensor-parallel ranks gather the logits, and do not split sequences.
-    The loss holds logits, log-softmax, and a gradient of each. The eighth row is not compiled.
+    The loss holds logits, log-softmax, and a gradient of each. The 8B model on 8 data-parallel ranks is not compiled.
     """
     degrees = _degrees(row)
     size = row["params_b"].partition(".")[0]
@@ -354,7 +359,7 @@ _SPARSE = {
 
 
 def _whole_stages(layout: PlanLayout, shape: DecoderShape) -> PlanLayout:
-    """Return the layout with the embedding and the head counted as layers, if the layers do not divide by stages."""
+    """Return the layout, with embedding and head counted as layers if the stages do not divide the layers evenly."""
     missing = -shape.num_layers % layout.num_stages
     return replace(layout, virtual_layers=(missing // 2, missing - missing // 2))
 
@@ -369,10 +374,10 @@ _BRIDGE_CLUSTERS = {
 
 
 def _bridge(row: Row) -> Measured | None:
-    """Megatron-Bridge's recipes: no recomputation but of small modules, fused operators, gradients in bf16.
+    """Read a row of Megatron-Bridge: recipes with recomputation only of small modules, fused operators, bf16 gradients.
 
-    Experts are sharded as other parameters, and tensor parallelism splits the shared expert.
-    Adapters (LoRA) and models with other layers than attention and feed-forward are not read.
+    Experts are sharded like other parameters, and tensor parallelism splits the shared expert. Adapters (LoRA) and
+    models with layers other than attention and feed-forward are not read.
     """
     if "LoRA" in row["model"]:
         return None
@@ -382,9 +387,9 @@ def _bridge(row: Row) -> Measured | None:
         shape = _SPARSE[row["model"]]
     else:
         return None
-    if row["model"] == "DeepSeekV3":  # with a layer for multi-token prediction
+    if row["model"] == "DeepSeekV3":  # plus a layer for multi-token prediction
         shape = replace(shape, num_layers=62)
-    # Recipes of 26.06 capture whole steps of sparse models in MXFP8, group products, and overlap all-to-alls.
+    # Recipes from 26.06 on capture whole steps of sparse models in MXFP8, group products, and overlap all-to-alls.
     release = row["system"].split()[1]
     is_new = release >= "26.06" and row["precision"] == "MXFP8" and bool(shape.num_experts)
     degrees = _degrees(row)
@@ -414,11 +419,11 @@ def _bridge(row: Row) -> Measured | None:
 
 
 def _automodel(row: Row) -> Measured | None:
-    """AutoModel's pre-training recipes: FSDP2 with fp32 masters, eager operators, and a product for each expert.
+    """Read a row of AutoModel: pre-training with FSDP2, fp32 masters, eager operators, and a product for each expert.
 
     Full recomputation and attention of Transformer Engine; GPT OSS without recomputation and with FlexAttention. The
-    benchmark's router gives a token consecutive experts. Experts are split over the ranks that shard the others, if the
-    source gives no degree. Rows of adapters (LoRA), all with Qwen2.5, and models with other layers than attention and
+    benchmark's router gives a token consecutive experts. If the source does not state the expert-parallel degree, it is
+    the data-parallel degree. Rows of adapters (LoRA), all with Qwen2.5, and models with layers other than attention and
     feed-forward are not read.
     """
     names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B", "Kimi K2": "Kimi_K2"}
@@ -444,10 +449,10 @@ def _automodel(row: Row) -> Measured | None:
 
 
 def _meta(row: Row) -> Measured:
-    """Llama 3 405B: 16 Mi tokens a step, sequences of 8,192 or, with context parallelism, 131,072 tokens.
+    """Read a row of Llama 3 405B: 16 Mi tokens per step, rows of 8,192 or, with context parallelism, 131,072 tokens.
 
-    No recomputation with short sequences (Llama Team 2024, https://arxiv.org/abs/2407.21783, section 3.3.2), gradients
-    and optimizer sharded; FLOPs are those of causal attention. Stages per rank are the fastest.
+    No recomputation with short sequences (Llama Team 2024, https://arxiv.org/abs/2407.21783, section 3.3.2); gradients
+    and optimizer states are sharded. FLOPs count causal attention. Stages per rank are not stated.
     """
     shape = llama("405")
     length = 131072 if _number(row, "cp") > 1 else 8192
@@ -470,7 +475,7 @@ def _meta(row: Row) -> Measured:
 
 
 def _prime(row: Row) -> Measured | None:
-    """prime-rl's supervised fine-tuning of all weights: FSDP2, eager, full recomputation, no expert parallelism.
+    """Read a row of prime-rl: full fine-tuning with FSDP2, eager operators, full recomputation, no expert parallelism.
 
     Rows of reinforcement learning are not read: the file says that their throughput does not equal tokens over time.
     """

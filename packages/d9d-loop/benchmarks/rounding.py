@@ -1,4 +1,4 @@
-"""Check that stochastic rounding is unbiased: means of 10^8 copies of several values, in units of their deviation.
+"""Check that stochastic rounding is unbiased: errors of means of 10^8 copies, in standard deviations of the mean.
 
     python packages/d9d-loop/benchmarks/rounding.py --output rounding.json
 
@@ -37,11 +37,11 @@ def deviation(value: float, samples: int, device: torch.device) -> float:
 def main() -> None:
     """Measure, print, and optionally write JSON."""
     parser = argparse.ArgumentParser(
-        description="Stochastic rounding against the values that it should give on average."
+        description="Errors of the means of stochastically rounded values, in standard deviations."
     )
-    parser.add_argument("--device", help="by default the accelerator, if there is one")
+    parser.add_argument("--device", help="default: the accelerator, if there is one")
     parser.add_argument("--samples", type=int, default=10**8)
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test the script")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     device = torch.device(args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")

@@ -2,11 +2,11 @@
 
     python packages/d9d-loop/benchmarks/start_from_function.py --ranks 2 --millions 500
 
-Time is that from `Trainer.train()` to `ModelReady`, as a ratio to one plain build of the same model in the same run;
-each is the minimum over the repeats. The processor time is that of all threads of the busiest rank. Memory that an
-earlier build freed is returned to the system first, because writing to it again takes half the time.
+Time is measured from the construction of the `Trainer` to `ModelReady`, as a ratio to one plain build of the same model
+in the same run; each is the minimum over the repeats. Processor time counts all threads of the busiest rank. Memory
+that an earlier build freed is returned to the system first, because writing to it again takes half the time.
 Memory is the largest sum of the ranks' proportional set sizes (`/proc/PID/smaps_rollup`) above the sum before the
-start, in copies of the model; the shards are one copy.
+start, in copies of the model; the shards together are one copy.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class _Squares(Task):
 
 
 class _Build:
-    """Builds a chain of linear layers with the default initialization."""
+    """Function that builds a chain of linear layers with the default initialization."""
 
     def __init__(self, millions: int) -> None:
         self.num_layers = max(millions * 10**6 // _WIDTH**2, 1)
@@ -51,7 +51,7 @@ class _Build:
 
 
 class _ReadyError(Exception):
-    """Ends the job: the model has its values."""
+    """Raised to end the job when the model has its values."""
 
 
 def _prepare() -> None:

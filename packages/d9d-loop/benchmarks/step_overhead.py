@@ -176,8 +176,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--step-ms", type=float, help="widen the model until a step by hand takes about so long")
-    parser.add_argument("--cpu-time", action="store_true", help="count the processor's time, not the clock's")
+    parser.add_argument(
+        "--step-ms", type=float, help="widen the model until a step of the plain loop takes about this long"
+    )
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time instead of wall time")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Time of a stack of Qwen3 decoder layers, forward and backward, relative to that of `transformers` with SDPA.
+"""Time of a stack of Qwen3 decoder layers, forward and backward, relative to `transformers` with SDPA.
 
     uv run --group test python packages/d9d-modules/benchmarks/decoder_stack.py --output decoder_stack.json
 

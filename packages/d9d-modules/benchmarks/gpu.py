@@ -3,10 +3,10 @@
     uv run python packages/d9d-modules/benchmarks/gpu.py --output gpu.json
 
 The bytes of a kernel are the minimum to move, each input read once and each output written once; its bandwidth is
-relative to that of a copy of a large tensor in the same run. The loss is counted in operations of three matrix
-products, relative to the rate of one large product. References: eager torch, torch.compile, and Liger if it is
-installed. Buffers rotate until they are ten times as large as any cache. The device works on a product while the timed
-calls are queued, so the device is measured and not Python.
+relative to the bandwidth of copying a large tensor in the same run. The operations of the loss are counted as three
+matrix products, relative to the rate of one large product. References: eager torch, torch.compile, and Liger if it is
+installed. Calls alternate between buffers that together are ten times as large as a cache. The device works on a
+product while the timed calls are queued, so the device is measured and not Python.
 
 `--device cpu --tiny` only checks that the benchmark runs.
 """
@@ -34,7 +34,7 @@ from d9d_modules.swiglu import silu_mul
 Function: TypeAlias = Callable[..., Tensor | tuple[Tensor, ...]]
 
 _WORKING_SET = 1 << 29
-"""Bytes that buffers that take turns have together: ten times a large cache of an accelerator."""
+"""Total bytes of the buffers between which calls alternate: ten times a large cache of an accelerator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +105,11 @@ class Kernel:
 
 def main() -> None:
     """Measure, print the table, and optionally write JSON."""
-    parser = argparse.ArgumentParser(description="Kernels against the machine's own speed, and against their peers.")
-    parser.add_argument("--device", help="by default the accelerator")
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser = argparse.ArgumentParser(description="Speed of kernels, relative to the device's measured peak.")
+    parser.add_argument("--device", help="default: the accelerator")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test the script")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-compile", action="store_true", help="omit torch.compile")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     device = torch.device(args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -225,7 +225,7 @@ class Bench:
 
 
 def norms(sizes: Sizes) -> Iterator[Kernel]:
-    """Yield RMS norm alone and with the residual add; the partial sums of the weight gradient are not counted."""
+    """Yield RMS norm without and with the residual add; partial sums of the weight gradient are not counted."""
 
     def eager(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()

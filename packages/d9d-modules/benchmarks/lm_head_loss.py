@@ -1,4 +1,4 @@
-"""Time and peak memory of a language model head's loss, forward and backward, relative to torch's with all logits.
+"""Time and peak memory of a language-model head's loss, forward and backward, relative to torch with all logits.
 
     uv run python packages/d9d-modules/benchmarks/lm_head_loss.py --output lm_head_loss.json
 

@@ -4,8 +4,8 @@
     python packages/d9d-modules/benchmarks/rank_bytes.py llama3.2-1b --data-parallel-shard 64 --tensor-parallel 8
 
 The model is built on `meta`, which allocates nothing, and parallelized by `parallelize_decoder` as in a job, on torch's
-fake process group. So degrees that do not fit are refused as in a job. Counted are the parameters stored on the first
-rank, whose shards are the largest, gradients of the same size, and two moments of AdamW.
+fake process group. Degrees that do not fit the model raise the same errors as in a job. Counted are the parameters
+stored on the first rank, whose shards are the largest, gradients of the same size, and two moments of AdamW.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from d9d_moe import AllToAllDispatcher, Routing
 
 def main() -> None:
     """Count, print the results as JSON, and optionally write them to a file."""
-    parser = argparse.ArgumentParser(description="Bytes that cross ranks, against the fewest.")
+    parser = argparse.ArgumentParser(description="Bytes sent between ranks, relative to the minimum.")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)

@@ -71,7 +71,7 @@ class Row:
 
 def main() -> None:
     """Measure, print the table, and optionally write JSON."""
-    parser = argparse.ArgumentParser(description="Experts against the machine's own speed, and against their peers.")
+    parser = argparse.ArgumentParser(description="Speed of experts, relative to the device's measured peak.")
     parser.add_argument("--device", help="default: the accelerator")
     parser.add_argument("--tiny", action="store_true", help="use small sizes, to test the script")
     parser.add_argument("--output", type=Path, help="JSON file to write")

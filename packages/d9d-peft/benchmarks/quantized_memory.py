@@ -1,10 +1,10 @@
-"""Peak memory of loading a model with a quantised base, relative to the bytes of its dense bfloat16 weights.
+"""Peak memory of loading a model with a quantized base, relative to the bytes of its dense bfloat16 weights.
 
     uv run python packages/d9d-peft/benchmarks/quantized_memory.py --output quantized_memory.json
 
-Each way runs in a process of its own, on the CPU: `dense` loads the dense weights, `after` loads and then quantises
-them, `streamed` quantises them while they are loaded. Peaks are those of the resident set beyond its size before the
-model. `stored` is the size of codes and scales.
+Each way runs in a process of its own, on the CPU: `dense` loads the dense weights, `after` loads and then quantizes
+them, `streamed` quantizes them while they are loaded. `peak` is the growth of the largest resident set, `stored` the
+size of the frozen weights (codes and scales if quantized).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from d9d_state import load_model_state, save_model_state, sequential
 
 def main() -> None:
     """Measure, print the results as JSON, and optionally write them to a file."""
-    parser = argparse.ArgumentParser(description="Peak memory of loading a quantised base.")
+    parser = argparse.ArgumentParser(description="Peak memory of loading a quantized base.")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--readers", type=int, default=2)
@@ -50,7 +50,7 @@ def build(layers: int, size: int, device: str) -> nn.Module:
 
 
 def load(way: str, folder: str, layers: int, size: int, readers: int) -> tuple[int, int]:
-    """Load the model in a way; return the bytes of the peak beyond the start, and of the frozen weights."""
+    """Load the model in one way; return the growth of the peak, and the size of the frozen weights, in bytes."""
     torch.set_num_threads(1)
     quantize_base_of(build(1, 256, "cpu"))  # loads kernels
     model = build(layers, size, "meta")
@@ -67,7 +67,7 @@ def load(way: str, folder: str, layers: int, size: int, readers: int) -> tuple[i
 
 
 def quantize_base_of(model: nn.Module) -> None:
-    """Inject adapters into a model, and quantise it."""
+    """Inject adapters into a model, and quantize it."""
     inject(LoRA(nn.Linear, rank=8), model)
     quantize_base(model)
 

@@ -129,7 +129,7 @@ def test_fully_tuned_parameters_need_their_original_values() -> None:
 
 
 def test_originals_of_a_model_without_tuned_parameters_are_refused() -> None:
-    with pytest.raises(UserError, match=r"got originals of 0\.weight; expected those of .*: none"):
+    with pytest.raises(UserError, match=r"got originals of 0\.weight; expected originals of .*: none"):
         adapters_off(adapted(METHODS["LoRA"]), {"0.weight": X}).__enter__()
 
 
@@ -247,7 +247,7 @@ def test_unknown_and_used_names_are_refused() -> None:
 
 
 def test_further_adapters_do_not_share_trained_weights() -> None:
-    message = r"inject got adapter = 'second' with parameters that .* share and that are trained: 2\.bias, 2\.weight; "
+    message = r"inject got adapter = 'second' and parameters that are trained without an adapter: 2\.bias, 2\.weight; "
     model = base()
     inject(LoRA("0"), model)
     with pytest.raises(UserError, match=message):

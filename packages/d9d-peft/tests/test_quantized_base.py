@@ -264,7 +264,7 @@ def test_layers_that_cannot_be_quantised_are_refused() -> None:
     refused("matches no linear layer or grouped experts with a frozen weight", base())
     refused(r"matches no linear layer .* Call inject\(\) first", adapted(None), "1")
     refused("0, which has 16 input features, not a multiple of block_size = 12", adapted(None), "0", block_size=12)
-    refused("0, which is already quantised", adapted())
+    refused("0, which is already quantized", adapted())
     refused("block_size = 3; expected an even number", adapted(None), block_size=3)
     refused("block_format = 'fp4'; expected 'nf4' or 'int8'", adapted(None), block_format="fp4")
     with_dora = base()
@@ -301,13 +301,13 @@ def test_weights_are_quantised_while_they_are_loaded(mesh: dict[str, int], tmp_p
 
 
 def test_codes_have_no_initial_values() -> None:
-    with pytest.raises(UserError, match=r"0\.weight is quantised, and codes have no initial values to draw"):
+    with pytest.raises(UserError, match=r"0\.weight is quantized, and codes have no initial values to draw"):
         cast("nn.Linear", adapted()[0]).reset_parameters()
     with torch.device("meta"):
         model = base()
         inject(LoRA("0|2"), model)
         quantize_base(model, block_size=8)
-    with pytest.raises(UserError, match=r"0\.weight is quantised, and codes have no initial values to draw"):
+    with pytest.raises(UserError, match=r"0\.weight is quantized, and codes have no initial values to draw"):
         cast("nn.Linear", model[0]).reset_parameters()
 
 
@@ -328,5 +328,5 @@ def test_the_inverse_of_the_mapper_yields_the_weights_that_the_model_computes_wi
 
 
 def test_merging_into_quantised_weights_is_refused() -> None:
-    with pytest.raises(UserError, match=r"0\.weight is quantised, and merging would round the update"):
+    with pytest.raises(UserError, match=r"0\.weight is quantized, and merging would round the update"):
         merge_(adapted())

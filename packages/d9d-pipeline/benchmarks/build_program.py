@@ -44,7 +44,7 @@ SCHEDULES: list[tuple[Schedule, float]] = [  # with the target in milliseconds f
 
 
 class Uncached(Schedule):
-    """Wraps a schedule so that it does not compare by value, and `build` does not cache its program."""
+    """Wrapper that does not compare by value, so that `build` does not cache the schedule's program."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

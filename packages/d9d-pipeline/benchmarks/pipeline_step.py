@@ -2,10 +2,10 @@
 
     uv run python packages/d9d-pipeline/benchmarks/pipeline_step.py
 
-Prints JSON. `against_torch`: step time divided by that of `torch.distributed.pipelining` on the same stages, measured
-in alternating pairs of steps. `against_simulation`: makespan of a measured step divided by that of a simulation with
-the median times of its actions; forwards and backward halves only sleep. `microseconds_per_action`: time of a step with
-an empty stage minus that of a loop that calls the stage, per action.
+Prints JSON. `against_torch`: step time divided by the step time of `torch.distributed.pipelining` with equal stages,
+measured in alternating pairs of steps. `against_simulation`: makespan of a measured step divided by the makespan of a
+simulation with the median times of its actions; forwards and backward halves only sleep. `microseconds_per_action`:
+time of a step with a tiny stage minus the time of a loop that calls the stage, per action.
 """
 
 import argparse
@@ -133,7 +133,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """Sleeps for the same time in forward and in each half of backward."""
+    """Stage that sleeps for the same time in forward and in each half of backward."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class SleepingStage(nn.Module):
 
 
 def sleep(pairs: int, seconds: float) -> dict[str, list[float]]:
-    """Return, for each schedule, measured makespans divided by the one simulated from median action times."""
+    """Return, for each schedule, measured makespans divided by the makespan simulated from median action times."""
     found = {}
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         group = ctx.group_for("regular", "pp")

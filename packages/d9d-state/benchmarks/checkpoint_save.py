@@ -5,8 +5,9 @@
 Prints JSON. Every figure is a ratio of two alternating measurements, so other load on the machine affects both: a save
 relative to writing and syncing the same bytes to one file, verification relative to reading the same files, both
 without the page cache, and the blocking time of a background save relative to copying the same bytes to allocated host
-memory. The first save of a process is measured in new stores, after `prepare`. The reference is torch's `async_save`
-with its defaults. Hashing needs processor time: `digest_gb_per_s` bounds saves and verification on one CPU.
+memory. The first save of a store is measured in new stores, with and without `prepare`. The reference is torch's
+`async_save` with its defaults. Hashing needs processor time: `digest_gb_per_s` bounds saves and verification on one
+CPU.
 """
 
 import argparse
@@ -36,7 +37,7 @@ _BLOCK = 1 << 22
 
 
 def make_tensors(megabytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
-    """Create matrices of one size, as in a transformer."""
+    """Create tensors of equal size."""
     elements = megabytes * (1 << 20) // 4 // num_tensors
     return {f"model.{index}": torch.rand(elements) for index in range(num_tensors)}
 

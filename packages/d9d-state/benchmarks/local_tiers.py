@@ -1,11 +1,11 @@
-"""Benchmark of local tiers: what a save in every step adds to a step, and how long a save and a load take.
+"""Benchmark of local tiers: the time that a save in every step adds to a step, and the times of saves and loads.
 
     uv run python packages/d9d-state/benchmarks/local_tiers.py --step 5
 
-Prints JSON. The ranks of one machine are two hosts, with folders of their own in memory and one replica of each part. A
-step is a wait, as if an accelerator computed: its host is idle. Steps with and without a save alternate in one run, so
-other load on the machine affects both. `blocked` is the time of a save's call relative to a copy of the same bytes in
-memory. A save is complete in the background `complete_seconds` after its call; the next save waits for it.
+Prints JSON. The ranks of one machine simulate two hosts, with separate folders in memory and one replica of each part.
+A step only waits, like a host whose accelerator computes. Steps with and without a save alternate in one run, so other
+load on the machine affects both. `blocked` is the time of a save's call relative to a copy of the same bytes in memory.
+A save is complete in the background `complete_seconds` after its call; the next save waits for it.
 """
 
 import argparse

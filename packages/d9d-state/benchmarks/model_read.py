@@ -169,7 +169,7 @@ def _bytes_of_rank(folder: str, num_layers: int, dim: int) -> tuple[int, int]:
 def main() -> None:
     """Run the benchmarks and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32, help="of 32 MiB each")
+    parser.add_argument("--layers", type=int, default=32, help="number of layers, 32 MiB each")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--memory", choices=["load", "stream"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -58,7 +58,7 @@ def _status(field: str) -> int:
 
 
 def hostile(folder: Path, _name: str, by: str) -> dict[str, Any]:
-    """Open every hostile file; return the names of those that are accepted, and the most memory."""
+    """Open every hostile file; return the names of accepted files, and the files that need too much memory."""
     path = folder / "hostile.safetensors"
     accepted: list[str] = []
 

@@ -18,10 +18,10 @@ from d9d_modules.cross_entropy import IGNORED_LABEL
 def candidate_losses(
     hidden_TD: Tensor, weight_VD: Tensor, labels_TK: Tensor, *, softcap: float | None, mesh: DeviceMesh | None
 ) -> Tensor:
-    """Compute the negative log-likelihood [T, K] of each candidate, materializing the logits of one chunk of tokens.
+    """Compute the negative log-likelihoods [T, K] of the candidates, materializing one chunk of logits at a time.
 
-    Candidates are int64: within the vocabulary (not checked here) or `IGNORED_LABEL`, which has loss 0. The losses have
-    at least float32; see also `chunked_token_loss`.
+    Candidates are int64: within the vocabulary (not checked here) or `IGNORED_LABEL`, which has loss 0. The losses are
+    in at least float32; see also `chunked_token_loss`.
 
     With `mesh`, the weight is this rank's vocabulary shard, and candidates are global token ids. The gradient of the
     hidden states is then this rank's partial sum. Forward and its recomputation in backward each issue two all-reduces

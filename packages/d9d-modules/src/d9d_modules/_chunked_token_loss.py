@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from d9d_dist.vocab_parallel import TokenLoss
 
 _CHUNK_LOGITS = 2**24
-"""Number of logits in a chunk, 64 MiB in float32; the loss allocates a few tensors of that size."""
+"""Number of logits in a chunk: 64 MiB in float32. The loss allocates a few tensors of this size."""
 
 
 def chunked_token_loss(
@@ -22,12 +22,12 @@ def chunked_token_loss(
 ) -> Tensor:
     """Compute the losses [T] of any `TokenLoss`, materializing the logits of one chunk of tokens at a time.
 
-    `token_loss` gets logits [t, V] in at least float32. The loss of a token depends only on its own logits and label,
-    and on no other tensor that requires a gradient. Labels and losses may have further dims [T, ...].
+    `token_loss` gets logits [t, V] in at least float32. The loss of a token must depend only on its own logits and
+    label, and on no other tensor that requires a gradient. Labels and losses may have further dims [T, ...].
 
-    Backward recomputes the logits and both gradients; the weight gradient is accumulated over chunks in at least
-    float32. A split backward does not defer the weight gradient, because the loss and its collectives would have to be
-    recomputed once more.
+    Backward recomputes the logits and losses chunk by chunk, and computes the gradients of `hidden_TD` and `weight_VD`.
+    The weight gradient is accumulated over chunks in at least float32. A split backward does not defer the weight
+    gradient, because the W pass would have to recompute the losses and their collectives.
     """
     losses_T: Tensor = _ChunkedTokenLoss.apply(hidden_TD, weight_VD, labels_T, _Options(token_loss, softcap))
     return losses_T

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def document_starts(document_ids_BL: Tensor) -> Tensor:
-    """Return a boolean mask [B, L]: True where the document id differs from the previous position.
+    """Return a boolean mask [B, L]: True where the document id differs from that of the previous position.
 
     The first position of a row is False. A document id that reappears after another id starts a new document.
     """

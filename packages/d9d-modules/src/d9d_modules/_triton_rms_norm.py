@@ -5,7 +5,7 @@ of each row.
 
 Backward reads the input and the gradient once and computes the gradients of both the input and the weight. Each program
 accumulates the weight gradient over its rows; the partial sums are then added in a fixed order. The number of programs
-depends only on the device, so results are bitwise reproducible on devices of the same kind.
+depends only on the shape and the device, so results are bitwise reproducible on devices of the same kind.
 
 Shape legend: N rows, D size of a row, P programs.
 """
@@ -44,7 +44,7 @@ def add_rms_norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm. A split backward does not defer the weight gradient, which costs little beside the input gradient."""
+    """RMS norm. A split backward does not defer the weight gradient, which the kernel computes at little extra cost."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -216,7 +216,7 @@ def _backward_kernel(
         unit = x * inverse_rms
         if WITH_WEIGHT:
             part += tl.sum(grad * unit, axis=0)
-        # Reload the weight for each row: keeping it in registers would halve the occupancy.
+        # Reload the weight for each tile: keeping it in registers would halve the occupancy.
         weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
         if ZERO_CENTERED:
             weight += 1.0

@@ -55,7 +55,8 @@ class GroupedQueryAttention(CachedAttention):
             version.
 
     Raises:
-        UserError: If `num_kv_heads` does not divide `num_heads`, or a name in `backends` is unknown.
+        UserError: If `num_kv_heads` does not divide `num_heads`, `head_dim` or `rotary_dim` is not valid for RoPE, or a
+            name in `backends` is unknown.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class GroupedQueryAttention(CachedAttention):
                 addition to causality, window and documents. Each query needs a visible key. None: no mask.
 
         Raises:
-            UserError: If the shape of `rotary`, `document_ids_BL` or `attention_mask` does not match, no allowed
-                backend supports the call, or another attention function gets a mask (context parallelism).
+            UserError: If the shape of `rotary`, `document_ids_BL` or `attention_mask` does not match, or no allowed
+                backend supports the call. Also if `attention_mask` is given while a key/value cache or another
+                attention function (such as the context-parallel one) is in use.
         """
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
         check_documents(document_ids_BL, x_BLD.shape[:2])

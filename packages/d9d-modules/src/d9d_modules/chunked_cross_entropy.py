@@ -12,8 +12,8 @@ over all tokens. The gradient of the hidden states comes from forward, for an up
 only scales it. Therefore the two gradients can be computed at different times (split backward).
 
 Gradients are accumulated in float32 (float64 for float64 input). No buffer of the size of the weight is saved between
-forward and backward. The cost is 8 T D V floating-point operations: 2 T D V more than with materialized logits, for
-their recomputation. "Cut Your Losses", arXiv:2411.09009, does the same in one kernel.
+forward and backward. The cost is 8 T D V floating-point operations: 2 T D V more than with materialized logits, because
+the logits are recomputed. "Cut Your Losses", arXiv:2411.09009, avoids materialized logits with kernels of its own.
 
 Shape legend: T tokens (t in a tile), D hidden size, V vocabulary (v in a block). lse: log-sum-exp of the logits.
 """
@@ -280,7 +280,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _wide_product(p_tv: Tensor, rows_vD: Tensor) -> Tensor:
-    """Multiply in the dtype of the rows; return [t, D] in the dtype of `p`, on accelerators without extra rounding."""
+    """Multiply in the dtype of the rows; return [t, D] in the dtype of `p_tv`. Accelerators do not round in between."""
     narrow_tv = p_tv.to(rows_vD.dtype)
     if p_tv.dtype == rows_vD.dtype or p_tv.device.type in ("cpu", "meta"):
         return (narrow_tv @ rows_vD).to(p_tv.dtype)  # torch.mm has no out_dtype on these devices

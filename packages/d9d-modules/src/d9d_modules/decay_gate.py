@@ -23,9 +23,9 @@ _SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
 class DecayGate(nn.Module):
     """Decay gate `log(alpha) = -exp(log_rate) * softplus(x + bias)`, with one rate and bias per head; alpha < 1.
 
-    Formula and initialization are those of Mamba-2 (arXiv:2405.21060), as used by "Gated Delta Networks"
-    (arXiv:2412.06464), section 3.3. The gate computes in float32 (float64 for float64 input), because products of many
-    alphas need that precision.
+    The formula and the initialization are from Mamba-2 (arXiv:2405.21060); "Gated Delta Networks" (arXiv:2412.06464),
+    section 3.3, uses them too. The gate computes in float32 (float64 for float64 input), because products of many
+    alphas need this precision.
     """
 
     def __init__(self, num_heads: int) -> None:

@@ -29,13 +29,13 @@ class NextLogits(Protocol):
 
 @final
 class WholeContext:
-    """`NextLogits` that computes the whole context for each token.
+    """`NextLogits` that runs the model on the whole context for each token.
 
     Args:
         model: Maps token ids [B, L] to logits [B, L, V]. For padded rows the model also gets `position_ids` and
             `document_ids_BL`.
         multiple: Pad rows on the right to a multiple of this length.
-        max_context: Compute only this many last tokens of the context; positions restart at 0.
+        max_context: Use only this many tokens at the end of the context; positions restart at 0.
     """
 
     def __init__(self, model: Callable[..., Any], *, multiple: int, max_context: int) -> None:
@@ -140,7 +140,7 @@ def row_positions(mask_BS: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: Callable[..., Any]) -> Generator[None]:
-    """Use evaluation mode and bypass `torch.compile` inside the context, since each step has another length."""
+    """Use evaluation mode inside the context, and bypass `torch.compile`, because the length changes with each step."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     training = [module for module in modules if module.training]
     for module in training:

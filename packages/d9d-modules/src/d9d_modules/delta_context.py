@@ -29,7 +29,7 @@ class DeltaContext:
         num_before: Number of positions before each chunk that `extended` adds.
 
     Raises:
-        UserError: If a chunk is shorter than `num_before`.
+        UserError: If L is odd, or a chunk is shorter than `num_before`.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class DeltaContext:
         beta_MCH: Tensor,
         backend: DeltaRuleBackend | None,
     ) -> Tensor:
-        """Compute the state before each chunk of this rank [M, H, K, V], float32 or float64; one all-gather.
+        """Compute the state before each chunk of this rank [M, H, K, V], float32 or float64.
+
+        Issues one all-gather, and a second one for packed documents.
 
         The state is zero if the chunk starts a document. A is the state after a chunk whose values are zero and whose
         initial state is the identity. One call of the rule computes both B and A: zeros are appended to the values as

@@ -33,7 +33,7 @@ class SplitTokenEmbedding(VocabularySplits):
 
     Args:
         vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`, where `special` has the
-            ids from 32000. The parameter of the split `special` is `weight_special`; a single split is named `weight`.
+            ids from 32000. The parameter of the split `special` is `weight_special`; with a single split, `weight`.
 
     Raises:
         UserError: If there is no split, a split has no tokens, or the name of a split is not a Python identifier.

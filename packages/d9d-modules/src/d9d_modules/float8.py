@@ -55,9 +55,9 @@ class Float8(BaseModel):
 def convert_to_float8(module: nn.Module, float8: Float8, ctx: DistributedContext) -> list[str]:
     """Convert the linear layers of a module to float8 matmuls, in place.
 
-    The function converts instances of `torch.nn.Linear` whose in and out features are multiples of 16, but no grouped
-    experts and routers. Embeddings and heads should stay in high precision: pass the decoder layers.
-    Parameter names, initial values and the dtype of weights, gradients and checkpoints stay the same.
+    The function converts each `torch.nn.Linear` whose in and out features are multiples of 16. Grouped experts and
+    routers are not converted. Pass the decoder layers, because embeddings and heads should stay in high precision.
+    Parameter names, initial values and the dtypes of weights, gradients and checkpoints stay the same.
 
     Call this function before any parallelization; compile afterwards to fuse the rounding with neighboring operators.
 

@@ -108,7 +108,7 @@ class GatedDeltaNet(nn.Module):
 
         Raises:
             UserError: If the shape of `document_ids_BL` does not match, or the backend does not support the call. With
-                context parallelism, if this rank has fewer than `2 * (conv_width - 1)` positions of each row.
+                context parallelism, if the number of this rank's positions is odd or below `2 * (conv_width - 1)`.
         """
         check_documents(document_ids_BL, x_BLD.shape[:2])
         features = [projection(x_BLD) for projection in (self.q_proj, self.k_proj, self.v_proj)]
@@ -124,7 +124,7 @@ class GatedDeltaNet(nn.Module):
     def _read(
         self, features: Sequence[Tensor], log_decay_BLH: Tensor, beta_BLH: Tensor, document_ids_BL: Tensor | None
     ) -> Tensor:
-        """Apply convolutions and delta rule to whole rows; returns [B, L, H, V]."""
+        """Apply the convolutions and the delta rule without context parallelism; return [B, L, H, V]."""
         conv_ids, length, state_BHKV, backend = document_ids_BL, beta_BLH.shape[1], None, self.backend
         if self._cache is not None:
             conv_ids, features = self._cache.extend_inputs(document_ids_BL, *features)

@@ -1,4 +1,4 @@
-"""Gated RMS norm for the output of a recurrence, whose magnitude is unbounded, unlike that of softmax attention."""
+"""Gated RMS norm for the output of linear attention, whose magnitude is unbounded, unlike in softmax attention."""
 
 from typing import final
 

@@ -57,10 +57,10 @@ def generate(
     """Sample a continuation of each prompt, one token at a time, with the log-probabilities of the tokens.
 
     A `DecoderForCausalLM` keeps keys, values and states of the positions so far, and computes only the new token. The
-    results are equal, except for rounding, to those without the cache. During generation, modules are in evaluation
-    mode and `torch.compile` is bypassed.
+    cache changes the results only by rounding. During generation, modules are in evaluation mode and `torch.compile` is
+    bypassed.
 
-    Collectives are those of the model's forward pass. Tensor-parallel ranks need equal arguments and equally seeded
+    Issues the collectives of the model's forward pass. Tensor-parallel ranks need equal arguments and equally seeded
     generators. Ranks that share parameters (FSDP) may have different rows; see `group`.
 
     Args:
@@ -69,8 +69,8 @@ def generate(
         max_new_tokens: Number of tokens to add to each row.
         max_context: Maximum context length. Longer rows are truncated on the left, and positions restart at 0; from
             then on, the context is recomputed for each token.
-        prompt_mask: False at left padding [B, P], bool or 0 and 1; None if all prompts have P tokens. A function as
-            `model` then also gets `position_ids` and `document_ids_BL`, as in `DecoderModel.forward`.
+        prompt_mask: False at left padding [B, P], bool or 0 and 1; None if all prompts have P tokens. With a mask, the
+            model also gets `position_ids` and `document_ids_BL`, as in `DecoderModel.forward`.
         stop_tokens: A row ends after the first of these tokens.
         pad_token: Token id after the end of a row.
         pad_to_multiple_of: Pad each forward pass on the right to a multiple of this length, as context and sequence
@@ -80,16 +80,16 @@ def generate(
         top_p: Sample only from the most likely tokens whose probabilities sum to at least this number ("nucleus
             sampling", arXiv:1904.09751); None samples from all.
         generator: Random generator on the device of the logits; None for torch's default.
-        row_seeds: Seed of each row [B], int64. A sampled token is then a function of the logits, the row's seed and the
-            number of the token: the same in any split of the rows over batches and ranks. Replaces `generator`.
+        row_seeds: Seed of each row [B], int64; replaces `generator`. A sampled token then depends only on the logits,
+            the row's seed and the token's index, and not on how rows are split over batches and ranks.
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
-        group: Ranks that stop together. Required with `stop_tokens` if ranks that run one model together have different
-            rows: otherwise a rank whose rows have ended would leave other ranks waiting. One all-reduce per token.
+        group: Ranks that stop together. Required with `stop_tokens` if ranks that share parameters have different rows:
+            otherwise the other ranks would wait for a rank whose rows have ended. One all-reduce per token.
         on_tokens: Called with the tokens [B] of each step, to stream text; None for no callback.
 
     Raises:
-        UserError: If an argument is out of range, the mask is not a left padding, or `use_cache` is True and the model
+        UserError: If an argument is out of range, the mask is not left padding, or `use_cache` is True and the model
             does not support it: context parallelism, pipeline stages, RoPE scaling by the length of a row, or a token
             mixer without a cache.
     """
@@ -135,7 +135,7 @@ class _Tokens:
         self._log_probs = [torch.empty(batch, 0, dtype=torch.float32, device=device)]
 
     def append(self, next_B1: Tensor, logits_BV: Tensor) -> Tensor:
-        """Append one token to each row, padding to ended ones; return the appended tokens [B]."""
+        """Append one token to each row, or padding if the row has ended; return the appended tokens [B]."""
         is_done_B1 = self._is_done_B.unsqueeze(1)
         self._log_probs.append(_log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B1, 0.0))
         self._is_kept.append(~is_done_B1)
@@ -209,7 +209,7 @@ def _choose(
     vocab, device = probabilities_BV.shape[-1], probabilities_BV.device
     index_V = torch.arange(step * vocab, (step + 1) * vocab, device=device)
     uniform_BV = uniform_at(index_V, mix_bits(seeds.to(device)).unsqueeze(1))
-    # The largest log p + Gumbel noise is distributed as p.
+    # The argmax of log p + Gumbel noise has the distribution p.
     return (probabilities_BV.double().log() - (-uniform_BV.log()).log()).argmax(dim=-1, keepdim=True)
 
 

@@ -26,8 +26,8 @@ from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tab
 class MultiHeadLatentAttention(CachedAttention):
     """MLA of DeepSeek-V2 (arXiv:2405.04434), equations 37 to 47, and DeepSeek-V3 (arXiv:2412.19437), equations 1 to 11.
 
-    Keys and values are expanded for every head; weights are not absorbed into the queries. Each query and key head has
-    N features without position and R rotated features. All heads share the rotated features of the key.
+    Keys and values are expanded for every head: `kv_up_proj` is not absorbed into the queries. Each query and key head
+    has N non-rotated and R rotated features. All heads share the rotated features of the key.
 
     Args:
         kv_rank: Size of the latent vector of keys and values.
@@ -90,7 +90,7 @@ class MultiHeadLatentAttention(CachedAttention):
         check_documents(document_ids_BL, x_BLD.shape[:2])
         q_BLHK, (latent_BLC, k_BLR) = self._queries(x_BLD, rotary), self._latents(x_BLD, rotary)
         if self._cache is not None:
-            # The cache holds latent vectors; each pass expands those of all positions.
+            # The cache holds latent vectors. Each pass expands the latent vectors of all positions.
             document_ids_BL, (latent_BLC, k_BLR) = self._cache.extend(document_ids_BL, latent_BLC, k_BLR)
         k_BLHK, v_BLHV = self._keys_and_values(latent_BLC, k_BLR)
         # Attention functions take one head dim. Zero-padding changes neither scores nor the first V output features.

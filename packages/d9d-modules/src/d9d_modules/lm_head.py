@@ -50,8 +50,8 @@ class LanguageModelHead(VocabularySplits):
         logit_positions: Positions whose logits are computed; all by default. `generate` sets it to the last position.
 
     Raises:
-        UserError: If `softcap` is not above 0, there is no split, a split has no tokens, or its name is not a Python
-            identifier.
+        UserError: If `softcap` is not above 0, there is no split, a split has no tokens, its name is not a Python
+            identifier, or `bias` is set for several splits.
     """
 
     weight: nn.Parameter
@@ -167,12 +167,12 @@ def language_model_head(
     Args:
         hidden_BLD: Hidden states [B, L, D].
         weight_VD: Projection to the vocabulary [V, D], or a sequence of tensors [V_i, D] to concatenate.
-        labels: Token to predict at each position [B, L], int64; `IGNORED_LABEL` ignores a position. Or K candidates for
-            each position [B, L, K], as for distillation; this requires a plain cross entropy.
+        labels: Token to predict at each position [B, L], int64; `IGNORED_LABEL` at positions without a loss. Or K
+            candidates for each position [B, L, K], as for distillation; these require a plain cross entropy.
         vocab_size: Size of the whole vocabulary, if `weight_VD` is a vocabulary shard; None for its number of rows.
-        token_loss: Maps logits [T, V] and labels [T] to losses [T]; the loss of a token depends only on its own logits.
-            Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from the materialized
-            logits of one chunk of tokens at a time.
+        token_loss: Maps logits [T, V] and labels [T] to losses [T]; the loss of a token must depend only on its own
+            logits and label. Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from
+            the materialized logits of one chunk of tokens at a time.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
         backend: Implementation of a cross entropy. The package `cut-cross-entropy` is used only on request.
 
@@ -181,8 +181,9 @@ def language_model_head(
         candidate [B, L, K] in nats, 0 for ignored ones, without reduction: float32, or float64 for float64 input.
 
     Raises:
-        UserError: If the labels do not have the shape [B, L], a label on the CPU is out of range, or `backend` does not
-            support the call. On accelerators an out-of-range label raises an asynchronous device error instead.
+        UserError: If the labels have another shape, a label on the CPU is out of range, `token_loss` does not support
+            candidates, or `backend` does not support the call. On accelerators an out-of-range label raises an
+            asynchronous device error instead.
     """
     weights_VD = [weight_VD] if isinstance(weight_VD, Tensor) else list(weight_VD)
     if labels is None:

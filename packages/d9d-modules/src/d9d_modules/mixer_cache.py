@@ -56,9 +56,10 @@ class PositionCache:
         self._kept: list[Tensor] = []
 
     def extend(self, document_ids_BL: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Append tensors [B, L, ...] of new positions; return document ids and tensors of all positions [B, S, ...].
+        """Append tensors [B, L, ...] of new positions; return document ids and tensors of S positions [B, S, ...].
 
-        Either all calls pass document ids, or none does.
+        The S positions are the previous positions in the cache and the new ones. Either all calls pass document ids, or
+        none does.
         """
         new = list(tensors) if document_ids_BL is None else [*tensors, document_ids_BL]
         whole = self._append(new) if self._window is None else self._slide(new, self._window)
@@ -103,7 +104,7 @@ class RecurrentCache:
 
 
 class CachedAttention(nn.Module):
-    """Attention layer that can continue rows from a cache, see `SupportsCache`. Base class of attention layers.
+    """Base class of attention layers that can continue rows from a cache; see `SupportsCache`.
 
     Attributes:
         attention_function: Function of queries, keys and values.

@@ -135,7 +135,8 @@ class YarnScaling:
         truncate: If True, round the two boundaries outward to whole pairs.
 
     Raises:
-        UserError: If a value is not above 0, or `beta_fast` is below `beta_slow`.
+        UserError: If a number other than `mscale` and `mscale_all_dim` is not above 0, or `beta_fast` is below
+            `beta_slow`.
     """
 
     kind: Literal["yarn"] = "yarn"
@@ -190,7 +191,7 @@ class YarnScaling:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling(_FactorScaling):
-    """Llama 3.1 scaling: keeps short wavelengths, interpolates long ones, blends between (arXiv:2407.21783, 3.4.2).
+    """Llama 3.1 scaling: keeps short wavelengths, interpolates long ones, blends in between (arXiv:2407.21783, 3.4.2).
 
     The formula comes from the released model code; the paper mentions only the larger base.
 

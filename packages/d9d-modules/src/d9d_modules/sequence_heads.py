@@ -72,7 +72,7 @@ class ClassificationHead(nn.Module):
         Args:
             hidden_BLD: Hidden states [B, L, D].
             mask_BL: Token mask [B, L]; see `pool`.
-            labels: Class of each row [B], int64; -100 ignores a row.
+            labels: Class of each row [B], int64; -100 for rows without a loss.
 
         Returns:
             Without labels, the logits [B, C]. With labels, the losses [B] in nats, in at least float32; 0 for ignored

@@ -190,5 +190,5 @@ def test_rejections_of_the_backend_of_torch() -> None:
 def test_only_the_newer_one_has_sinks() -> None:
     assert _rejection(Flash4Backend, _request(has_sinks=True)) is None
     assert _rejection(Flash2Backend, _request(has_sinks=True)) == (
-        "does not differentiate its log-sum-exp, as sinks need"
+        "does not support sinks, because its log-sum-exp has no gradient"
     )

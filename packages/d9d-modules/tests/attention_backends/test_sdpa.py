@@ -23,7 +23,7 @@ def test_rejection_names_the_unsupported_feature() -> None:
     for request in (_request(has_sinks=True, options=window), _request(has_sinks=True, has_documents=True)):
         assert (
             sdpa.rejection(request)
-            == "returns no log-sum-exp for a window, a mask, packed documents or without causality, as sinks need"
+            == "supports sinks only for causal attention without a window, a mask or packed documents"
         )
 
 

@@ -89,7 +89,7 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
             {"use_sliding_window": True, "layer_types": ["full_attention"]},
             r"layer_types = .*; expected a list of num_hidden_layers = 3 items",
         ),
-        ({"rope_scaling": {"rope_type": "proportional"}}, r"config\.json asks for rope_type 'proportional'"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, r"config\.json has rope_type = 'proportional'"),
         ({"head_dim": None}, r"config\.json has no 'head_dim'"),
         ({"num_key_value_heads": 3}, r"num_kv_heads = 3 does not divide num_heads = 4"),
     ],

@@ -20,8 +20,8 @@ def counts_on_host(counts_G: Tensor, *, num_rows: int) -> list[int]:
 def balanced_rows(num_tokens: int, *, num_experts: int, top_k: int, num_ranks: int) -> int:
     """Return the mean number of tokens that a rank sends to each rank, if every set of experts is equally likely.
 
-    A token is sent once to a rank that has any of its `top_k` experts, so the number is
-    T (1 - C(E - E / R, A) / C(E, A)).
+    A token is sent once to each rank that has any of its experts, so the mean is T (1 - C(E - E / R, A) / C(E, A)),
+    rounded, for T tokens, E experts, A experts per token (top-k) and R ranks. C is the binomial coefficient.
     """
     elsewhere = comb(num_experts - num_experts // num_ranks, top_k) / comb(num_experts, top_k)
     return round(num_tokens * (1 - elsewhere))

@@ -35,7 +35,7 @@ class Dispatched:
 
     Attributes:
         rows: Copies of tokens [N, D]: rows of the first expert, then of the second, and so on.
-        counts: Number of rows per expert of this rank [E], int64; the sum is N.
+        counts: Number of rows of each expert of this rank, int64; the sum is N.
         combine: Function of the experts' outputs [N, D], ordered like `rows`. Starts the sum over each token's experts,
             weighted by the router's probabilities, and returns a handle. The handle's `wait` returns the tokens [T, D]
             in the dtype of the outputs. Experts of one rank are summed in the wider dtype of outputs and probabilities.

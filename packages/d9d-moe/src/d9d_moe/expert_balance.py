@@ -1,4 +1,4 @@
-"""Expert balancing once per step from the tokens per expert, and statistics of the load.
+"""Expert load balancing, once per step, from the tokens per expert; and statistics of the load.
 
 Shape legend: E experts.
 """
@@ -23,7 +23,7 @@ def balance_experts(model: nn.Module, *, rate: float = 1e-3, taken: Tensor | boo
     """Call `pop_tokens_per_expert`, `update_expert_bias` and `update_global_load`, and return the tokens per expert.
 
     Call this function once per step; in a job, in an event handler of `OptimizerDone`:
-    `balance_experts(done.model, taken=done.taken)`. Errors and collectives are those of the three functions.
+    `balance_experts(done.model, taken=done.taken)`. For errors and collectives, see the three functions.
 
     Args:
         model: Model, or one of its pipeline stages.

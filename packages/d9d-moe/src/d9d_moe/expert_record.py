@@ -23,7 +23,7 @@ def record_experts(model: nn.Module) -> Generator[Mapping[int, list[Tensor]]]:
 
     Yields:
         For each layer of this rank, by its index in the whole model, the experts [B, L, A] of each forward pass, int64.
-        Layers without experts have no entries in their lists.
+        The lists of layers without experts are empty.
 
     Raises:
         UserError: If `model` has no `DecoderModel`.

@@ -36,8 +36,8 @@ _ALIGNMENT = 16
 class GroupedLinear(nn.Module):
     """Linear layer that has a weight per group: `y = x @ weight[group].T + bias[group]`, by default without bias.
 
-    The weight is [G, O, I]: matrices of `nn.Linear`, such as those of the experts in a checkpoint, can be stacked. The
-    bias is [G, O].
+    The weight [G, O, I] is a stack of `nn.Linear` weights, such as the expert weights in a checkpoint. The bias is
+    [G, O].
     """
 
     def __init__(
@@ -91,7 +91,8 @@ def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
 def choose_grouped_matmul(x_NI: Tensor, *, environment: Mapping[str, str] | None = None) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the rows, else "eager".
 
-    The choice depends only on dtype and shape. `environment` defaults to `os.environ`.
+    Without the variable, the choice depends only on the dtype, the number of rows, and whether they are on `meta`.
+    `environment` defaults to `os.environ`.
 
     Raises:
         UserError: If the variable names an unknown backend.
@@ -143,7 +144,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_NO = gradients[0].contiguous()  # kernels refuse expanded tensors, such as the gradient of a sum
+        grad_NO = gradients[0].contiguous()  # kernels reject expanded tensors, such as the gradient of a sum
         x_NI, weight_GOI, counts_G = ctx.saved_tensors
         grad_x = _PRODUCTS[ctx.backend](grad_NO, weight_GOI, counts_G) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.slot.give(lambda: _OUTER_PRODUCTS[ctx.backend](grad_NO, x_NI, counts_G))

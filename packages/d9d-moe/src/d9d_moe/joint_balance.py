@@ -1,8 +1,9 @@
 """Balance loss over the tokens of all layers, as `transformers` defines it.
 
-`transformers` concatenates the tokens of all layers and computes `E * sum_e f_e * P_e`. The fraction f of tokens that
-chose an expert is known only after the last layer. Each layer therefore returns a record per token. The records are
-summed over layers, sent from stage to stage, and converted to losses after the last layer.
+`transformers` concatenates the tokens of all layers and computes `E * sum_e f_e * P_e`. P_e is the mean router score of
+expert e. f_e is the fraction of tokens that chose expert e, which is known only after the last layer. Each layer
+therefore returns a record per token. The records are summed over layers, sent from stage to stage, and converted to
+losses after the last layer.
 
 Shape legend: B batch, L length, T = B * L tokens, E experts, R = 2 E + 2 record entries per token.
 """

@@ -40,8 +40,8 @@ def sum_rows(rows_KD: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int
 def combine_rows(rows_KD: Tensor, weights_TA: Tensor, order_K: Tensor, inverse_N: Tensor) -> Tensor:
     """Compute the sum over `a` of `weights[t, a] * rows[inverse[t * A + a]]` for each token `t` [T, D].
 
-    `order_K` and `inverse_N` are those of `take_rows`; weights of empty slots are ignored. The sum is computed in the
-    wider dtype of rows and weights and has the dtype of the rows.
+    `order_K` and `inverse_N` as in `take_rows`; weights of empty slots are unused. The sum is computed in the wider
+    dtype of rows and weights and has the dtype of the rows.
     """
     return cast(Tensor, _Combine.apply(rows_KD, weights_TA, order_K, inverse_N))
 

@@ -1,4 +1,4 @@
-"""Routers: choose the experts of each token and their weights.
+"""Routers, which choose the experts of each token and their weights.
 
 The forward pass of a router has no side effects, so evaluation and recomputation route identically.
 
@@ -17,10 +17,10 @@ from d9d_moe.autocast import no_autocast
 
 @final
 class Routing(NamedTuple):
-    """Chosen experts of each token, highest score first.
+    """Chosen experts of each token, with their weights.
 
     Attributes:
-        indices: Chosen experts [T, A], int64, distinct in each row.
+        indices: Chosen experts [T, A], int64, distinct in each row; in any order.
         probabilities: Weight of each chosen expert [T, A], float32 (float64 for float64 input).
         logits: Router logits [T, E]; required for router losses.
         scores: Scores of all experts [T, E], without the expert bias, normalized to sum to 1 for each token; required
@@ -55,8 +55,8 @@ class Router(Protocol):
 class ReplayRouter(Protocol):
     """Router that can also use recorded experts instead of its own choice, like both routers of this package.
 
-    Reinforcement learning replays the routing of the inference engine: small numerical differences between the engines
-    would otherwise choose other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement
+    Reinforcement learning replays the routing of the inference engine: otherwise, small numerical differences between
+    the engines could lead to other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement
     Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
     """
 
@@ -254,7 +254,7 @@ def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: i
 
 
 def _logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """Compute the router logits [T, E] in at least float32: rounding to a lower precision could tie close experts."""
+    """Compute the router logits [T, E] in at least float32; rounding to 16 bits could make close logits equal."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     with no_autocast(x_TD):
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype), None if bias_E is None else bias_E.to(dtype))

@@ -36,9 +36,9 @@ class RouterLosses:
             The loss is 1 if load and scores are even. With `definition = "transformers"` the factor is the
             `router_aux_loss_coef` of `transformers`.
         definition: "per_layer": each layer has the loss above, and the losses of all layers are added. "transformers":
-            one loss over the tokens of all layers, `E * sum_e f_e * P_e`, as `load_balancing_loss_func`. Here f is the
-            fraction of tokens that chose an expert, and the loss is `top_k` if load and scores are even. With more than
-            one layer, no factor converts one definition into the other.
+            one loss over the tokens of all layers, `E * sum_e f_e * P_e`, as in `load_balancing_loss_func`. Here f is
+            the fraction of tokens that chose an expert, and the loss is `top_k` if load and scores are even. With more
+            than one layer, no factor converts one definition into the other.
         scope: Set of tokens over which f is counted; padding is excluded if the model gets a mask. "sequence": the
             tokens of one row of the batch, over all its context-parallel and tensor-parallel parts. "batch": the tokens
             of one microbatch over all ranks (arXiv:2501.11873). "global_batch": all tokens of the previous step, whose

@@ -112,9 +112,11 @@ def test_classification_and_embedding_heads() -> None:
     assert losses[1] == 0
     embedder = DecoderForEmbedding(replace(PARAMS, router_losses=RouterLosses()), embedding_size=5)
     torch.testing.assert_close(embedder(input_ids).norm(dim=-1), torch.ones(2))
-    with pytest.raises(UserError, match=r"the model has router losses, but an embedding model has no loss to which"):
+    with pytest.raises(UserError, match=r"the model has router losses, but an embedding model computes no loss"):
         DecoderForEmbedding(PARAMS)
-    with pytest.raises(UserError, match=r"the model has router losses, but no head of several owns a loss"):
+    with pytest.raises(
+        UserError, match=r"the model has router losses, but a model with named heads has several losses"
+    ):
         DecoderWithHeads(PARAMS, heads={"text": decoder_lm_head})
 
 

@@ -41,9 +41,9 @@ def group_names(
 ) -> tuple[str, ...] | JointParameter:
     """Return the name of each group of a weight [groups, out, in], or the parameter that holds all groups.
 
-    Names are those of the base checkpoint. `shapes` holds the shapes of all weights with adapters, by name in the
-    model. Raises `UserError` unless the mapper renames the weight, stacks one tensor per group, or splits a parameter
-    along its rows. All weights of a split parameter need adapters.
+    The returned names are in the base checkpoint. `shapes` holds the shapes of all weights with adapters, by name in
+    the model. Raises `UserError` unless the mapper renames the weight, stacks one tensor per group, or splits a
+    parameter along its rows. All weights of a split parameter need adapters.
     """
     part = None if base_mapper is None else base_mapper.restrict(outputs=[name])
     if part is None or not part.nodes:

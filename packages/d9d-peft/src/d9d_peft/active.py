@@ -1,4 +1,4 @@
-"""Selection of the adapters that a model computes with: none, for a reference, or those of one name."""
+"""Selection of a model's active adapters: the adapters of one name, or none for the reference model."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -16,8 +16,9 @@ from d9d_peft.adapter import adapter_parameters, all_adapters, child_name
 def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None) -> Generator[None]:
     """Compute without any adapter inside the context: the frozen base model, such as the reference of DPO.
 
-    Nothing is merged or copied, so this costs neither memory nor rounding. No collectives. Each compiled layer is
-    compiled once more. Run the backward pass of a forward pass in the same context as the forward pass.
+    Adapters are not merged, so there is no rounding. Only the parameters in `originals` are copied. No collectives.
+    Each compiled layer is compiled once more. Run the backward pass of a forward pass in the same context as the
+    forward pass.
 
     Args:
         model: The model, or this rank's pipeline stages of it, in any layout.
@@ -25,14 +26,14 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
             `original_weights`. The model has these values inside the context, and its own values again after it.
 
     Raises:
-        UserError: If the model has trained parameters outside of adapters and `originals` does not hold exactly these:
-            the model without adapters would then still differ from the original model.
+        UserError: If `originals` does not hold exactly the trained parameters that no adapter owns: the model without
+            adapters would then still differ from the original model.
     """
     tuned = _tuned(model)
     originals = {} if originals is None else originals
     if tuned.keys() != originals.keys():
         raise UserError(
-            f"adapters_off got originals of {shorten(list(originals))}; expected those of the parameters that are "
+            f"adapters_off got originals of {shorten(list(originals))}; expected originals of the parameters that are "
             f"trained without an adapter: {shorten(list(tuned))}. Pass originals=original_weights(model), called "
             "before training."
         )
@@ -42,13 +43,14 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
 
 @contextmanager
 def use_adapter(model: nn.Module, adapter: str) -> Generator[None]:
-    """Compute with the adapters of a name inside the context, instead of those that are active.
+    """Compute with the adapters of a name inside the context, instead of the active adapters.
 
-    A layer without an adapter of this name computes without adapter. Costs and backward pass as in `adapters_off`.
+    A layer without an adapter of this name computes without adapter. For costs and the backward pass, see
+    `adapters_off`.
 
     Args:
         model: The model, or this rank's pipeline stages of it, in any layout.
-        adapter: Name that `inject` got.
+        adapter: Name of the adapters, as passed to `inject`.
 
     Raises:
         UserError: If the model has adapters, but none of this name.
@@ -96,7 +98,7 @@ def _only(model: nn.Module, child: str | None) -> Generator[None]:
 
 @contextmanager
 def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
-    """Give parameters other values inside the context, in place."""
+    """Replace the values of parameters inside the context, in place."""
     if not values:
         yield
         return

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement
 from d9d_dist import canonical_name
 
 DEFAULT_ADAPTER = "default"
-"""Name of the adapters that `inject` adds unless it gets another name."""
+"""Default name of the adapters that `inject` adds."""
 
 _CHILD = "adapter"
 
@@ -39,7 +39,7 @@ class Adapter(nn.Module, ABC):
                 tensor parallelism.
             inner: Original forward of the layer.
             args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call. An adapter of layers without keyword arguments need not take any.
+            kwargs: Keyword arguments of the call. An adapter of layers without keyword arguments need not accept any.
 
         Returns:
             The adapted output, with the shape and dtype of the layer's output.

@@ -42,7 +42,7 @@ def load_adapters(
         base_mapper: As in `save_adapters`.
         ctx: Distributed context; all ranks then raise together. Required for pipeline stages, which hold only a part of
             the adapters. `None` for a single process.
-        adapter: Name of the adapters to set, as `inject` got it.
+        adapter: Name of the adapters to load, as passed to `inject`.
 
     Raises:
         UserError: If layers, rank, scale or kind of the adapters differ between files and model, or an entry of the

@@ -41,7 +41,7 @@ def save_adapters(
             same. Adapters use the names of the base checkpoint. Experts get one adapter each if the base checkpoint
             stores one weight per expert; otherwise the names follow peft's `target_parameters`.
         ctx: Distributed context; `None` for a single process.
-        adapter: Name of the adapters, as `inject` got it. The files do not hold the name.
+        adapter: Name of the adapters, as passed to `inject`. The files do not contain the name.
 
     Raises:
         UserError: On all ranks, if the model has no adapters of this name, or both LoRA and DoRA adapters. Also if a

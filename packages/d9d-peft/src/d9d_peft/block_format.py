@@ -1,10 +1,11 @@
 """Block-quantized formats of frozen weights: NF4 with 4 bits per element, and int8.
 
 Each block of consecutive input features of a row has one scale, the largest magnitude of the block (float32). NF4
-("QLoRA", arXiv:2305.14314, section 3 and appendix E) codes an element as the nearest of 16 quantiles of a normal
-distribution, in units of the scale; int8 as a multiple of scale / 127.
+("QLoRA", arXiv:2305.14314, section 3 and appendix E) encodes an element as the nearest of 16 quantiles of a normal
+distribution, in units of the scale; int8 encodes it as a multiple of scale / 127.
 
-Shape legend: O rows, of all groups in a weight [G, O, I]; I input features; N blocks of a row.
+Shape legend: O output features; I input features; N blocks of a row; B elements of a block. Grouped weights have a
+leading dim [G, O, I].
 """
 
 from typing import Literal, TypeAlias
@@ -71,7 +72,7 @@ def _quantize_rows(weight_OI: Tensor, block_format: BlockFormat, block_size: int
 
 
 def dequantize_blocks(codes: Tensor, scale_bytes: Tensor, block_format: BlockFormat, *, dtype: torch.dtype) -> Tensor:
-    """Return the weight [..., O, I] of codes and scales in a dtype. The product is rounded once. No collectives."""
+    """Return the weight [..., O, I] in `dtype`, computed from codes and scales in at least float32. No collectives."""
     scales_ON = scale_bytes.contiguous().view(torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
     if block_format == "int8":

@@ -8,8 +8,8 @@ There are two differences from the paper. First, the trained parameter is the of
 It starts at zero, so its initialization does not need the weight. The gradients of $d$ and $m$ are equal, but weight
 decay pulls $m$ to its initial value. Second, dropout is applied only to the input of $B A$, as in LoRA.
 
-Shape legend: O output features, I input features. A grouped layer (experts) has weights [G, O, I]: each expert is a
-matrix of its own. N rows of all groups.
+Shape legend: O output features, I input features. A grouped layer (experts) has weights [G, O, I]: each expert has a
+matrix of its own. N input rows of all groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_pla
 class DoraAdapter(LowRankAdapter):
     """Adapter that updates direction and magnitude of a layer's weight rows, initially without effect.
 
-    All attributes of a grouped layer have a leading dim of groups.
+    In a grouped layer, all parameters have a leading dim of groups.
 
     Attributes:
         lora_a: $A$ [rank, in].
@@ -44,7 +44,7 @@ class DoraAdapter(LowRankAdapter):
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
         """Create an adapter for a layer that `DoRA` supports, on the device of the layer's weight.
 
-        `dtype` is that of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
+        `dtype` is the dtype of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
         """
         weight = layer._parameters["weight"]
         assert weight is not None
@@ -123,7 +123,7 @@ class DoraAdapter(LowRankAdapter):
         return {**factors, "magnitude_offset": weight} if "lora_b" in factors else factors
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Keep the mesh axis if it splits the rows' elements: squared norms are then summed over it."""
+        """Keep the mesh axis if it splits the input features: squared norms are then summed over the axis."""
         if isinstance(weight, Shard) and weight.dim == self.lora_a.ndim - 1:
             self._row_mesh = mesh
 

@@ -32,7 +32,7 @@ class LoraAdapter(LowRankAdapter):
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
         """Create an adapter for a layer that `LoRA` supports, on the device of the layer's weight.
 
-        `dtype` is that of A and B; `None` for the dtype of the weight, but at least float32.
+        `dtype` is the dtype of A and B; `None` for the dtype of the weight, but at least float32.
         """
         update, weight = update_of(layer), layer._parameters["weight"]
         assert update is not None
@@ -47,14 +47,15 @@ class LoraAdapter(LowRankAdapter):
 
     @property
     def is_embedding(self) -> bool:
-        """True if the layer is an embedding: B [vocabulary, rank] is looked up, and A [rank, features] multiplied."""
+        """True if the layer is an embedding: rows of B [vocabulary, rank] are multiplied by A [rank, features]."""
         return self._update is _adapted_embedding
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Compute `inner(x) + s B A x`, where `x` is the first argument; see `Adapter.forward`.
 
-        The update is computed in the dtype of A; in grouped layers and heads in that of `x`, as in `peft` for experts.
-        The sum is computed in the wider dtype of both addends, then cast to the dtype of `inner(x)`.
+        The update is computed in the dtype of A; in grouped layers in the dtype of `x`, as in `peft`. The sum is
+        computed in the wider dtype of both addends, then cast to the dtype of `inner(x)`. A head computes the product
+        with B in the dtype of its weight.
         """
         return self._update(self, layer, inner, *args, **kwargs)
 

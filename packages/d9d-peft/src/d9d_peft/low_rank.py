@@ -138,7 +138,7 @@ class LowRankMethod(ABC):
 
 
 def factor_placements(weight: Placement, num_dims: int) -> Mapping[str, Placement]:
-    """Return the placements of `lora_a` and `lora_b` on a mesh axis, given that of a weight [..., O, I].
+    """Return the placements of `lora_a` and `lora_b` on a mesh axis, given the placement of a weight [..., O, I].
 
     If the weight is split along O, so is B. If the weight is split along I, so is A; the update and the layer's output
     are then partial sums. If the weight is split along groups, so are A and B. A factor without an entry is replicated.

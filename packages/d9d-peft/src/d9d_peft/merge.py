@@ -21,7 +21,7 @@ def merge_(model: nn.Module, ctx: DistributedContext | None = None, *, adapter: 
     Args:
         model: The model, or this rank's pipeline stages of it, after `inject`.
         ctx: Distributed context; all ranks then raise together. `None` for a single process.
-        adapter: Name of the adapters to merge, as `inject` got it. Adapters of other names then act on the merged
+        adapter: Name of the adapters to merge, as passed to `inject`. Adapters of other names then act on the merged
             weights.
 
     Raises:
@@ -42,7 +42,7 @@ def _quantized_message(layers: Mapping[str, AdaptedLayer]) -> str | None:
     for name, adapted in layers.items():
         if is_quantized(adapted.layer):
             return (
-                f"{name}.weight is quantised, and merging would round the update; expected dense weights. Save the "
+                f"{name}.weight is quantized, and merging would round the update; expected dense weights. Save the "
                 "adapters with save_adapters, load them into a model with dense weights, and merge there."
             )
     return None

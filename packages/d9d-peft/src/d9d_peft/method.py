@@ -25,7 +25,7 @@ class Plan:
     Attributes:
         claimed: Names of the model's parameters that the method trains or adapts; no other method of a `Stack` may
             claim them. A tied parameter has its first name (`first_names`).
-        trainable: Names of the claimed parameters that are trained themselves.
+        trainable: Names of the claimed parameters that are trained directly, without an adapter.
         adapters: Adapters by the name of their layer; all their parameters are trained.
         unmatched: Error messages for targets that match nothing.
     """
@@ -74,7 +74,7 @@ def inject(
         model: Model on any device, `meta` included.
         is_part: True if the model is a pipeline stage, where a method may match nothing. To detect a target without
             matches in any stage, inject the method into the whole model on `meta` once.
-        adapter: Name of the adapters, a Python identifier. The parameters of adapters `reward` are
+        adapter: Name of the adapters, a Python identifier. The parameters of an adapter `reward` are
             `a.q.adapter_reward.*`.
         trainable: False to freeze the new adapters too, for adapters that are loaded and only evaluated.
 
@@ -84,9 +84,9 @@ def inject(
         values. `mapper.inverse()` drops the new parameters.
 
     Raises:
-        UserError: If the method cannot be applied or matches nothing, the model already has adapters of this name or is
-            already parallelized, or the adapters of a further call would be in or next to parameters that are trained
-            without an adapter (`FullTune`). The model is then unchanged.
+        UserError: If the method cannot be applied or matches nothing, or the model already has adapters of this name or
+            is already parallelized. Also if a further call, or a call with `trainable=False`, would train parameters
+            without an adapter (`FullTune`) or adapt layers with such parameters. The model is then unchanged.
     """
     if isinstance(method, nn.Module):
         raise UserError(f"inject() got a {type(method).__name__} as its method; expected inject(method, model).")
@@ -152,6 +152,6 @@ def _check_adapters_only(model: nn.Module, plan: Plan, adapter: str) -> None:
     shared = sorted(plan.trainable | (plan.claimed & tuned if owned else set()))
     if shared:
         raise UserError(
-            f"inject got adapter = {adapter!r} with parameters that adapters of all names share and that are trained: "
-            f"{shorten(shared)}; expected only adapters on frozen parameters. Use LoRA or DoRA instead of FullTune."
+            f"inject got adapter = {adapter!r} and parameters that are trained without an adapter: {shorten(shared)}; "
+            "expected only adapters on frozen parameters. Use LoRA or DoRA instead of FullTune."
         )

@@ -1,4 +1,4 @@
-"""Configuration of adapters in Hugging Face `peft`, `adapter_config.json`: each entry is used, ignored or refused.
+"""Configuration of adapters in Hugging Face `peft`, `adapter_config.json`: each entry is used, ignored or an error.
 
 `peft` reads the same entries when it reloads an adapter. An entry that changes the output of `peft`, and has no
 counterpart in d9d, raises an error that names the entry.
@@ -45,8 +45,8 @@ _IRRELEVANT: Mapping[str, str] = {
     "eva_config": "configures an initialization; `init_lora_weights` is checked",
     "corda_config": "configures an initialization; `init_lora_weights` is checked",
     "lora_ga_config": "configures an initialization; `init_lora_weights` is checked",
-    "megatron_core": "has an effect only with `megatron_config`, which is refused",
-    "qalora_group_size": "has an effect only with `use_qalora`, which is refused",
+    "megatron_core": "has an effect only with `megatron_config`, which is not supported",
+    "qalora_group_size": "has an effect only with `use_qalora`, which is not supported",
     "runtime_config": "is ignored in files by peft too",
 }
 """Entries that are ignored, each with the reason."""
@@ -67,7 +67,7 @@ _ONLY: Mapping[str, object] = {
     "kasa_config": None,
     "ensure_weight_tying": False,
 }
-"""Entries that are refused unless they have this value, which is the default and disables them."""
+"""Entries for which only this value is supported; it is the default and disables the entry."""
 
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 """Supported values of `init_lora_weights`: they do not change the base weights."""
@@ -177,7 +177,7 @@ def config_low_rank(config: Mapping[str, Any], name: str) -> LowRank:
 
 
 def refuse_untargeted_layer(config: Mapping[str, Any], name: str, *, origin: str) -> None:
-    """Raise `UserError` if an entry excludes a layer whose adapter is in the files: `peft` would ignore it."""
+    """Raise `UserError` if an entry excludes a layer with an adapter in the files: `peft` would ignore the adapter."""
     entry = _entry_against(config, name)
     if entry is not None and not is_target(config, f"{name}.weight"):
         raise UserError(
@@ -216,8 +216,8 @@ def refuse_other_modules(
 ) -> None:
     """Raise `UserError` unless `modules_to_save` names exactly the modules whose tensors are in the files.
 
-    `trained` are the names in the base checkpoint of the tensors of fully fine-tuned modules, `base_names` those of all
-    tensors.
+    `trained` holds the names of the tensors of fully fine-tuned modules, `base_names` the names of all tensors, both as
+    in the base checkpoint.
     """
     entries = config.get("modules_to_save") or []
     owners = {name: _owners(name) for name in base_names}

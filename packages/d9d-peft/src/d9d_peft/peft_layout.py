@@ -27,7 +27,7 @@ CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."
 A, B = "lora_A.weight", "lora_B.weight"
 _MAGNITUDE = "lora_magnitude_vector"
-# The tables of embeddings are transposed: A [rank, vocabulary] is our B, and B [features, rank] is our A.
+# Files hold transposed factors of embeddings: A [rank, vocabulary] is our B, and B [features, rank] is our A.
 _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 
 
@@ -103,12 +103,12 @@ def _stored_form(suffix: str, tensor: Tensor) -> Tensor:
 
 
 def module_key(name: str) -> str:
-    """Return the name in a file of a tensor of a fully fine-tuned module."""
+    """Return the name that a tensor of a fully fine-tuned module has in a file."""
     return f"{PREFIX}{name}"
 
 
 def module_name(key: str) -> str:
-    """Return the name in the base checkpoint of a tensor; the inverse of `module_key`."""
+    """Return the name that a tensor has in the base checkpoint; the inverse of `module_key`."""
     return key.removeprefix(PREFIX)
 
 

@@ -71,10 +71,10 @@ def quantize_base(
     Call `quantize_base` after `inject`, before parallelization. The parameter `weight` of a layer then holds the codes,
     which FSDP and tensor parallelism shard like a weight; a child `quantized` holds the scales. Each forward pass
     builds the dense weight of one layer in the dtype of its input and frees it; the backward pass builds it again.
-    Layers are not compiled.
+    `torch.compile` does not compile quantized layers.
 
-    Materialized weights are quantized at once, weights on `meta` when the returned mapper loads the weights: each rank
-    reads its shard of a weight, and keeps only the codes and scales. No rank then holds the dense model.
+    Materialized weights are quantized immediately; weights on `meta` are quantized when the returned mapper loads them:
+    each rank reads its shard of a weight, and keeps only the codes and scales. No rank then holds the dense model.
 
     Memory of a weight: NF4 (4 + 32 / block_size) bits per element, int8 (8 + 32 / block_size) bits.
 
@@ -92,8 +92,9 @@ def quantize_base(
         weights had before the call.
 
     Raises:
-        UserError: If no layer matches; if a matching layer has DoRA or a tied weight, is already quantized or
-            parallelized, or its input features are not a multiple of `block_size`. The model is then unchanged.
+        UserError: If an argument is invalid, or no layer matches. Also if a matching layer has DoRA or a tied weight,
+            is already quantized or parallelized, or its number of input features is not a multiple of `block_size`. The
+            model is then unchanged.
     """
     check_target(target, "quantize_base")
     if block_format not in ("nf4", "int8"):
@@ -112,7 +113,7 @@ def quantize_base(
         )
     problems = _problems(model, layers, block_size)
     if problems:
-        raise UserError(f"quantize_base cannot quantise {shorten(problems)}. Narrow the target.")
+        raise UserError(f"quantize_base cannot quantize {shorten(problems)}. Narrow the target.")
     given, mappers = identity_of(model), []
     for name, layer in layers.items():
         weight = layer._parameters["weight"]
@@ -138,8 +139,8 @@ def is_quantized(layer: nn.Module) -> bool:
 
 def _refuse_reset(name: str) -> None:
     raise UserError(
-        f"{name} is quantised, and codes have no initial values to draw; expected the values of a dense weight. Set "
-        "late_init = False of the model provider, and load initial weights or build the model with values."
+        f"{name} is quantized, and codes have no initial values to draw; expected the values of a dense weight. Set "
+        "late_init = False in the model provider, and load initial weights or build the model with values."
     )
 
 
@@ -194,7 +195,7 @@ def _problems(model: nn.Module, layers: Mapping[str, nn.Module], block_size: int
         reasons = {
             "has a tied weight": users[id(weight)] > 1,
             "is parallelized": isinstance(weight, DTensor),
-            "is already quantised": is_quantized(layer),
+            "is already quantized": is_quantized(layer),
             "has DoRA, whose norms need the dense weight": any(
                 isinstance(adapter, DoraAdapter) for adapter in adapters_of(layer).values()
             ),

@@ -5,8 +5,8 @@ wrapper are named `<module>.base_layer...lora_A.weight`, those of the outermost 
 * rank, in] with the expert as the slow index; B is [out, rank * experts] with the expert as the fast index.
 
 A parameter of the checkpoint may hold the rows of several layers of the model: `gate_up_proj` holds `gate_proj` and
-`up_proj`. `peft` has one A for all rows; here each layer has its own A. If the rank of the file is that of each layer,
-A is copied to all layers. If the rank is the sum of the layers' ranks, A is the concatenation of the layers' A, and B
+`up_proj`. `peft` has one A for all rows; here each layer has its own A. If the rank in the file equals the rank of each
+layer, A is copied to all layers. If it is the sum of the layers' ranks, A is the concatenation of the layers' A, and B
 is block-diagonal over layers. `save_adapters` writes the second form.
 
 Shape legend: E experts, O output features, I input features, R rank.
@@ -50,7 +50,7 @@ class StoredParameter:
         return LowRank(rank=rank, alpha=alpha, dropout=first.dropout, rank_stabilized=first.rank_stabilized)
 
     def stored_low_rank(self, rank: int) -> LowRank:
-        """Return rank and scale for a file of this rank: those of each layer, or those that `save_adapters` writes."""
+        """Return the rank and scale that a file of this rank must have: a layer's if A is shared, else `low_rank`."""
         return self.adapters[0].low_rank if self._is_shared(rank) else self.low_rank
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class StoredParameter:
             )
 
     def shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors in a file of a rank, by name; `None` for the rank of `save_adapters`."""
+        """Return the shapes of the tensors in a file of this rank, by name; `None` for the rank of `save_adapters`."""
         rank = self.low_rank.rank if rank is None else self.stored_low_rank(rank).rank
         num_experts, _, num_inputs = self.adapters[0].lora_a.shape
         num_rows = sum(adapter.lora_b.shape[1] for adapter in self.adapters)

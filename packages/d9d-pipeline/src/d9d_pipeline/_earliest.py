@@ -21,8 +21,8 @@ def earliest_times(
 ) -> list[list[Span]]:
     """Return the times of each rank's actions if each starts as early as possible.
 
-    Results of other ranks are available after the time `transfer`. Actions that can never start, because of a missing
-    or circular dependency, have no entry; they follow all actions that have one.
+    A result is available on other ranks `transfer` after its computation ends. Actions that can never start, because of
+    a missing or circular dependency, have no entry; they follow all actions that have one.
     """
     made: dict[Product, tuple[float, int]] = {}
     waiting: dict[Product, list[int]] = {}

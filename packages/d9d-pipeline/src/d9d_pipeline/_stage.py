@@ -40,7 +40,8 @@ class Stage:
     """Forward and backward of a stage's module.
 
     `last_backward` is the microbatch of the step's last backward, which starts the gradient reduction; None without
-    backwards. `splits` is True if any backward is split into its two halves.
+    backwards. `splits` is True if any backward is split into its two halves. `accumulates` is True if gradients are
+    accumulated over microbatches before their reduction.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Actions that a rank performs in a step; a program is a list of them per rank.
 
-A schedule yields only the computations: `Forward`, `Backward` or its two halves, each alone or inside an `Overlap`.
-`build` adds the loss and the transfers.
+A schedule yields only the computations: `Forward`, `Backward` or its two halves, and `Overlap` of a forward and a
+backward. `build` adds the loss and the transfers.
 """
 
 from dataclasses import dataclass

@@ -86,11 +86,11 @@ class Executor:
         program: The program.
         stages: This rank's stage modules by global stage index.
         group: Process group of the pipeline, with as many ranks as the program; None for a program of one rank.
-        device: Device that the stages compute on; by default that of the first parameter, or the CPU without
+        device: Device that the stages compute on; by default the device of the first parameter, or the CPU without
             parameters.
         messages: Metadata of all messages between stages; by default, ranks send it with the first message.
-        reduce_each_microbatch: True to keep only this rank's shard of FSDP gradients between microbatches, for one
-            reduce-scatter per microbatch instead of one per step.
+        reduce_each_microbatch: True to keep only this rank's shard of FSDP gradients between microbatches, at the cost
+            of one reduce-scatter per microbatch instead of one per step.
 
     Raises:
         UserError: If the sizes of the group and the program differ, or the program assigns other stages to this rank.
@@ -138,8 +138,8 @@ class Executor:
     def step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> None:
         """Execute the program once. Collective over the pipeline: all sends and receives of the program.
 
-        A note on an exception names the action, stage, microbatch and rank. If another rank failed, the exception is
-        that of a send or receive.
+        A note on an exception names the action, stage, microbatch and rank. If another rank failed, a send or receive
+        raises the exception.
 
         Args:
             inputs: Inputs of each microbatch.
@@ -169,8 +169,8 @@ class Executor:
         """Run all actions and complete all sends; return start and end of each action if there is a stopwatch."""
         if len(inputs) != self._program.num_microbatches:
             raise UserError(
-                f"got inputs for {len(inputs)} microbatches; expected {self._program.num_microbatches}, the number of "
-                "the program. Pass one Inputs per microbatch."
+                f"got inputs for {len(inputs)} microbatches; expected {self._program.num_microbatches}, as in the "
+                "program. Pass one Inputs per microbatch."
             )
         step = _Step(inputs, self._kinds(inputs), on_output, stopwatch)
         marks: list[tuple[Mark, Mark]] = []

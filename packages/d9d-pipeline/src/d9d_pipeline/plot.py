@@ -39,7 +39,7 @@ _MIN_FONT_POINTS = 4.0  # font size of the smallest readable numbers
 
 
 def plot_program(program: Program, target: Target, *, title: str = "") -> None:
-    """Plot a program, with lines from each computation to those on other ranks that need its result.
+    """Plot a program, with lines from each computation to the computations on other ranks that need its result.
 
     A forward and each half of a backward take one unit of time. The bubble fraction is appended to the title.
 

@@ -65,7 +65,7 @@ class RankStages(nn.Module):
         raise TypeError("the stages of one rank are not a whole model; run them with an Executor or a PipelinedModel.")
 
     def _copied(self) -> set[int]:
-        """Return the ids of the parameters that another stage owns; ids also match their second names on this rank."""
+        """Return the ids of the parameters that another stage owns; an id matches a parameter under all its names."""
         return {
             id(parameter)
             for index, names in self._copies.items()

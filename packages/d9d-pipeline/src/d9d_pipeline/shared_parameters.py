@@ -68,7 +68,7 @@ class SharedParameters:
             for index, stage in stages.items()
             for name, parameter in stage.named_parameters()
         }
-        # All ranks use the same order, which alone identifies the messages between two ranks.
+        # All ranks use the same order: messages between two ranks are identified only by their order.
         pairs = [
             _Pair(stage_ranks[owner], own.get((name, owner)), stage_ranks[copy], own.get((name, copy)))
             for name, (owner, *copies) in sorted(shared.items())

@@ -24,7 +24,7 @@ class Timeline:
 
     Attributes:
         ranks: The timed actions of each rank, in order. Transfers are optional and may overlap with computations.
-        unit: Unit of the times: `"s"` if measured, empty if simulated, which is in the unit of the costs.
+        unit: Unit of the times: `"s"` if measured; empty if simulated, where the costs define the unit.
     """
 
     ranks: tuple[tuple[TimedAction, ...], ...]
@@ -76,8 +76,8 @@ class Timeline:
 def format_simulation(timeline: Timeline, *, width: int = 100) -> str:
     """Draw a timeline as text of `width` characters, one line per rank, for terminals and logs.
 
-    Time runs to the right, and dots are idle time. An action is labeled as in a program if the label fits, otherwise by
-    its type alone. Each line ends with the percentage of the makespan in which the rank is idle.
+    Time runs to the right, and dots are idle time. An action is labeled as in a program if the label fits, otherwise
+    only by its type. Each line ends with the percentage of the makespan in which the rank is idle.
     """
     makespan = timeline.makespan
     begin = min((timed.start for rank in range(len(timeline.ranks)) for timed in timeline.computed(rank)), default=0.0)

@@ -28,7 +28,7 @@ _MAX_PROBLEMS = 20  # maximum number of problems listed in an error
 
 
 class ProgramError(UserError):
-    """Error of a program that would hang, or does not run every microbatch through every stage exactly once."""
+    """Error of a program that would hang, would compute a wrong result, or holds too many activations."""
 
 
 @final
@@ -72,7 +72,7 @@ def verify(program: Program, *, max_activations: int | None = None) -> Verified:
     checks = [_RankCheck(program, rank, placed, facts) for rank in range(len(program.ranks))]
     too_early = [check.too_early for check in checks if check.too_early is not None]
     wrong = [problem for check in checks for problem in check.wrong]
-    # `too_early` comes first: missing actions may only follow from a misplaced one.
+    # `too_early` comes first: a missing action may only be a consequence of a misplaced one.
     refuse(too_early + wrong + list(_missing(program, placed, facts)))
     refuse(deadlock_problems(program))
     peaks = tuple(check.peak for check in checks) if program.trains else (0,) * len(checks)
@@ -98,7 +98,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def _shape_problems(program: Program) -> list[str]:
-    """Return the invalid stage ranks, sizes and action types, which prevent all further checks."""
+    """Return a message for each invalid stage rank, size or action type; these prevent all further checks."""
     num_ranks = len(program.ranks)
     problems = [
         f"stage {stage} is on rank {rank}; expected one of the ranks 0 to {num_ranks - 1}"

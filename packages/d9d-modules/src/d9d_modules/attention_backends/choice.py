@@ -71,7 +71,7 @@ class ChosenAttention:
 
     @property
     def is_standard_sdpa(self) -> bool:
-        """True if `d9d_dist.sdpa_attention` is equivalent and SDPA is an allowed choice."""
+        """True if `d9d_dist.sdpa_attention` is equivalent, and a given order of backends, if any, starts with SDPA."""
         return (
             self.options.is_standard_sdpa
             and self.sinks is None

@@ -21,7 +21,7 @@ from d9d_modules.attention_backends.visibility import document_runs
 
 
 class KernelBackend(ABC):
-    """Backend of kernels for packed documents on CUDA devices. Base class of the backends below.
+    """Base class of the backends below, whose kernels support packed documents on CUDA devices.
 
     Reading the document lengths synchronizes with the device, once per batch: all layers share the lengths. `is_fast`
     is therefore False for packed documents. Each document must be contiguous.
@@ -45,7 +45,7 @@ class KernelBackend(ABC):
         reasons = {
             f"is not installed: {self.install}": not self._is_installed,
             "has no softcap": request.options.softcap is not None and not self.has_softcap,
-            "does not differentiate its log-sum-exp, as sinks need": request.has_sinks and not self.has_sinks,
+            "does not support sinks, because its log-sum-exp has no gradient": request.has_sinks and not self.has_sinks,
             "takes no mask": request.has_mask,
         }
         unsupported = (reason for reason, applies in reasons.items() if applies)

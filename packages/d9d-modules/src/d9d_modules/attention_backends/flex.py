@@ -87,7 +87,9 @@ def block_mask(
     mask_BLS: Tensor | None = None,
     device: torch.device,
 ) -> BlockMask:
-    """Build the block mask from block boundaries, without an [L, S] tensor or a host-device synchronization.
+    """Build the block mask from block boundaries, without a host-device synchronization.
+
+    Allocates [L, S] tensors only for `mask_BLS`.
 
     A block pair is skipped if causality, the window or `mask_BLS` masks it completely, or if the document-id ranges of
     queries and keys are disjoint. Within the remaining partial blocks the kernel evaluates the mask per position.
@@ -106,7 +108,7 @@ def block_mask(
             seen = seen & mask_BLS[batch if len(mask_BLS) > 1 else 0, query, key]
         return seen
 
-    # Like in torch, blocks that extend beyond the sequence are never full blocks.
+    # As in torch, blocks that extend beyond the sequence are never full blocks.
     first_query_I1 = torch.arange(before, key_length, BLOCK, device=device).unsqueeze(-1)
     last_query_I1 = first_query_I1 + (BLOCK - 1)
     first_key_J = torch.arange(0, key_length, BLOCK, device=device)

@@ -24,7 +24,7 @@ class AttentionOptions:
             None disables it.
 
     Raises:
-        UserError: If an option is not above 0.
+        UserError: If a window, scale or softcap is not above 0.
     """
 
     is_causal: bool = True
@@ -57,8 +57,8 @@ class AttentionFeatures(TypedDict):
             each row is one document.
         sinks_H: Sink logit of each head [H], added to the softmax denominator ("gpt-oss", arXiv:2508.10925, section
             2.2); neither scaled nor soft-capped. None: no sinks.
-        mask_BLS: Boolean mask of visible keys [B, L, S] or [1, L, S], in addition to causality, window and documents. A
-            row without a visible key is undefined. None: no mask.
+        mask_BLS: Boolean mask of visible keys [B, L, S] or [1, L, S], in addition to causality, window and documents.
+            The output of a query without a visible key is undefined. None: no mask.
     """
 
     options: AttentionOptions

@@ -21,8 +21,8 @@ from d9d_modules.attention_backends.visibility import document_runs, visible
 class SdpaBackend:
     """`torch.nn.functional.scaled_dot_product_attention`.
 
-    A window uses a mask [L, S], packed documents a mask [B, 1, L, S]. On the CPU packed documents use one call per
-    document instead, for all rows at once if their documents have equal lengths. Sinks are supported for causal
+    A window uses a mask [L, S], packed documents a mask [B, 1, L, S]. On the CPU, packed documents use one call per
+    document instead, for all rows at once if they have the same document lengths. Sinks are supported only for causal
     attention without window, mask and packed documents.
     """
 
@@ -33,7 +33,7 @@ class SdpaBackend:
         if request.options.softcap is not None:
             return "has no softcap"
         if request.has_sinks and (_needs_mask(request) or request.has_documents or not request.options.is_causal):
-            return "returns no log-sum-exp for a window, a mask, packed documents or without causality, as sinks need"
+            return "supports sinks only for causal attention without a window, a mask or packed documents"
         return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
@@ -112,7 +112,7 @@ def _scaled(q_BLHK: Tensor, options: AttentionOptions) -> Tensor:
 def _by_document(
     q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, runs: list[list[int]], options: AttentionOptions
 ) -> Tensor:
-    """Attend within each document; rows with equal document lengths share the calls."""
+    """Attend within each document. All rows share the calls if they have the same document lengths."""
     if len({tuple(lengths) for lengths in runs}) == 1:
         return _documents_of_rows(q_BLHK, k_BSGK, v_BSGK, runs[0], options)
     rows = zip(q_BLHK.split(1), k_BSGK.split(1), v_BSGK.split(1), runs, strict=True)

@@ -20,8 +20,8 @@ from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, defau
 def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tensor) -> Tensor:
     """Compute causal attention [B, L, H, K] of the last L of S positions, with scale 1/sqrt(K) and a sink per head.
 
-    Saves the inputs, the output and the log-sum-exp for backward. A split backward defers the gradient of the sinks,
-    like that of a weight.
+    Saves the inputs, the output and the log-sum-exp for backward. A split backward defers the gradient of the sinks
+    like a weight gradient.
     """
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     sinks_H, slot = defer_weight_grad(sinks_H, q_BHLK, k_BGSK, v_BGSK)

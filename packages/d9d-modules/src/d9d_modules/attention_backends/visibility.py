@@ -81,9 +81,9 @@ def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
 def documents_of_lengths(cumulative_lengths: Tensor, *, batch: int, length: int) -> Tensor:
     """Return document ids [B, L] for cumulative document lengths. No host-device synchronization.
 
-    `cumulative_lengths` (`cu_seqlens` of variable-length kernels) count over the B * L positions of all rows: [N + 1],
-    integer, increasing, starting with 0. A document that crosses a row boundary is cut there. Positions after the last
-    document form one more document (padding).
+    `cumulative_lengths` (`cu_seqlens` of variable-length kernels) counts over the B * L positions of all rows: [N + 1],
+    integer, increasing, starting with 0. A document that crosses a row boundary is split there. Positions after the
+    last document form one more document (padding).
     """
     positions = torch.arange(batch * length, device=cumulative_lengths.device)
     ids = torch.searchsorted(cumulative_lengths.to(positions.dtype).contiguous(), positions, right=True)

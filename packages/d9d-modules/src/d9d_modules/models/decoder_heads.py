@@ -65,7 +65,7 @@ class HeadedDecoder(nn.Module):
         return self.backbone.layers
 
     def ends(self) -> list[nn.Module]:
-        """Return this stage's embedding and heads, without those that have no parameters or share a parameter."""
+        """Return this stage's embedding and heads, except modules without parameters or with a shared parameter."""
         owner = self.heads if self._in_dict else self
         heads = [owner.get_submodule(name) for name in self._head_names if self.backbone.stage.is_last]
         ends = [end for end in (self.backbone.embedding, *heads) if end is not None]
@@ -96,8 +96,8 @@ class HeadedDecoder(nn.Module):
             expert_indices: See `DecoderModel.forward`.
             attention_mask: Boolean mask [B, L, L] or [1, L, L]; see `DecoderModel.forward`.
             labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
-                predict at each position [B, L], already shifted, or K candidates [B, L, K]; -100 ignores a position.
-                Classification: class of each row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
+                predict at each position [B, L], already shifted, or K candidates [B, L, K]. Classification: class of
+                each row [B]. -100 for positions and rows without a loss. Embedding: None; the task computes the loss.
             scores: True for log-probabilities and entropies instead of losses; `"log_probs"` without the entropies.
                 Requires a single language-model head.
 
@@ -128,7 +128,7 @@ class HeadedDecoder(nn.Module):
     def apply_heads(
         self, x: Received, *, mask_BL: Tensor | None, labels: Tensor | Mapping[str, Tensor] | None, scores: Scores
     ) -> Tensor | dict[str, Tensor]:
-        """Compute the outputs of the last stage from those of its backbone; arguments as in `forward`."""
+        """Compute the outputs of the last stage from the output of its backbone; other arguments as in `forward`."""
         names, owner = self._head_names, self.heads if self._in_dict else self
         if scores:
             return self._scores(owner.get_submodule(names[0]), x, labels, scores)
@@ -172,8 +172,9 @@ class HeadedDecoder(nn.Module):
             return output
         if labels.dim() > auxiliary_BL.dim():
             raise UserError(
-                "got several labels for each position, and a model with router losses, which belong to no label; "
-                'expected none. Pass scores="log_probs", which returns them apart, or balance experts by a bias.'
+                "got several labels for each position of a model with router losses; expected one label for each "
+                'position. Pass scores="log_probs", which returns router losses separately, or balance experts by a '
+                "bias."
             )
         if labels.dim() == 1:
             num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
@@ -257,7 +258,7 @@ class DecoderForEmbedding(HeadedDecoder):
         normalize: bool = True,
     ) -> None:
         pooling = pooling or params.pooling
-        _require_no_losses(params, "an embedding model has no loss")
+        _require_no_losses(params, "an embedding model computes no loss")
         size, std = params.hidden_size, params.initializer_range
         head = partial(EmbeddingHead, size, embedding_size, pooling=pooling, normalize=normalize, init_std=std)
         super().__init__(params, stage, {"head": lambda _: head()})
@@ -281,7 +282,7 @@ class DecoderWithHeads(HeadedDecoder):
         self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, heads: Mapping[str, HeadFactory]
     ) -> None:
         _check_names(heads)
-        _require_no_losses(params, "no head of several owns a loss")
+        _require_no_losses(params, "a model with named heads has several losses")
         super().__init__(params, stage, heads, in_dict=True)
 
 
@@ -299,8 +300,8 @@ def _require_no_losses(params: DecoderParams, reason: str) -> None:
     if params.auxiliary_losses is not None:
         name = params.auxiliary_losses.name
         raise UserError(
-            f"the model has {name}, but {reason} to which they could be added; expected none. Remove the {name}, or "
-            "balance experts without a loss."
+            f"the model has {name}, but {reason}; expected no {name}, because they are added to a single loss. Remove "
+            f"the {name}, or balance experts without a loss."
         )
 
 

@@ -49,7 +49,7 @@ def decoder_backbone_from_hugging_face(
 
 
 def norm_names(params: DecoderParams, theirs: str, ours: str) -> dict[str, str]:
-    """Return the names of the weight of a norm of the hidden states, and of its bias if the family has one."""
+    """Map a norm's parameter names in the checkpoint to its names in the model; only some families have a bias."""
     with torch.device("meta"):
         names = [name for name, _ in params.norm().named_parameters()]
     return {f"{theirs}.{name}": f"{ours}.{name}" for name in names}

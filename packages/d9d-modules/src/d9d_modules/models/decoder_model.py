@@ -85,10 +85,10 @@ class DecoderModel(nn.Module):
             mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding. Padding is excluded from the
                 tokens per expert and has auxiliary loss 0. The mask does not affect attention. Pass it to all stages.
             expert_indices: Recorded experts of each token in each layer of the whole model [B, L, layers, A], integer,
-                to use instead of the routers' choice. The router chooses where an index is below 0; layers without
-                experts ignore theirs. None lets all routers choose. Pass them to all stages.
+                to use instead of the routers' choice. The router chooses where an index is below 0; indices of layers
+                without experts are unused. None: all routers choose. Pass them to all stages.
             attention_mask: Boolean mask [B, L, L] or [1, L, L], True where a query (dim 1) attends to a key (dim 2),
-                such as that of a prefix language model; see `GroupedQueryAttention.forward`. Pass it to all stages.
+                such as a prefix-LM mask; see `GroupedQueryAttention.forward`. Pass it to all stages.
 
         Returns:
             Hidden states [B, L, D], after the final norm on the last stage. With auxiliary losses: a tuple of the
@@ -149,7 +149,7 @@ class DecoderModel(nn.Module):
         if expert_indices.dim() != 4 or expert_indices.shape[2] != self.params.num_layers:
             raise UserError(
                 f"expert_indices have shape {tuple(expert_indices.shape)}; expected [batch, length, layers, top_k] "
-                f"with {self.params.num_layers} layers, those of the whole model."
+                f"with all {self.params.num_layers} layers of the whole model."
             )
         return self.token_mask(expert_indices).unbind(2)
 
@@ -168,7 +168,7 @@ class DecoderModel(nn.Module):
         scale = self.params.embedding_scale
         if scale == 1.0:
             return x_BLD
-        # Like transformers, round the factor to float32, then to the dtype of the embeddings.
+        # As in transformers, round the factor to float32, then to the dtype of the embeddings.
         return x_BLD * torch.full((), scale, dtype=torch.float32, device=x_BLD.device).to(x_BLD.dtype)
 
     def _with_zero_losses(self, x_BLD: Tensor) -> Hidden:

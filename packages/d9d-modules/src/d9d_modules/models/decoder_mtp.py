@@ -1,7 +1,7 @@
 """Decoder with layers for multi-token prediction (MTP): "DeepSeek-V3" (arXiv:2412.19437), section 2.2.
 
-MTP layer k predicts token i + k + 2 from the hidden states at position i and the embedding of token i + k + 1. It has
-its own decoder layer; embedding and head are those of the model.
+At position i, MTP layer k (from 0) predicts token i + k + 2 from the hidden states of the previous layer and the
+embedding of token i + k + 1. Each MTP layer has its own decoder layer; all share the model's embedding and head.
 
 Shape legend: B batch, L length, D hidden size, K number of MTP layers.
 """
@@ -121,12 +121,12 @@ class DecoderWithMtp(HeadedDecoder):
         mtp_ids_BLK: Tensor | None = None,
         mtp_labels_BLK: Tensor | None = None,
     ) -> Received | dict[str, Tensor]:
-        """Run this stage; arguments and result are those of `HeadedDecoder.forward`, besides the following.
+        """Run this stage; see `HeadedDecoder.forward` for the other arguments and the result.
 
         With labels, the loss of each token includes its MTP losses. `scores` exclude them, and routers of MTP layers
         always choose their experts. `mtp_ids_BLK` and `mtp_labels_BLK` [B, L, K] are the input tokens and the labels of
-        the MTP layers, from `mtp_targets`; -100 ignores a position. Both are required with labels in training mode. In
-        evaluation mode, None computes the loss without MTP.
+        the MTP layers, from `mtp_targets`; positions without a loss have the label -100. Both are required with labels
+        in training mode. In evaluation mode, the loss does not include MTP if both are None.
 
         Raises:
             UserError: See `HeadedDecoder.forward`; also if an MTP argument is missing or has another shape.
@@ -195,9 +195,9 @@ def mtp_targets(
 ) -> tuple[Tensor, Tensor]:
     """Return input tokens and labels of the MTP layers, both [B, L, K], for whole rows.
 
-    Layer k receives token i + k + 1 and predicts the label of position i + k + 1. Where that position is beyond the row
-    or in another document, the token is 0 and the label -100. With context parallelism, split the results like the
-    labels, by `ContextSplit`.
+    At position i, layer k (from 0) receives token i + k + 1 and predicts the label of position i + k + 1. Where that
+    position is beyond the row or in another document, the token is 0 and the label -100. With context parallelism,
+    split the results like the labels, by `ContextSplit`.
     """
     ids, labels = [], []
     for shift in range(1, num_mtp_layers + 1):

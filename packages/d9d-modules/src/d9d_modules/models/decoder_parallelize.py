@@ -67,7 +67,7 @@ def parallelize_decoder(
         compile_blocks: If True, compile each layer with `torch.compile`.
         async_tensor_parallel: If True, overlap collectives over `tp` with matrix products; see `compile_layers`.
         float8: Float8 configuration of the linear layers, without experts and routers; None disables float8.
-        precision: Dtypes of computation and gradient reduction; "job" for `ctx.precision`, None for those of the
+        precision: Dtypes of computation and gradient reduction; "job" for `ctx.precision`, None for the dtypes of the
             parameters. With `experts`, inputs of layers are never cast, so that router losses stay in float32.
 
     Raises:

@@ -40,7 +40,7 @@ class GroupedQueryParams(DecoderParams, ABC):
         head_dim: Size of one head; even.
         sliding_window: Window size of the layers in `sliding_layers`, including the current position; None if no layer
             has a window.
-        sliding_layers: Indices of the layers with a sliding window; the other layers use full causal attention.
+        sliding_layers: Indices of the layers with a sliding window; the other layers use full attention.
     """
 
     num_heads: int
@@ -80,7 +80,7 @@ class GroupedQueryParams(DecoderParams, ABC):
         return "sliding_attention" if index in self.sliding_layers else "full_attention"
 
     def window(self, index: int) -> int | None:
-        """Return the sliding-window size of the layer with this global index; None for full causal attention."""
+        """Return the sliding-window size of the layer with this global index; None for full attention."""
         return self.sliding_window if self.mixer_kind(index) == "sliding_attention" else None
 
     def mixer(self, index: int) -> nn.Module:
@@ -106,7 +106,7 @@ class GroupedQueryParams(DecoderParams, ABC):
         )
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
-        """See `DecoderParams`; the names are those of Llama, without an output gate."""
+        """See `DecoderParams`; names as in Llama. Families with an output gate override this method."""
         del index
         form = self.attention_form
         assert not form.output_gate, "families with an output gate have layouts of their own"

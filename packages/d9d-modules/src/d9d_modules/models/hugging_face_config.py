@@ -88,7 +88,7 @@ def layers_of_kind(
 def require_known_keys(
     config: HuggingFaceConfig, *, used: Collection[str], irrelevant: Mapping[str, str], where: str = "config.json"
 ) -> None:
-    """Raise a `UserError` that names all unknown entries of a configuration: they would be silently ignored.
+    """Raise a `UserError` that names all unknown entries of a configuration, which would otherwise have no effect.
 
     An entry is known if the caller reads it (`used`), or if it does not change the model (`irrelevant`).
     """

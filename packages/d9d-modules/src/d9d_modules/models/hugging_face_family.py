@@ -55,7 +55,7 @@ class Entry:
         """Return the name under which a configuration has the entry.
 
         Raises:
-            UserError: If the entry has neither name, another type, or different values under both names.
+            UserError: If the entry has an alias and is missing, has another type, or differs between both names.
         """
         if self.alias is None:
             return self.key
@@ -104,17 +104,17 @@ MULTI_HEAD_ENTRIES = (
     Entry("num_kv_heads", "num_key_value_heads", default=lambda values: values["num_heads"]),
     Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
 )
-"""Entries of families with multi-head attention by default: one key/value head per query head of equal size."""
+"""Entries of families with multi-head attention by default: num_kv_heads = num_heads."""
 
 FIXED_ENTRIES: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_dropout": 0.0}
-"""Entries of all families with only one supported value."""
+"""`config.json` entries for which most families support only one value."""
 
 UNBIASED_ENTRIES: Mapping[str, JsonValue] = {**FIXED_ENTRIES, "attention_bias": False}
-"""Entries with only one supported value, of families without biases in the attention."""
+"""`FIXED_ENTRIES` of families without attention biases."""
 
 
 def with_defaults(entries: tuple[Entry, ...], **defaults: float | None) -> tuple[Entry, ...]:
-    """Return entries with other default values of hyperparameters, by name; None for a required entry."""
+    """Return entries with other defaults, by hyperparameter name; a default of None makes the entry required."""
     assert defaults.keys() <= {each.field for each in entries}
     return tuple(replace(each, default=defaults.get(each.field, each.default)) for each in entries)
 
@@ -138,9 +138,9 @@ class HuggingFaceFamily(Generic[P]):
         fixed: Entries with only one supported value: read if present, always written.
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
-        prepare: Function that returns the family's entries of a configuration that contains other models as well.
-        check: Function that refuses configurations that the family does not support.
-        read_own: Function that reads the other hyperparameters, given those of `entries`.
+        prepare: Function that extracts the family's entries from a configuration that may contain other models.
+        check: Function that raises an error for configurations that the family does not support.
+        read_own: Function that reads the other hyperparameters, given the values of `entries`.
         write_own: Function that returns the entries of the other hyperparameters.
         irrelevant: Further entries, besides `IRRELEVANT`, that do not affect the model, with the reasons.
         rotary_factor: Default of `partial_rotary_factor`, which sets the hyperparameter `rotary_dim`; None if the
@@ -196,7 +196,7 @@ class HuggingFaceFamily(Generic[P]):
         require_known_keys(config, used=self.used, irrelevant={**IRRELEVANT, **self.irrelevant})
         for key, supported in {**self.fixed, **_UNSUPPORTED}.items():
             require_value(config, key, supported)
-        quantization_from_hugging_face(config)  # refuses layouts that cannot be loaded
+        quantization_from_hugging_face(config)  # raises an error for layouts that cannot be loaded
         self.check(config)
         is_partial = self.rotary_factor is not None
         factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor) if is_partial else 1.0

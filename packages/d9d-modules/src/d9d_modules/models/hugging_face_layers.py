@@ -54,7 +54,7 @@ def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
 
 
 def written_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
-    """Return all entries of `read_windows`, even without windows, to override those of the original `config.json`."""
+    """Return the window entries of a Qwen2 or Qwen3 model: False or null if no layer has a window."""
     if params.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
     return {

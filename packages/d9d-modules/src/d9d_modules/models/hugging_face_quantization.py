@@ -13,7 +13,9 @@ _ADVICE = "Convert the checkpoint to bfloat16 with the tools of its publisher."
 
 
 def quantization_from_hugging_face(config: HuggingFaceConfig) -> BlockScaled | None:
-    """Return the layout of a checkpoint's block-scaled weights, for `d9d_state.dequantize_inputs`; None for no layout.
+    """Return the layout of a checkpoint's block-scaled weights, for `d9d_state.dequantize_inputs`.
+
+    None for a checkpoint that is not quantized.
 
     Supported are the methods "fp8" with blocks (DeepSeek-V3, Kimi K2), "mxfp4" (GPT-OSS), and "compressed-tensors" in
     the format "pack-quantized" with symmetric 4-bit groups (Kimi K2 Thinking). Activations are never quantized.

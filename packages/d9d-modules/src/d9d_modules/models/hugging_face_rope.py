@@ -27,7 +27,7 @@ def rope_from_hugging_face(
     """Read the RoPE base and the RoPE scaling from a `config.json`.
 
     As in `transformers`, `rope_scaling` has precedence over `rope_parameters`. The base is in the same object, or at
-    the top level. Missing, unknown and contradicting entries raise a `UserError`. So does a `partial_rotary_factor`
+    the top level. Missing, unknown and contradictory entries raise a `UserError`. So does a `partial_rotary_factor`
     other than `rotary_factor`.
     """
     places = {key: _entries(config, key) for key in ("rope_scaling", "rope_parameters")}
@@ -103,7 +103,7 @@ def _entries(config: HuggingFaceConfig, key: str) -> dict[str, object]:
 def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _FORMS:
-        raise UserError(f"config.json asks for rope_type {kind!r} in {place}; expected one of {', '.join(_FORMS)}.")
+        raise UserError(f"config.json has rope_type = {kind!r} in {place}; expected one of {', '.join(_FORMS)}.")
     require_value(rope, "type", kind, where=f"{place} of config.json")
     scaling_type, entries = _FORMS[kind]
     used = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *entries)

@@ -22,7 +22,7 @@ class HybridParams(GroupedQueryParams, ABC):
 
     Attributes:
         rotary_dim: Number of leading features of each attention head to rotate.
-        full_layers: Indices of the layers with attention; the other layers are linear.
+        full_layers: Indices of the layers with attention; the other layers are linear (`GatedDeltaNet`).
         num_linear_key_heads: Number of key heads of a linear layer; divides `num_linear_value_heads`.
         num_linear_value_heads: Number of value heads of a linear layer.
         linear_key_dim: Features per key head of a linear layer.
@@ -113,10 +113,10 @@ HYBRID_ENTRIES = (
     hf.Entry("linear_value_dim", "linear_value_head_dim", default=128),
     hf.Entry("conv_width", "linear_conv_kernel_dim", default=4),
 )
-"""Entries of hybrid decoders, without those of experts."""
+"""Entries of hybrid decoders, except for experts."""
 
 HYBRID_FIXED: Mapping[str, JsonValue] = {**hf.UNBIASED_ENTRIES, "attn_output_gate": True}
-"""Entries of hybrid decoders with only one supported value."""
+"""`config.json` entries of hybrid decoders for which only one value is supported."""
 
 HYBRID_OWN = ("full_attention_interval", "layer_types")
 """Entries that `read_full_layers` reads."""
@@ -153,7 +153,7 @@ _LINEAR = {
 
 
 def _grouped(name: str, rows: Mapping[str, int], num_groups: int, columns: int) -> StateMapper:
-    """Split a matrix whose rows are in groups, each with `rows` of every output."""
+    """Split a matrix whose rows are in groups; a group has `rows[name]` rows of the output `name`."""
     total = sum(rows.values())
     if num_groups == 1:
         return rename(name, *rows) if len(rows) == 1 else split(name, [*rows], [*rows.values()], dim=0)

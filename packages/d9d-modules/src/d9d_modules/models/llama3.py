@@ -32,4 +32,4 @@ LLAMA3 = hf.HuggingFaceFamily(
     fixed={**hf.UNBIASED_ENTRIES, "mlp_bias": False},
     write_own=written_without_windows,
 )
-"""`config.json` of Llama 3."""
+"""Checkpoints of Llama 3."""

@@ -1,4 +1,4 @@
-"""Layers with a local window beside global ones, each kind with its own RoPE base: Gemma 3, ModernBERT."""
+"""Decoders with local (sliding-window) and global layers, each kind with its own RoPE base: Gemma 3, ModernBERT."""
 
 from abc import ABC
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def read_local_theta(config: HuggingFaceConfig, *, key: str) -> float:
 
 
 def written_ropes(params: LocalGlobalParams, *, rotary_factor: float | None) -> dict[str, JsonValue]:
-    """Return the entries of both kinds of layers; see `rope_to_hugging_face`."""
+    """Return the RoPE entries of both kinds of layers; see `rope_to_hugging_face`."""
     full = rope_to_hugging_face(params, rotary_factor=rotary_factor)
     sliding: JsonValue = {"rope_type": "default", "rope_theta": params.sliding_rope_theta}
     return {**full, "rope_parameters": {"full_attention": full["rope_parameters"], "sliding_attention": sliding}}

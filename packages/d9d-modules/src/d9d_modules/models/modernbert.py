@@ -71,7 +71,7 @@ class ModernBertParams(LocalGlobalParams):
         return self.norm()
 
     def has_attention_norm(self, index: int) -> bool:
-        """See `DecoderParams`; the embeddings are normalized already."""
+        """See `DecoderParams`; the first layer has none, because the embeddings are already normalized."""
         return index > 0
 
     def feed_forward(self, index: int) -> nn.Module:
@@ -143,8 +143,8 @@ def _check(config: HuggingFaceConfig) -> None:
     for key in ("rope_scaling", "rope_theta"):
         if config.get(key) is not None:
             raise UserError(
-                f"config.json has {key} = {config[key]!r}, which belongs to no kind of layer; expected none. Write it "
-                "into the entry full_attention or sliding_attention of rope_parameters."
+                f"config.json has {key} = {config[key]!r} for no kind of layer; expected no such entry. Write it into "
+                "the entry full_attention or sliding_attention of rope_parameters."
             )
     pooling = config.get("classifier_pooling", "cls")
     if pooling not in ("cls", "mean"):
@@ -176,7 +176,8 @@ def _written_own(params: ModernBertParams) -> Mapping[str, JsonValue]:
     if params.num_kv_heads != params.num_heads or params.num_heads * params.head_dim != params.hidden_size:
         raise UserError(
             f"num_kv_heads = {params.num_kv_heads}, head_dim = {params.head_dim}; a config.json of this family has no "
-            f"entry for them: expected num_heads = {params.num_heads}, and hidden_size / num_heads."
+            f"entry for them: expected num_kv_heads = num_heads = {params.num_heads}, and head_dim = hidden_size / "
+            "num_heads."
         )
     return {
         "layer_types": written_layer_types(params),

@@ -1,4 +1,4 @@
-"""Models of any supported Hugging Face folder: family, hyperparameters and weights are recognized."""
+"""Models built from a Hugging Face folder, whose family is recognized by `config.json`."""
 
 import json
 import logging
@@ -87,9 +87,9 @@ def from_pretrained_config(
             `config.json` for a model without stored weights.
         head: Head of the model to build.
         num_classes: Number of classes of the classification head.
-        pooling: Pooling of the classification or embedding head; None for that of the folder's `modules.json`, which
-            sentence-transformers writes for embedders, or else of the family.
-        embedding_size: Size of the embeddings, see `EmbeddingHead`; None for that of the stored projection, if any.
+        pooling: Pooling of the classification or embedding head. None selects the family's pooling, or for an embedding
+            head the pooling in the folder's `modules.json` (written by sentence-transformers), if any.
+        embedding_size: Size of the embeddings, see `EmbeddingHead`; None for the size of the stored projection, if any.
         families: Further families, which have precedence over `known_families` of the same `model_type`.
 
     Raises:
@@ -107,7 +107,8 @@ def from_pretrained_config(
         raise UserError(f"head = {head!r}; expected one of {', '.join(get_args(PretrainedHead))}.")
     if (num_classes is None) is (head == "classification"):
         raise UserError(
-            f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head."
+            f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head, and None "
+            "for other heads."
         )
     if head == "embedding" and pooling is None and path is not None:
         pooling = read_pooling(path)
@@ -189,7 +190,7 @@ class PretrainedDecoder:
                 return DecoderForEmbedding(self.params, stage, pooling=self.pooling, embedding_size=size)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext, **options: Any) -> None:
-        """Parallelize one stage in place; the options are those of `parallelize_decoder`."""
+        """Parallelize one stage in place; options as in `parallelize_decoder`."""
         self.family.parallelize(model, ctx, **options)
 
     def state_mapper(self) -> StateMapper:
@@ -199,7 +200,7 @@ class PretrainedDecoder:
     def load_mapper(self) -> StateMapper:
         """Return the mapper from the folder to the model, with dequantization, and log which tensors are not used.
 
-        Tensors that neither the model nor `HuggingFaceFamily.unused` names raise an error when the weights are loaded.
+        Stored tensors that are neither read nor in `unused` raise an error when the weights are loaded.
         """
         mapper, unused = self._mapper(self._stored), self.unused
         layout = quantization_from_hugging_face(self.config)

@@ -43,4 +43,4 @@ QWEN3 = hf.HuggingFaceFamily(
     read_own=read_windows,
     write_own=written_windows,
 )
-"""`config.json` of Qwen3."""
+"""Checkpoints of Qwen3."""

@@ -22,16 +22,16 @@ from d9d_modules.models.hybrid import (
 class Qwen35Params(HybridParams):
     """Hyperparameters of a dense Qwen3.5 model; see `HybridParams`.
 
-    `decoder_from_hugging_face` maps its weights; in released checkpoints they have `prefix="model.language_model."`.
-    `QWEN3_5` reads and writes its `config.json`.
+    `decoder_from_hugging_face` maps its weights; released checkpoints need `prefix="model.language_model."`. `QWEN3_5`
+    reads and writes its `config.json`.
     """
 
 
 def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """Return the entries of the language model, without those for positions of images.
+    """Return the entries of the language model, without the sections of a multimodal RoPE.
 
-    Released configurations contain the language model as `text_config`. Positions of text are equal in all sections of
-    a multimodal RoPE, so the sections have no effect.
+    Released configurations contain the language model as `text_config`. The positions of text are equal in all
+    sections, so the sections have no effect.
     """
     text = text_entries(config)
     if "text_config" in config:
@@ -67,4 +67,4 @@ QWEN3_5 = hf.HuggingFaceFamily(
     unused=("mtp.*", "model.visual.*"),
     rotary_factor=0.25,
 )
-"""`config.json` of dense Qwen3.5 models, alone or as `text_config`."""
+"""Checkpoints of dense Qwen3.5 models, with the language model's entries at the top level or as `text_config`."""

@@ -1,4 +1,4 @@
-"""Pooling of an embedding model that sentence-transformers saved, from the list of its modules."""
+"""Pooling of an embedding model saved by sentence-transformers, read from its `modules.json`."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def read_pooling(folder: Path) -> Pooling | None:
     unknown = [f"{kind} ({where})" for kind, where in modules if kind not in _KINDS]
     if unknown:
         raise UserError(
-            f"{path} lists {', '.join(unknown)}; expected {', '.join(_KINDS)} alone, which the embedding head of d9d "
+            f"{path} lists {', '.join(unknown)}; expected only {', '.join(_KINDS)}, which the embedding head of d9d "
             f"computes. {advice}"
         )
     poolings = [where for kind, where in modules if kind == "Pooling"]

@@ -96,7 +96,7 @@ class DeepseekV3Params(DeepseekMoeParams):
 
 
 def _check(config: HuggingFaceConfig) -> None:
-    """Refuse null groups, redundant sizes that contradict other entries, and a missing `q_lora_rank`."""
+    """Raise a `UserError` for null groups, sizes that contradict other entries, or a missing `q_lora_rank`."""
     for key in ("n_group", "topk_group"):
         if config.get(key, 1) is None:
             raise UserError(

@@ -25,7 +25,7 @@ def expert_entries(num_experts: str) -> tuple[hf.Entry, ...]:
 
 
 def refuse_router_loss(config: HuggingFaceConfig) -> None:
-    """Refuse `output_router_logits`, with which `transformers` adds the balance loss to the loss of the model."""
+    """Raise a `UserError` for `output_router_logits`, with which `transformers` adds the balance loss to the loss."""
     if config_value(config, "output_router_logits", bool, default=False):
         factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
         raise UserError(

@@ -22,8 +22,8 @@ _DEFAULT_WINDOW = 128
 class GptOssParams(SparseParams, GroupedQueryParams):
     """Hyperparameters of a GPT-OSS model; see `SparseParams` and `d9d_modules.GroupedQueryParams`.
 
-    `sparse_from_hugging_face` maps its weights; `GPT_OSS` reads and writes its `config.json`. All layers are sparse, so
-    `intermediate_size` is that of the experts.
+    `sparse_from_hugging_face` maps its weights; `GPT_OSS` reads and writes its `config.json`. All layers are sparse;
+    `intermediate_size` must equal `expert_intermediate_size`.
 
     Attributes:
         has_attention_bias: True if all projections of the attention have biases.

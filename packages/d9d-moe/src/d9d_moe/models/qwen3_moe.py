@@ -30,7 +30,7 @@ class Qwen3MoeParams(SoftmaxRoutedParams, GroupedQueryParams):
 
 
 def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
-    """Read the indices of the dense layers: `mlp_only_layers`, and those that `decoder_sparse_step` skips."""
+    """Read the indices of the dense layers: `mlp_only_layers`, and the layers that `decoder_sparse_step` skips."""
     named = config.get("mlp_only_layers")
     named = [] if named is None else named
     if not isinstance(named, list) or not all(type(index) is int and index in range(num_layers) for index in named):

@@ -58,7 +58,7 @@ class Qwen3NextParams(SparseHybridParams):
 class Qwen35MoeParams(SparseHybridParams):
     """Hyperparameters of a sparse Qwen3.5 model; see `SparseHybridParams`.
 
-    `sparse_from_hugging_face` maps its weights. Released checkpoints have `prefix="model.language_model."` and
+    `sparse_from_hugging_face` maps its weights; released checkpoints need `prefix="model.language_model."` and
     `layout="fused"`. `QWEN3_5_MOE` reads and writes its `config.json`.
     """
 
@@ -120,4 +120,4 @@ QWEN3_5_MOE: hf.HuggingFaceFamily[Any] = replace(
     write_own=_written_moe,
     irrelevant={**QWEN3_5.irrelevant, "intermediate_size": "no layer is dense"},
 )
-"""`config.json` of sparse Qwen3.5 models, alone or as `text_config`."""
+"""`config.json` of sparse Qwen3.5 models, at the top level or as `text_config`."""

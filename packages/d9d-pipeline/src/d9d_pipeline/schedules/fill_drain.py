@@ -13,7 +13,7 @@ from d9d_pipeline.schedule import Schedule, StagePlacement, ranks_of_stages
 class ForwardOnly(Schedule):
     """Inference and evaluation: one forward per microbatch and stage.
 
-    `stages_per_rank` and `placement` are those of the training schedule.
+    `stages_per_rank` and `placement` must be the same as in the training schedule.
     """
 
     stages_per_rank: int = 1  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -49,7 +49,7 @@ class LoopedBreadthFirst(Schedule):
     """All microbatches through one stage of a rank before its next stage (Lamy-Poirier, arXiv:2211.05953).
 
     Each stage's parameters are needed once in forward and once in backward, so FSDP gathers them twice per step. With v
-    stages per rank, the bubble is v times smaller than that of GPipe.
+    stages per rank, the bubble is v times smaller than with GPipe.
     """
 
     stages_per_rank: int = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose

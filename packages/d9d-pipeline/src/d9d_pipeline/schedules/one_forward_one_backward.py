@@ -34,9 +34,9 @@ class OneForwardOneBackward(Schedule):
 class Interleaved(Schedule):
     """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
 
-    With p ranks, m microbatches pass in rounds, each through all stages of a rank. In the paper a round has p
-    microbatches, and m is a multiple of p. For other m, rounds have p or a few more microbatches, so that no rank waits
-    for a microbatch of the next round.
+    The m microbatches are divided into rounds: a rank runs a round through all its stages before the next round. In the
+    paper a round has p microbatches for p ranks, and m is a multiple of p. For other m, rounds have p or a few more
+    microbatches, so that no rank waits for a microbatch of the next round.
 
     Attributes:
         stages_per_rank: Number of stages on each rank, v.
@@ -73,14 +73,14 @@ def interleaved_actions(
 
     `max_delay` splits the backwards: at most this many other `BackwardInput` actions run between a pair's
     `BackwardInput` and `BackwardWeight`. `None` does not split them. Raises `UserError` if `max_activations` is less
-    than the number of forwards before the first backward.
+    than the smallest possible number of forwards before the first backward.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     stages = [turn * num_ranks + rank for turn in range(stages_per_rank)]
     forwards = [(stage, microbatch) for each in rounds for stage in stages for microbatch in each]
     backwards = [(stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each]
     longest = max(len(each) for each in rounds)
-    # With one stage per rank there is no interleaving: the warm-up is that of 1F1B, not twice as long.
+    # With one stage per rank there is no interleaving: the warm-up is as long as in 1F1B, not twice as long.
     least = (stages_per_rank - 1) * longest + 1  # forwards up to the first output of the rank's last stage
     short = least + num_ranks - rank - 1
     long = least + 2 * (num_ranks - rank - 1) if stages_per_rank > 1 and warmup == "long" else short

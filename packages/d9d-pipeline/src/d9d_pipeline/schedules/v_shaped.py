@@ -19,7 +19,7 @@ class ZeroBubbleV(Schedule):
     As in the paper, one block of actions is repeated for every microbatch, and then the gaps are closed. Each rank runs
     forwards and `BackwardInput` actions in the order of the block, with early forwards while the pipeline fills. A
     `BackwardWeight` follows its `BackwardInput` directly until the forwards run out, and afterwards fills idle time.
-    With p ranks, a rank holds at most 2p (stage, microbatch) pairs, of stages half as large as those of 1F1B.
+    With p ranks, a rank holds at most 2p (stage, microbatch) pairs, of stages half as large as with 1F1B.
 
     If forward, `BackwardInput` and `BackwardWeight` each take one unit, ranks are idle for p - 1 units, for any number
     of microbatches m >= p. For m >= 2p - 1 they are idle only before their first and after their last action.
@@ -134,7 +134,7 @@ class DualPipeV(Schedule):
     """DualPipe cut in half (https://github.com/deepseek-ai/DualPipe): forwards and backwards overlap in pairs.
 
     While one action of a pair waits for communication, mainly the all-to-all of expert parallelism, the other computes.
-    With p ranks, a rank holds at most 2p + 1 (stage, microbatch) pairs, of stages half as large as those of 1F1B. The
+    With p ranks, a rank holds at most 2p + 1 (stage, microbatch) pairs, of stages half as large as with 1F1B. The
     schedule needs at least 2p microbatches.
     """
 

@@ -14,7 +14,7 @@ from d9d_pipeline.schedules.one_forward_one_backward import Warmup, interleaved_
 class ZeroBubble1P(Schedule):
     """ZB1P, the paper's ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241), also interleaved.
 
-    The order is that of 1F1B. Rank r of p defers weight gradients by r microbatches, so each rank holds p microbatches,
+    The order is as in 1F1B. Rank r of p defers weight gradients by r microbatches, so each rank holds p microbatches,
     like the first rank of 1F1B. Let F, I and W be the times of a forward, a `BackwardInput` and a `BackwardWeight`.
     With one stage per rank the bubble is (p - 1)(F + I - W), instead of (p - 1)(F + I + W) for 1F1B.
 
