@@ -53,7 +53,7 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def wait_for_ranks(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
-    """Wait until all ranks have called this function. Two requests to the store per rank.
+    """Wait until all ranks have called this function. Each rank sends at most five requests to the store.
 
     Raises `StartupTimeoutError` on every waiting rank if a rank is missing at the timeout.
     """

@@ -112,7 +112,8 @@ def place_values(
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
         layout: Tensors of the whole model that have values, on `meta`, by canonical name, in the same order on every
             rank. Other tensors of the stages are not initialized.
-        build: Builds the values of these tensors on rank 0, while the ranks allocate; `None` on other ranks.
+        build: Function that returns the values of these tensors, called on rank 0 while the ranks allocate; `None` on
+            other ranks.
         device: Device of the parameters and buffers.
     """
     targets: dict[str, list[_Target]] = {name: [] for name in layout}
@@ -352,7 +353,7 @@ def _check_no_overlap(model: nn.Module) -> None:
 
 
 def _check_no_stale_reference(model: nn.Module, before: Mapping[int, str]) -> None:
-    """Raise `UserError` if a module's attribute or function holds memory of `before`: names by storage address."""
+    """Raise `UserError` if a module's attribute or function holds a storage in `before`: names by storage address."""
     lines = []
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():

@@ -16,7 +16,7 @@ EntryKind = Literal[
     "host wait",
     "collective",
 ]
-"""EntryKind of an entry. `copy in` is from the host, `copy out` to the host, `copy` within the device."""
+"""Kind of an entry. `copy in` is from the host, `copy out` to the host, `copy` within the device."""
 
 KINDS: tuple[EntryKind, ...] = get_args(
     EntryKind

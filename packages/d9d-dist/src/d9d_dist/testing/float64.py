@@ -26,6 +26,6 @@ class KeepFloat64(TorchDispatchMode):
 
 
 def in_float64(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the output of a float64 copy of a reference model, under `KeepFloat64`, without gradient."""
+    """Return the output of a float64 copy of a reference model, under `KeepFloat64`, without gradients."""
     with torch.no_grad(), KeepFloat64():
         return copy.deepcopy(model).double()(*args, **kwargs)
