@@ -1,4 +1,4 @@
-"""Area under the ROC curve in bounded memory, with an error bound; exact while the samples fit in memory."""
+"""Area under the ROC curve in bounded memory, with an error bound; exact for up to a given number of samples."""
 
 from typing import final
 

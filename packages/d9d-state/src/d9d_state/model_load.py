@@ -32,7 +32,8 @@ def load_model_state(
 
     The files' headers are checked against mapper and model before any value is written. Then each rank reads the bytes
     of its own shards directly into the parameters, and opens only the files that contain them. Operations that compute
-    (`cast`, `transform`) need temporary memory for the required part of their group. No collectives.
+    (`transform`, `dequantize`) need temporary memory for the required regions, or for the full tensors of their group
+    if a function is not elementwise. No collectives.
 
     For a pipeline stage, only the mapper's groups that fill the module are used. A tied parameter needs only one of its
     names in the files; of several, the first that the mapper produces is loaded.

@@ -55,7 +55,7 @@ def gathered_weights(
             name, tensor = outputs.popitem()
             if name in mine.tensors:
                 yield name, tensor
-            del tensor  # this view may keep the group in memory while the next one is gathered
+            del tensor  # this view may keep the group in memory while the next group is gathered
 
 
 def weight_shards(model: nn.Module, load_mapper: StateMapper | None = None) -> Iterator[tuple[str, Tensor, Region]]:
@@ -92,7 +92,7 @@ def _shards_of_group(
     seen: set[tuple[str, Region]] = set()
     for name, tensor in tensors.items():
         local = local_tensor(tensor).detach()
-        # Loading into `meta` computes which views of the parameter's memory would be read from which regions.
+        # Load into a `meta` tensor to record which view of the parameter's memory each region on disk fills.
         memory = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
         recorder = _Reads(infos)
         mapper.fill({name: Destination(local_region(tensor, name), memory)}, recorder)

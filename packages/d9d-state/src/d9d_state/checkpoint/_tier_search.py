@@ -195,9 +195,10 @@ class TierReader:
         return found
 
     def _verified(self, found: TierStep) -> dict[int, int] | None:
-        """Choose a host for each part and verify all digests there; return the hosts, or `None` if a part is damaged.
+        """Choose a host for each part and verify all digests there; return the hosts by part.
 
-        The host of the part's own rank is preferred. If a copy is damaged, the next host is chosen.
+        The host of the part's own rank is preferred. If a copy is damaged, the next host is chosen. Returns `None` if
+        every copy of a part is damaged.
         """
         bad: set[tuple[int, int]] = set()
         sound: dict[int, int] = {}

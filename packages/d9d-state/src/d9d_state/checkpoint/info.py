@@ -37,7 +37,7 @@ class CheckpointInfo:
 
     @property
     def folder(self) -> Path:
-        """Folder of the checkpoint in a file system; raises `UserError` for one in an object store."""
+        """Folder of the checkpoint in a file system; raises `UserError` for a checkpoint in an object store."""
         return as_local(self.root)
 
     @property
