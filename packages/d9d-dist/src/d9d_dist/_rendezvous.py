@@ -20,7 +20,7 @@ from d9d_dist.launch import Launch
 from d9d_dist.peers import hosts_of, publish_self
 
 _ALL = "all"
-_NUM_ARRIVED, _START = "d9d/num_arrived", "d9d/start"  # store keys; the value of `_START` is `_ALL`, or the error
+_NUM_ARRIVED, _START = "d9d/num_arrived", "d9d/start"  # store keys; the value of `_START` is `_ALL` or an error text
 
 
 def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:

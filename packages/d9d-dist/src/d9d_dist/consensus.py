@@ -156,7 +156,7 @@ def _describe_problems(problems: Mapping[int, str], num_ranks: int, *, is_users:
 
 def _describe_difference(name: str, digests: Sequence[str]) -> str:
     counts = Counter(digests)
-    # The most common digest; on a tie that of the lowest rank, because max returns the first of equals.
+    # The most common digest; on a tie, the lowest rank's, because max returns the first maximum.
     usual = max(digests, key=lambda digest: counts[digest])
     odd = [rank for rank, digest in enumerate(digests) if digest != usual]
     return (

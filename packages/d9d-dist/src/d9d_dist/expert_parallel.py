@@ -43,7 +43,7 @@ def parallelize_experts(
         module: Module whose parameters all have the experts on dim 0, on `meta` or equal on all ranks.
         mesh: `ctx.mesh_for("expert")["ep_replicate", "ep_shard"]`.
         shard_replicas: True to shard experts also over `ep_replicate`, each parameter in the first dim whose size the
-            number of ranks divides; all are replicated if a parameter has no such dim. False to replicate experts.
+            number of ranks divides. All are replicated if a parameter has no such dim. False to replicate experts.
         precision: dtypes of computation and reduction.
         reshard_after_forward: See `parallelize_hsdp`.
 
@@ -77,7 +77,7 @@ def parallelize_experts(
             shard_dim=lambda each: _dims_to_shard(each, replicate.size())[0],
         )
         return
-    if replicate.size() > 1 or mesh.size() == 1:  # on a single rank too, because this also sets the dtype
+    if replicate.size() > 1 or mesh.size() == 1:  # on a single rank too: the hooks cast only DTensors
         distribute_parameters(module, replicate, {}, default=Replicate())
     dtypes = precision or Precision()
     for owner in owners:

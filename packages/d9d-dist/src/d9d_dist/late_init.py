@@ -223,7 +223,7 @@ def _keep_host_generators() -> Generator[None]:
 
 
 def _seed_generators(seed: int) -> None:
-    # Without an accelerator `torch.manual_seed` formats the stack for each absent kind: milliseconds per tensor.
+    # Without an accelerator `torch.manual_seed` formats a stack trace per device type: milliseconds per module.
     seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
     seed_torch(seed)
     random.seed(seed)

@@ -40,7 +40,7 @@ def load_model_state(
 
     Args:
         model: Materialized module on any device, with plain tensors or `DTensor`s. Values are converted between
-            floating-point dtypes.
+            floating-point dtypes, except from float8.
         folder: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists. It
             may be a URL of an object store, such as `s3://bucket/model`; each rank requests the ranges of its shards.
         mapper: Maps names and shapes on disk to those of the whole model; `None` if they are equal.

@@ -49,7 +49,7 @@ def gathered_weights(
     check_complete(mapper, parts)
     mine, tensors = part_of(parts, ctx), module_tensors(model)
     for group in groups_of(mapper, mine):
-        with torch.no_grad():  # not as a decorator, which would keep the last tensor
+        with torch.no_grad():  # not as a decorator, which would keep the last tensor alive
             outputs = mapper.apply({name: gather_in_blocks(tensors[name]) for name in group.inputs})
         while outputs:
             name, tensor = outputs.popitem()

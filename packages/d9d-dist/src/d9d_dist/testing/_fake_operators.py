@@ -134,7 +134,7 @@ class Operators:
         outputs = mirror.to_device(result)
         if not operator.is_view and not name.startswith(_NOT_COMPUTING):
             count = flop_registry.get(operator.overloadpacket)
-            # On meta: for sequences of several lengths, torch would read the lengths from the device.
+            # Count on the meta arguments: given device tensors, torch would read sequence lengths from the device.
             flops = 0 if count is None else int(count(*arguments, **keywords, out_val=result))
             known = {id(tensor): tensor for tensor in (*inputs, *_tensors(outputs))}
             self.put(name, flops, sum(map(_num_bytes, known.values())), inputs)

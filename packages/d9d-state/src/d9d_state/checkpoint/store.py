@@ -353,8 +353,8 @@ class CheckpointStore:
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
         """Delete partial folders of killed saves and deletions, when a job starts. Collective.
 
-        In an object store, incomplete checkpoints that are newer than all complete checkpoints are kept: a save of the
-        same step continues such a checkpoint, and a save after a newer complete checkpoint deletes it.
+        In an object store, incomplete checkpoints that are newer than all complete checkpoints are kept. A save of the
+        same step continues such a checkpoint. It is deleted after a newer checkpoint is complete.
 
         Raises:
             StateError: On every rank, if the main process cannot delete a partial folder.

@@ -82,7 +82,7 @@ def _mismatches(
 def _matches(given: TensorInfo, wanted: TensorInfo) -> bool:
     if given.shape != wanted.shape:
         return False
-    # float8 values are meaningless without their scales, so no copy converts them to a wider dtype.
+    # float8 values are meaningless without their scales, so they are not converted to a wider dtype.
     return given.dtype == wanted.dtype or (both_floating(given.dtype, wanted.dtype) and given.dtype.itemsize > 1)
 
 

@@ -53,9 +53,11 @@ class Fp8Blocks:
 
     Stored: `x.weight` [..., O, I] float8_e4m3fn, and its scales `x.weight_scale_inv` [..., ceil(O / block[0]),
     ceil(I / block[1])]. A weight is the product of value and scale, computed in float32. `encode` divides each block by
-    its largest magnitude / 448. Encoding a weight that was decoded to float32 restores blocks with a value of magnitude
-    448: the values bit for bit, and the scale to one unit in the last place, or exactly if it is a power of two. With
-    `power_of_two`, it restores blocks with a power-of-two scale and a magnitude above 224.
+    its largest magnitude / 448.
+
+    Encoding a weight that was decoded to float32 restores the values of each block that contains 448 or -448. The
+    block's scale is restored to one unit in the last place, a power of two exactly. With `power_of_two`, blocks with a
+    power-of-two scale and a magnitude above 224 are restored.
 
     Attributes:
         block: Rows and columns of a block.

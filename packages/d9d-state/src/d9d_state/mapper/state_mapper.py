@@ -156,7 +156,7 @@ class StateMapper(Graph):
         Raises:
             UserError: Listing every mismatch: missing and unused tensors of the source, outputs missing in the model,
                 model tensors that the mapper does not produce, wrong shapes and dtypes. Floating-point dtypes match
-                each other.
+                each other, except that float8 in the source matches only itself.
         """
         held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
         if isinstance(target, nn.Module):
