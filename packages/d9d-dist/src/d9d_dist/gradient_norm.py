@@ -25,8 +25,8 @@ def global_grad_norm(
     """Return the norm of all gradients of a job as one vector, each element counted once.
 
     Parameters are grouped by the mesh axes that shard them (see `grad_norm_parts`), and pipeline stages are combined.
-    Collective: one all-reduce of a few numbers for each process group of those axes. No full tensors and no host-device
-    synchronization.
+    Collective: one all-reduce of a few numbers for each process group of those axes, and one over several pipeline
+    stages. No full tensors and no host-device synchronization.
 
     Args:
         parameters: All parameters of this rank, including those without a gradient: collectives depend only on the

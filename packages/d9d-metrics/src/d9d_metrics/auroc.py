@@ -91,7 +91,7 @@ def _num_kept(samples: Tensor) -> Tensor:
 
 
 def _num_ordered_pairs(above: Tensor, below: Tensor) -> Tensor:
-    """Return the number of pairs with above > below, counting ties one half; NaNs are ignored."""
+    """Return the number of pairs with above > below, where each tie counts one half; NaNs are ignored."""
     # NaNs become +inf and sort last. The minimum below excludes them from the ties of a score of +inf.
     ordered = below.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).sort().values
     smaller = torch.searchsorted(ordered, above, right=False)

@@ -100,7 +100,7 @@ def _shards_of_group(
             if target.untyped_storage()._cdata != memory.untyped_storage()._cdata:
                 raise UserError(
                     f"{source} is computed from {name} by the state mapper; expected an operation that only moves "
-                    "values. Use weights() without shards."
+                    "values. Use weights() without shards, or gathered_weights()."
                 )
             if (source, region) not in seen:
                 seen.add((source, region))

@@ -63,7 +63,7 @@ class AttentionOfHeads(Protocol):
     """`Attention` with parameters per query head, such as sinks."""
 
     def of_heads(self, heads: slice) -> Attention:
-        """Return the attention of some query heads. `AllToAllAttention` calls it for this rank's heads."""
+        """Return the attention function for some query heads. `AllToAllAttention` calls it for this rank's heads."""
         ...
 
 

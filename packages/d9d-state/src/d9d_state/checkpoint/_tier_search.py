@@ -221,7 +221,7 @@ class TierReader:
                 int(part): (rank, text) for rank, of_rank in enumerate(gathered) for part, text in of_rank.items()
             }
             for part, (rank, text) in reported.items():
-                _LOGGER.warning("rank %d: %s at step %d; a replica is used", rank, text, found.step)
+                _LOGGER.warning("rank %d: %s at step %d; trying another copy", rank, text, found.step)
                 bad.add((part, chosen[part]))
             sound.update({part: host for part, host in chosen.items() if part not in reported})
         return sound

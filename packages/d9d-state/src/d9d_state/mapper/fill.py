@@ -20,7 +20,7 @@ from d9d_state.tensor_info import TensorInfo
 
 
 class TensorSource(Protocol):
-    """Collection of named tensors with reads of regions."""
+    """Collection of named tensors whose regions can be read."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
