@@ -102,8 +102,8 @@ def place_values(
 ) -> None:
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place. Collective.
 
-    If all ranks run on one Linux host, each rank copies its shards from rank 0's memory. On several hosts, and for
-    tensors of rank 0 that are not contiguous or not on the CPU, rank 0 sends blocks. This takes an all-gather of 16
+    If all ranks can read rank 0's memory (on one Linux host), each rank copies its shards from there. Otherwise, and
+    for tensors of rank 0 that are not contiguous or not on the CPU, rank 0 sends blocks. This takes an all-gather of 16
     bytes per tensor, then a scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank if
     larger. A tensor whose rows are split over all ranks is scattered. Besides its own shards a rank holds one block at
     a time; whole rows are received in place.

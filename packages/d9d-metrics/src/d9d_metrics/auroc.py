@@ -11,7 +11,7 @@ from d9d_metrics.metric import Metric
 
 @final
 class BinaryAUROC(Metric):
-    r"""Probability that a positive sample has a larger score than a negative one; a tie counts one half.
+    r"""AUROC: probability that a positive sample has a larger score than a negative one; a tie counts one half.
 
     With the counts $p_b, n_b$ of positive and negative scores in bin $b$, and their totals $P, N$,
 

@@ -180,10 +180,10 @@ class Mxfp4:
 class Int4Groups:
     """Symmetric 4-bit integers with a scale per group of a row: "pack-quantized" of the library `compressed-tensors`.
 
-    Stored: `x.weight_packed` [..., O, I / 8] int32, eight numbers plus 8 per word with the first in the lowest bits;
-    `x.weight_scale` [..., O, I / group_size]; and `x.weight_shape` [2], the numbers O and I. `encode` chooses for each
-    group the scale with the smallest squared error among (largest magnitude) / 7, / 7.5 and / 8. Encoding a weight that
-    was decoded to float32 restores the stored numbers of groups that contain 7, -7 or -8.
+    Stored: `x.weight_packed` [..., O, I / 8] int32, `x.weight_scale` [..., O, I / group_size], and `x.weight_shape`
+    [2], the sizes O and I. A word holds eight numbers, each plus 8, with the first in the lowest bits. `encode` chooses
+    for each group the scale with the smallest squared error among (largest magnitude) / 7, / 7.5 and / 8. Encoding a
+    weight that was decoded to float32 restores the stored numbers of groups that contain 7, -7 or -8.
 
     Attributes:
         group_size: Numbers per scale; a multiple of 8.
