@@ -1,6 +1,7 @@
 """Layouts of block-scaled weights: low-precision values with one scale per block, as in released checkpoints.
 
-Each layout converts its stored tensors to a float32 weight and back. A weight is at least 2-dimensional, [..., O, I].
+Each layout converts its stored tensors to a float32 weight and back. A weight is at least 2-dimensional: [..., O, I],
+with O output features and I input features.
 """
 
 from dataclasses import dataclass
