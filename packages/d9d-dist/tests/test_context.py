@@ -93,7 +93,7 @@ def _fail_first(nodes: list[int], failing: int, local: bool) -> str:
 def test_if_the_body_fails_on_a_first_rank_all_others_stop(failing: int, local: bool) -> None:
     messages = run_ranks(_fail_first, [2, 2], failing, local, world_size=4)
     stopped = (
-        f"rank {failing} failed in code that it runs first, before all other ranks, so this rank stops too; see "
+        f"rank {failing} failed in code that it runs before other ranks, so this rank stops too; see "
         f"the traceback of rank {failing}."
     )
     expected = [f"did not run; {stopped}"] * 4

@@ -34,7 +34,7 @@ class AxisGroups:
     def over(self, domain: Mapping[str, int], axes: Iterable[str], *, name: str) -> dist.ProcessGroup:
         """Return the process group over some axes of a domain. `domain` has the size of every axis, slowest first.
 
-        Ranks in the group have the order of the domain. Collective over all ranks if the group is new.
+        The group's ranks are in ascending order. Collective over all ranks if the group is new.
         """
         names = set(axes)
         split = _split(domain, names)

@@ -46,7 +46,7 @@ ELEMENTWISE = frozenset(
         _aten.log_.default,
     }
 )
-"""In-place operators whose result for an element has the same bits at any position in memory.
+"""In-place operators whose result for an element is bitwise equal at any position in memory.
 
 This excludes `erfinv_`, `sigmoid_` and `pow_`: their vectorized CPU kernels use another formula for the last elements
 of a tensor.
@@ -96,10 +96,8 @@ class FillByIndex(TorchDispatchMode):
 
     Args:
         seed: Seed of the initial values.
-        scope: Name of the module, from which draws into temporary tensors are seeded until the first draw into a
-            parameter.
-        known: The model's tensors by `storage_key`. If a full tensor replaces a DTensor, the key is that of the full
-            tensor.
+        scope: Name of the module. It seeds draws into temporary tensors before the first draw into a parameter.
+        known: The model's tensors by `storage_key`. If a full tensor replaces a DTensor, the full tensor's key is used.
         before_write: Called before the first write to each tensor in `known`.
     """
 
@@ -176,7 +174,7 @@ class FillByIndex(TorchDispatchMode):
         """Return a new key for each draw into a tensor.
 
         Draws into temporary tensors are numbered from the last draw into a parameter. Redraws of `trunc_normal_` are
-        numbered separately: their number differs between ranks and must not change the values of the next draw.
+        numbered separately: ranks redraw different numbers of times, which must not change the values of the next draw.
         """
         named = self._find(tensor)
         if named is not None:

@@ -103,7 +103,7 @@ class Bucket:
     def finish(self, is_used: Sequence[bool]) -> None:
         """Wait for the all-reduce, set the parameters' gradients, and reset the bucket for the next step.
 
-        `is_used` is True for each slot of which any rank has computed a gradient. Other parameters get their previous
+        `is_used` is True for each slot whose gradient any rank has computed. Other parameters get their previous
         gradient.
         """
         assert self._buffer is not None

@@ -25,7 +25,7 @@ class LocalParameters:
         partial_axes: Names of mesh axes whose ranks compute different parts of a replicated parameter's gradient.
         compute_dtype: dtype of floating-point parameters in forward; `None` keeps their own dtype.
         reduce_dtype: dtype in which gradients are reduced; `None` keeps their own dtype.
-        is_apart: True if the parameters are on a separate mesh, as those of experts are. FSDP of an outer module
+        is_apart: True if the parameters are on a separate mesh, as expert parameters are. FSDP of an outer module
             ignores such parameters.
         beside_fsdp: Names of parameters that are replicated although FSDP shards the module's other parameters.
     """
@@ -72,7 +72,7 @@ def compute_locally(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Make a module's own parameters, not those of its children, plain tensors in its forward.
+    """Make a module's own parameters (not its children's) plain tensors in its forward.
 
     Gradients of replicated parameters are partial over `partial_axes` and are reduced in `reduce_dtype`. Repeated calls
     extend the options.
@@ -194,7 +194,7 @@ def replicate_beside_fsdp(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    """Replicate parameters that FSDP cannot shard over all axes of FSDP's mesh, in place. No collectives.
+    """Replicate `parameters`, which FSDP cannot shard, over all axes of FSDP's mesh, in place. No collectives.
 
     Parameter values must be equal on all ranks or on `meta`. `compute_dtype` is for forward, `reduce_dtype` for the
     reduction of gradients.

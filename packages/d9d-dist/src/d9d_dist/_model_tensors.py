@@ -32,7 +32,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every parameter and buffer in place; tied tensors stay tied, and parameters keep Python attributes."""
+    """Replace every parameter and buffer in place. Tied tensors stay tied; parameters keep their Python attributes."""
     shared = _shared_slots(model)
     attributes = {name: vars(parameter) for name, parameter in model.named_parameters() if vars(parameter)}
     with torch.no_grad():

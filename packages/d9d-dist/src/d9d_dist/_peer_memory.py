@@ -29,7 +29,7 @@ class _Range(ctypes.Structure):
 
 @final
 class PeerTensors:
-    """Tensors of another process on this host, which keeps them alive and unchanged.
+    """Tensors of another process on this host. That process must keep them alive and unchanged.
 
     Args:
         process: Process id of the owner.
@@ -51,9 +51,9 @@ class PeerTensors:
 def peer_tensors(tensors: Mapping[str, torch.Tensor] | None) -> Generator[PeerTensors]:
     """Let all ranks read rank 0's tensors during the body; other ranks pass `None`. Collective over all ranks.
 
-    Calls `gather_json` twice before the body and `agree` after it, so rank 0 keeps the tensors alive until all ranks
-    have read them. Only contiguous CPU tensors can be read. The result is empty if any rank cannot read rank 0's
-    memory, because the rank runs on another host or the system forbids the access.
+    Calls `gather_json` twice before the body. If the memory is readable, calls `agree` after the body, so rank 0 keeps
+    the tensors alive until all ranks have read them. Only contiguous CPU tensors can be read. The result is empty if
+    any rank cannot read rank 0's memory, because the rank runs on another host or the system forbids the access.
     """
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
     offer = None

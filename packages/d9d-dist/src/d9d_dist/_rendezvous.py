@@ -20,7 +20,7 @@ from d9d_dist.launch import Launch
 from d9d_dist.peers import hosts_of, publish_self
 
 _ALL = "all"
-_NUM_ARRIVED, _START = "d9d/num_arrived", "d9d/start"  # store keys; the value of `_START` is `_ALL`, or the error
+_NUM_ARRIVED, _START = "d9d/num_arrived", "d9d/start"  # store keys; the value of `_START` is `_ALL` or an error text
 
 
 def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -53,7 +53,7 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def wait_for_ranks(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
-    """Wait until all ranks have called this function. Two requests to the store per rank.
+    """Wait until all ranks have called this function. Each rank sends at most five requests to the store.
 
     Raises `StartupTimeoutError` on every waiting rank if a rank is missing at the timeout.
     """

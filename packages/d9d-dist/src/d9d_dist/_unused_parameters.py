@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 class UnusedParameters:
     """Provider of zero gradients for the parameters that a rank does not use, so that FSDP can reduce all gradients.
 
-    `finish` removes the zero gradients that no rank computed. Optimizers then skip these parameters, as without FSDP:
-    no weight decay and no optimizer state.
+    `finish` removes the zero gradients of parameters that no rank used. Optimizers then skip these parameters, as
+    without FSDP: no weight decay and no optimizer state.
 
     Args:
         model: A model or one stage of it, after parallelization.
@@ -88,7 +88,7 @@ class UnusedParameters:
 
 
 def _hook_post_backward(group: Any, callback: WeakMethod[Any]) -> Any:
-    """Call `callback` before FSDP reduces a group, while the callback's object is alive."""
+    """Call `callback` before FSDP reduces a group, unless the callback's object has been deleted."""
 
     def post_backward(*unused: Any) -> None:
         if (alive := callback()) is not None:

@@ -6,7 +6,8 @@ mean m, variance v and x' = (x - m) / sqrt(v + eps), the gradient on each rank i
 
     dx = weight / sqrt(v + eps) * (dy - sum(dy) / n - x' * sum(dy * x') / n)
 
-with n, m, v and sums over all ranks. Gradients of weight and bias are sums over this rank's values, as in other layers.
+where dy is the gradient of the output, and n, m, v and the sums are over all ranks. Gradients of weight and bias are
+sums over this rank's values, as in other layers.
 """
 
 from typing import Any
@@ -28,13 +29,13 @@ from d9d_dist.late_init import canonical_name
 def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Make batch norms compute their statistics over the microbatches of all ranks of a group, in place.
 
-    Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any options, also in eval
-    mode. Ranks may have different numbers of values. Running statistics become equal on all ranks, also those of
-    `nn.InstanceNorm1d`, `2d` and `3d`. Each layer's class becomes a subclass; state-dict names, hooks and `isinstance`
-    are not affected.
+    Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any options. Ranks may have
+    different numbers of values. Running statistics become equal on all ranks, also in `nn.InstanceNorm1d`, `2d` and
+    `3d`. Each layer's class becomes a subclass; state-dict names, hooks and `isinstance` are not affected.
 
     Collective in training: for each batch norm an all-gather in forward and an all-reduce in backward; for each
-    instance norm with running statistics an all-reduce. No collectives in evaluation (eval mode without gradients).
+    instance norm with running statistics an all-reduce. In eval mode, only batch norms without running statistics issue
+    these collectives, and only while gradients are enabled; otherwise they use this rank's statistics.
 
     Args:
         model: Model before or after parallelization, but before FSDP, which also changes classes.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from d9d_dist.shards import Region, full_tensor, local_region, local_tensor
 
 BLOCK_BYTES = 8 * 2**20
-"""Default block size. A tensor of at most this size is gathered by one all-gather."""
+"""Default block size. A tensor of at most this size is gathered by `full_tensor`."""
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def gather_in_blocks(tensor: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tenso
     Collective over the mesh of a DTensor: for each shard and block, a broadcast over each axis that shards the tensor.
 
     Raises:
-        UserError: If a placement is `Partial`, or a shard is not one region of the tensor.
+        UserError: If the tensor is larger than a block, and a placement is `Partial` or a shard is not one region.
     """
     if not isinstance(tensor, DTensor) or tensor.numel() * tensor.itemsize <= block_bytes:
         return full_tensor(tensor)

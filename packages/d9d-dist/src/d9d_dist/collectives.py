@@ -87,11 +87,11 @@ def all_to_all(
 def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Return the tensors of all ranks, in rank order. Shapes may differ, dtype and number of dims must not.
 
-    An all-gather of the shapes, which synchronizes the host. Then an all-gather of the tensors if all shapes are equal,
-    else a broadcast of each non-empty tensor, without padding.
+    Issues an all-gather of the shapes, which synchronizes the host. Then it issues an all-gather of the tensors if all
+    shapes are equal, else a broadcast of each non-empty tensor, without padding.
 
     Raises:
-        UserError: On every rank, if dtypes or numbers of dims differ.
+        UserError: On every rank, if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
     """
     shapes = exchange_shapes(tensor, group)
     if len(set(shapes)) == 1:
@@ -112,11 +112,11 @@ def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) 
 def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[Tensor] | None:
     """Return the tensors of all ranks, in rank order, on rank `dst`; `None` on other ranks.
 
-    Shapes may differ, dtype and number of dims must not. The returned tensors are views of one storage. An all-gather
-    of the shapes, which synchronizes the host; then an all-to-all in which only `dst` receives data.
+    Shapes may differ, dtype and number of dims must not. The returned tensors are views of one storage. Issues an
+    all-gather of the shapes, which synchronizes the host; then an all-to-all in which only `dst` receives data.
 
     Raises:
-        UserError: On every rank, if dtypes or numbers of dims differ.
+        UserError: On every rank, if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
     """
     shapes = exchange_shapes(tensor, group)
     is_dst = dist.get_rank(group) == dst
@@ -157,7 +157,7 @@ def all_reduce_scalars(
 
 
 def host_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for data of the host: the CPU if the group has a CPU backend, else the accelerator."""
+    """Return the device for sending host data: the CPU if the group has a CPU backend, else the accelerator."""
     has_cpu = any(backend.startswith("cpu:") for backend in _backends(group))
     return torch.device("cpu") if has_cpu else _compute_device(group)
 
@@ -173,7 +173,7 @@ def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...
 
 
 def _join(parts: Tensor, *, dim: int, stack: bool) -> Tensor:
-    """Move the dim of ranks from dim 0 to its place in the result."""
+    """Move the dim of ranks from dim 0 to `dim`, or concatenate the parts along `dim`."""
     if stack:
         return parts.movedim(0, dim).contiguous()
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim=dim)

@@ -17,7 +17,7 @@ from d9d_dist.collectives import all_gather, host_device
 from d9d_dist.errors import UserError
 
 _MAX_BYTES = 1 << 28  # bytes of JSON per rank
-_MAX_PROBLEM = 4000  # maximum length of a problem's text, in characters, if the ranks' problems differ
+_MAX_PROBLEM = 4000  # maximum length of a problem's text, in characters, in messages that list ranks
 _RANKS_SHOWN = 8
 _SIZE_BYTES, _HEAD = 8, 512
 _INLINE = _HEAD - _SIZE_BYTES  # a text of up to this many bytes is sent with its size, in a single collective
@@ -73,8 +73,8 @@ def agree(
     Raises:
         Exception: The problems with their ranks. A `UserError` that is equal on all failed ranks is raised without
             ranks.
-        UserError: A value that differs, with the ranks that differ from the most common value; on a tie, from that of
-            the lowest rank.
+        UserError: The name of a value that differs, with the ranks that differ from the most common value; on a tie,
+            from the lowest rank's value.
     """
     digests = {name: _digest(value) for name, value in (same or {}).items()}
     report = None
@@ -156,7 +156,7 @@ def _describe_problems(problems: Mapping[int, str], num_ranks: int, *, is_users:
 
 def _describe_difference(name: str, digests: Sequence[str]) -> str:
     counts = Counter(digests)
-    # The most common digest; on a tie that of the lowest rank, because max returns the first of equals.
+    # The most common digest; on a tie, the lowest rank's, because max returns the first maximum.
     usual = max(digests, key=lambda digest: counts[digest])
     odd = [rank for rank, digest in enumerate(digests) if digest != usual]
     return (

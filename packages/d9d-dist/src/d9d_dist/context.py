@@ -40,7 +40,7 @@ class DistributedContext:
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
         hosts_store: True if this process hosts the job's store, which other ranks cannot reach after the process ends.
         store_place: Location of the job's store for messages, e.g. "rank 0 on node0:29500".
-        precision: Precision of the job, which `parallelize_decoder` and providers use by default.
+        precision: Precision of the job, which `parallelize_decoder` and model providers use by default.
         logger: Logger that adds the rank to its messages.
     """
 
@@ -108,8 +108,9 @@ class DistributedContext:
         """Return the process group over one or more axes of a domain, e.g. `group_for("batch", "dp", "cp")`.
 
         The group has the ranks that differ from this rank only on those axes, in ascending order. Equal sets of ranks
-        share one group, for any domain and axes. The first request for several axes is collective over all ranks of the
-        job: every rank must request the same groups in the same order.
+        share one group, for any domain and axes; on accelerators `ep_shard` has a group of its own. The first request
+        for several axes is collective over all ranks of the job: every rank must request the same groups in the same
+        order.
 
         Raises:
             UserError: If the domain or an axis does not exist, no axis is given, or an axis is given twice.
@@ -137,10 +138,10 @@ class DistributedContext:
             raise UserError(f"got the axis {axis!r} of the {domain} mesh; expected one of {', '.join(names)}.")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of all collectives that start from now on, equal on all ranks. No collectives.
+        """Set the timeout of all collectives that start from now on. No collectives; call it equally on all ranks.
 
-        Applies to all process groups of this process, also those of flattened meshes, and to later groups of
-        `group_for`. Groups that other code creates later have torch's default timeout until the next call. Raises
+        Applies to all process groups of this process, including flattened meshes, and to groups that `group_for`
+        creates later. Groups that other code creates later have torch's default timeout until the next call. Raises
         `UserError` if the timeout is not positive.
         """
         check_timeout("timeout", timeout)
@@ -175,7 +176,8 @@ class DistributedContext:
     def local_main_process_first(self) -> Generator[None]:
         """Run the body on the first rank of every node, then on all other ranks; see `main_process_first`.
 
-        If the body raises on the first rank of a node, all ranks whose own body did not raise raise a `RuntimeError`.
+        If the body raises on the first rank of a node, a `RuntimeError` is raised on every rank whose own body did not
+        raise.
         """
         yield from self._run_first(self.is_local_main_process)
 
@@ -198,8 +200,8 @@ class DistributedContext:
         rank = int(first_failed)
         if rank < self.world_size and not failed:
             raise RuntimeError(
-                f"rank {rank} failed in code that it runs first, before all other ranks, so this rank stops too; see "
-                f"the traceback of rank {rank}."
+                f"rank {rank} failed in code that it runs before other ranks, so this rank stops too; see the "
+                f"traceback of rank {rank}."
             )
 
     def close(self) -> None:

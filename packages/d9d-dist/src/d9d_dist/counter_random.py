@@ -1,8 +1,8 @@
-"""Counter-based random numbers: element i of a stream is a function of (key, i), so any slice can be computed alone.
+"""Counter-based random numbers: element i of a stream is a function of (key, i), so a rank can compute any slice.
 
 A torch generator returns numbers in call order, so values would depend on the layout. Here each global index is hashed
 with the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014). The hash
-uses integer tensor operations, which give the same bits on every device.
+uses integer tensor operations, which are bitwise equal on every device.
 """
 
 import torch

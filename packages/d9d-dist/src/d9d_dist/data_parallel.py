@@ -2,7 +2,7 @@
 
 Sharding is torch's FSDP2. Replication marks parameters as replicated DTensors; `d9d_dist.gradient_sync` sums their
 gradients over ranks. By default FSDP divides gradients by the number of ranks, which is correct only if every rank's
-loss is a mean over equally many elements. Here the sum over ranks is divided once, by the global weight
+loss is a mean over equally many elements. Here the sum over ranks is divided once, by the global weight of the batch
 (`scale_gradients_`).
 """
 
@@ -153,7 +153,7 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precisio
 
 
 def refuse_lost_writes(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context that raises `UserError` if its body writes to parameters that `parallelize_hsdp` would shard.
+    """Return a context manager that raises `UserError` if its body writes to parameters that FSDP would shard.
 
     Run the forward on fake tensors: in-place operators are detected even if they do not change the values.
     """
@@ -193,7 +193,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
 
 
 def _managed_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that FSDP of a module would manage, each once."""
+    """Return the parameters that `fully_shard` of a module would manage, each once."""
     inner = {below for child in module.modules() if isinstance(child, FSDPModule) for below in child.modules()}
     left = inner | set(modules_apart(module))
     own = (parameter for part in module.modules() if part not in left for parameter in part.parameters(recurse=False))
@@ -241,7 +241,7 @@ def _copy_returned_parameters(module: nn.Module, args: Any, outputs: Any) -> Any
         return None
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     if all(leaf.grad_fn is not None and leaf._base is None for leaf in leaves):
-        return None  # the results of operators
+        return None  # all outputs are results of operators
     memory = {each.untyped_storage()._cdata for each in module.parameters() if not isinstance(each, DTensor)}
     if not any(leaf.untyped_storage()._cdata in memory for leaf in leaves):
         return None
@@ -251,11 +251,12 @@ def _copy_returned_parameters(module: nn.Module, args: Any, outputs: Any) -> Any
 
 
 def _pass_through_identity(module: nn.Module, args: Any, outputs: Any) -> Any:
-    """Return outputs that are not views and have no hooks (forward hook). Copies no memory.
+    """Pass outputs that are views or have tensor hooks through an identity function (forward hook). Copies no memory.
 
     FSDP2 registers its pre-backward hook on the outputs. An in-place operation on a view replaces the view's node in
-    the autograd graph, and the hook would be lost; on other tensors the hook stays. Hooks of the module itself, which
-    may compute gradients with the parameters, must run after FSDP's, which gathers them.
+    the autograd graph, so the hook would be lost; on other tensors the hook stays. Tensor hooks that the module itself
+    registered on its outputs may compute with the parameters. These hooks must run after FSDP's hook, which all-gathers
+    the parameters.
     """
     leaves = pytree.tree_leaves(outputs)
     if torch.compiler.is_compiling() or not any(map(_is_view_or_hooked, leaves)):

@@ -104,7 +104,7 @@ def scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
 
 
 def all_to_all_reshard(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_dim: int) -> Tensor:
-    """Return a tensor that is split on `scatter_dim` instead of `gather_dim`. One all-to-all; backward is the inverse.
+    """Reshard a tensor from `gather_dim` to `scatter_dim`. One all-to-all; backward is the inverse.
 
     For attention over some heads and the whole sequence, between layers over all heads and a part of the sequence:
     "DeepSpeed Ulysses", arXiv:2309.14509. The received parts are concatenated along `gather_dim`. Raises `UserError` if

@@ -1,8 +1,8 @@
 """Embeddings with `max_norm` or `scale_grad_by_freq`, computed over the ids of all data-parallel ranks.
 
 `max_norm` writes to the rows that are looked up; `scale_grad_by_freq` divides gradients by the number of lookups. Each
-rank has only a part of the batch, so the lookups of all ranks are counted. Layers keep their own `forward`, whose call
-of `F.embedding` or `F.embedding_bag` is replaced.
+rank has only a part of the batch, so the lookups of all ranks are counted. Layers keep their own `forward`; only its
+call of `F.embedding` or `F.embedding_bag` is replaced.
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[s
     with `max_norm` must be replicated, as by `parallelize_hsdp` and `parallelize_replicate`: forward makes equal writes
     on all ranks. Each layer's class becomes a subclass. Returns the names of the layers.
 
-    Collective in training: for each layer an all-reduce of one integer per row. Synchronizes host and accelerator.
+    Collective in training mode, and in eval mode while gradients are enabled: for each layer an all-reduce of one
+    integer per row. Synchronizes host and accelerator.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -40,7 +41,7 @@ def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[s
 
 
 def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
-    """Return a subclass whose `forward` counts over a group. The class holds the group, so layers can be copied."""
+    """Return a subclass that counts a group's lookups. The class holds the group, so layers can be copied."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.training:

@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 class StartupTimeoutError(RuntimeError):
-    """Ranks of the job did not start in time, or the job's store is unreachable; the message names them.
+    """Failed start of a job: ranks did not start in time, or the job's store is unreachable; the message names them.
 
     `d9d_loop.cli_main` prints it without a traceback and exits with code 124.
     """

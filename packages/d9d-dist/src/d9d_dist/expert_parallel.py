@@ -34,8 +34,8 @@ def parallelize_experts(
 
     Parameters become DTensors with their global shapes and names, `Shard(0)` on `ep_shard`, so checkpoints and exports
     do not depend on the degree. Over `ep_replicate` they are either sharded by `parallelize_hsdp` or replicated. The
-    gradients of replicated experts are `Partial()` there, and `GradientSync` sums them. Forward computes with plain
-    tensors of this rank's experts. Data parallelism of outer modules ignores these parameters.
+    gradients of replicated experts are `Partial()` on `ep_replicate`, and `GradientSync` sums them. Forward computes
+    with plain tensors of this rank's experts. Data parallelism of outer modules ignores these parameters.
 
     Call this function after `parallelize_tensor`, and before activation checkpointing and data parallelism.
 
@@ -43,7 +43,7 @@ def parallelize_experts(
         module: Module whose parameters all have the experts on dim 0, on `meta` or equal on all ranks.
         mesh: `ctx.mesh_for("expert")["ep_replicate", "ep_shard"]`.
         shard_replicas: True to shard experts also over `ep_replicate`, each parameter in the first dim whose size the
-            number of ranks divides; they are replicated if a parameter has no such dim. False to replicate them.
+            number of ranks divides. All are replicated if a parameter has no such dim. False to replicate experts.
         precision: dtypes of computation and reduction.
         reshard_after_forward: See `parallelize_hsdp`.
 
@@ -77,7 +77,7 @@ def parallelize_experts(
             shard_dim=lambda each: _dims_to_shard(each, replicate.size())[0],
         )
         return
-    if replicate.size() > 1 or mesh.size() == 1:  # on a single rank too, because this also sets the dtype
+    if replicate.size() > 1 or mesh.size() == 1:  # on a single rank too: the hooks cast only DTensors
         distribute_parameters(module, replicate, {}, default=Replicate())
     dtypes = precision or Precision()
     for owner in owners:
@@ -112,7 +112,7 @@ def _check(module: nn.Module, shard: DeviceMesh) -> None:
 
 
 def _unwrap_replicated_parameters(module: nn.Module) -> None:
-    """Make parameters replicated by `parallelize_tensor` plain tensors again: the expert mesh has the tp ranks."""
+    """Make parameters replicated by `parallelize_tensor` plain again, because the expert mesh includes the tp ranks."""
     plain: dict[int, nn.Parameter] = {}
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():

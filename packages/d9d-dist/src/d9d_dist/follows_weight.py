@@ -27,12 +27,12 @@ class FollowsWeight(Protocol):
         ...
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Prepare the forward of a split layer, after its parameters are distributed over an axis of several ranks."""
+        """Prepare this module's forward, after the layer's parameters are distributed over an axis of several ranks."""
         ...
 
 
 def followers(layer: nn.Module) -> Iterator[tuple[str, nn.Module, FollowsWeight]]:
-    """Yield name, child as a module and child as a `FollowsWeight` for each child that follows the layer's weight."""
+    """Yield each child that follows the layer's weight: name, the child as a module, and as a `FollowsWeight`."""
     for name, child in layer.named_children():
         if isinstance(child, FollowsWeight):
             yield name, child, child

@@ -14,7 +14,7 @@ _KEPT = WeakSet[FSDPModule]()
 
 
 def mark_as_kept_gathered(module: FSDPModule) -> None:
-    """Record that FSDP of this module was asked not to free its parameters after forward."""
+    """Record that FSDP keeps this module's parameters gathered after forward."""
     _KEPT.add(module)
 
 

@@ -1,4 +1,4 @@
-"""dtype in which gradients accumulate, if it differs from the parameters' dtype: float32 for bfloat16 parameters.
+"""dtype in which gradients accumulate, if it is not the parameters' dtype, such as float32 for bfloat16 parameters.
 
 Sums over microbatches and ranks lose small terms in 16 bits. `torch.Tensor.grad_dtype` sets the dtype of `.grad`.
 `GradientSync` supports it, and FSDP2 does from torch 2.15 on.

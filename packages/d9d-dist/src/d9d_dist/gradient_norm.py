@@ -1,4 +1,4 @@
-"""Global gradient norm: each element counts once in every layout, by the placements of the parameters."""
+"""Global gradient norm. Parameter placements define which ranks hold an element, so each element counts once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ def global_grad_norm(
     """Return the norm of all gradients of a job as one vector, each element counted once.
 
     Parameters are grouped by the mesh axes that shard them (see `grad_norm_parts`), and pipeline stages are combined.
-    Collective: one all-reduce of a few numbers for each process group of those axes. No full tensors and no host-device
-    synchronization.
+    Collective: one all-reduce of a few numbers for each process group of those axes, and one over several pipeline
+    stages. No full tensors and no host-device synchronization.
 
     Args:
         parameters: All parameters of this rank, including those without a gradient: collectives depend only on the
@@ -168,7 +168,7 @@ def _shard_norm(
 
 
 def _all_reduce_norms(norms: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> None:
-    """Replace norms over this rank's shards by those over the shards of all ranks, in place. Collective."""
+    """Replace norms over this rank's shards by norms over the shards of all ranks, in place. Collective."""
     if norm_type == inf:
         dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
         return

@@ -1,8 +1,9 @@
 """Reduction of gradients over ranks in buckets, overlapped with backward: `Partial()` becomes `Replicate()`.
 
-A parameter's placements define which ranks have a part of its gradient, so no configuration is needed. Data-parallel
-replicas and norms inside tensor-parallel regions are reduced alike, over several axes at once if needed. FSDP reduces
-the gradients of its own parameters; `d9d_dist._unused_parameters` handles ranks that use different parameters.
+A parameter's placements define which ranks have a part of its gradient, so no configuration is needed. Gradients of
+data-parallel replicas and of norms inside tensor-parallel regions are reduced alike, over several axes at once if
+needed. FSDP reduces the gradients of its own parameters; `d9d_dist._unused_parameters` handles ranks that use different
+parameters.
 
 Bucketing and overlap follow "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, without the copy back: reduced gradients are views of their bucket.
@@ -54,9 +55,9 @@ class GradientSync:
     Args:
         model: A model, or one stage of it.
         num_microbatches: See the attribute.
-        bucket_bytes: Bucket size in bytes. Smaller gradients are copied into buckets; larger ones are reduced alone, in
-            place.
-        dtype: dtype of the reduction. Default: the reduce dtype of `parallelize_replicate`, else that of the parameter.
+        bucket_bytes: Bucket size in bytes. Smaller gradients are copied into buckets; a larger gradient is reduced in
+            place, without a copy.
+        dtype: dtype of the reduction. Default: `Precision.reduce` of the parallelization, else the gradient's dtype.
 
     Raises:
         UserError: If `num_microbatches` or `bucket_bytes` is not positive.

@@ -40,7 +40,7 @@ def defer_gradient_sync(module: nn.Module) -> None:
 
 
 def finish_gradient_sync(module: nn.Module) -> None:
-    """Reduce the gradients accumulated since `defer_gradient_sync` of the module, which stays in effect.
+    """Reduce the gradients accumulated since `defer_gradient_sync` or the last call. The deferral stays in effect.
 
     Collectives are those of FSDP: for each parameter group a reduce-scatter, with replicas also an all-reduce.
     """
@@ -65,7 +65,7 @@ def _fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _finalize_backward(root: FSDPModule) -> None:
-    """Replace `FSDPModule.finalize_backward` in versions of torch without it."""
+    """Do the work of `FSDPModule.finalize_backward`, for versions of torch without it."""
     assert isinstance(root, nn.Module)
     states = [child._get_fsdp_state() for child in root.modules() if isinstance(child, FSDPModule)]
     for state in reversed(states):

@@ -53,15 +53,16 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
     """Allocate a model that was built on `meta` and initialize its values, in place.
 
     Calls `reset_parameters` of every submodule that has it, children before parents. The values are bitwise equal to
-    those of a single process, for every layout and every way of writing. Random numbers that `normal_` or `uniform_`
-    draw into a parameter, as `torch.nn.init` does, are a function of (seed, parameter name, global index). Other random
-    functions use the generators of torch, Python and NumPy, which are seeded for each module.
+    those of a single process, for every layout and whichever operations `reset_parameters` uses. Random numbers that
+    `normal_` or `uniform_` draw into a parameter, as `torch.nn.init` does, are a function of (seed, parameter name,
+    global index). Other random functions use the generators of torch, Python and NumPy, which are seeded for each
+    module.
 
-    A module that only fills whole parameters and scales them computes this rank's shards alone. For any other module
-    (slices, views, indices, `copy_`, `orthogonal_`) `reset_parameters` runs again on full tensors, of which this rank
-    keeps its shards. The affected parameters are full on each rank until the module's `reset_parameters` returns.
+    If `reset_parameters` only fills and scales whole parameters, each rank computes only its own shards. Otherwise
+    (slices, views, indices, `copy_`, `orthogonal_`) `reset_parameters` runs again on full tensors, and each rank keeps
+    its shards. The affected parameters are full on each rank until the module's `reset_parameters` returns.
 
-    Tied parameters stay tied. No collectives, with one exception: if a module changes a part of a parameter that
+    Tied parameters stay tied. No collectives, with one exception: if a module needs the full tensor of a parameter that
     another module has filled, the parameter is all-gathered over its mesh.
 
     Args:
@@ -91,7 +92,7 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
 
 @final
 class _Initializer:
-    """Execution of `reset_parameters`: on shards if that gives the values of a single process, else on full tensors."""
+    """Runner of `reset_parameters`: on shards if that gives the values of a single process, else on full tensors."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
@@ -222,7 +223,7 @@ def _keep_host_generators() -> Generator[None]:
 
 
 def _seed_generators(seed: int) -> None:
-    # Without an accelerator `torch.manual_seed` formats the stack for each absent kind: milliseconds per tensor.
+    # Without an accelerator `torch.manual_seed` formats a stack trace per device type: milliseconds per module.
     seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
     seed_torch(seed)
     random.seed(seed)

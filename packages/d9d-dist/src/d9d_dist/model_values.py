@@ -102,17 +102,18 @@ def place_values(
 ) -> None:
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place. Collective.
 
-    If all ranks run on one Linux host, each rank copies its shards from rank 0's memory. Otherwise, and for tensors of
-    rank 0 that are not contiguous or not on the CPU, rank 0 sends blocks: an all-gather of 16 bytes per tensor, then a
-    scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank if larger. A tensor whose rows
-    are split over all ranks is scattered. Besides its own shards a rank holds one block at a time; whole rows are
-    received in place.
+    If all ranks can read rank 0's memory (on one Linux host), each rank copies its shards from there. Otherwise, and
+    for tensors of rank 0 that are not contiguous or not on the CPU, rank 0 sends blocks. This takes an all-gather of 16
+    bytes per tensor, then a scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank if
+    larger. A tensor whose rows are split over all ranks is scattered. Besides its own shards a rank holds one block at
+    a time; whole rows are received in place.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
         layout: Tensors of the whole model that have values, on `meta`, by canonical name, in the same order on every
             rank. Other tensors of the stages are not initialized.
-        build: Builds the values of these tensors on rank 0, while the ranks allocate; `None` on other ranks.
+        build: Function that returns the values of these tensors, called on rank 0 while the ranks allocate; `None` on
+            other ranks.
         device: Device of the parameters and buffers.
     """
     targets: dict[str, list[_Target]] = {name: [] for name in layout}
@@ -352,7 +353,7 @@ def _check_no_overlap(model: nn.Module) -> None:
 
 
 def _check_no_stale_reference(model: nn.Module, before: Mapping[int, str]) -> None:
-    """Raise `UserError` if a module's attribute or function holds memory of `before`: names by storage address."""
+    """Raise `UserError` if a module's attribute or function holds a storage in `before`: names by storage address."""
     lines = []
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():

@@ -70,7 +70,7 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
 
 @torch.no_grad()
 def onload_tensor(offloaded: Offloaded) -> None:
-    """Restore offloaded tensors on their device: the same objects and storages, with the same bits.
+    """Restore offloaded tensors on their device: the same objects and storages, with bitwise equal values.
 
     No collectives. On an accelerator the copies are asynchronous on the current stream. A second call raises
     `UserError`.

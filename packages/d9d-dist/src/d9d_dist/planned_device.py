@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 RecordBlock = Callable[[], Callable[[int], bool]]
 """Function that a dry run provides to `each_block`. It starts a block and returns a function that ends the block.
 
-The end receives the number of equal blocks that follow. If the block left the live bytes unchanged, the end records the
-block that many times more, and returns True.
+The returned function receives the number of equal blocks that follow. If the block left the number of live bytes
+unchanged, the function records the block that many times more, and returns True.
 """
 
 _PLANS_ACCELERATOR = ContextVar("_PLANS_ACCELERATOR", default=False)
@@ -42,7 +42,7 @@ def each_block(num: int, size: int) -> Iterator[slice]:
     """Yield the slices of `range(num)` in blocks of `size`; the last block may be smaller.
 
     A dry run (`recorded_blocks`) skips repeated blocks: the first block that leaves the number of live bytes unchanged
-    counts for all following blocks of equal size. So the body must run the same operators for every block of `size`.
+    stands for all following blocks of equal size. So the body must run the same operators for every block of `size`.
     """
     record = _RECORD_BLOCK.get()
     start = 0

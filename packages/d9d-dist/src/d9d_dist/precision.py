@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import torch
 
 PrecisionName: TypeAlias = Literal["auto", "parameters", "bfloat16"]
-"""Dtype in which a job computes: that of the parameters, bfloat16, or (auto) bfloat16 on accelerators only."""
+"""Dtype in which a job computes: the parameters' dtype, bfloat16, or (auto) bfloat16 on accelerators only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Precision:
 def precision_of_job(name: PrecisionName, device: "torch.device") -> Precision | None:
     """Return the precision for a name on a device; `None` to compute and reduce in the dtype of the parameters.
 
-    With bfloat16, the parameters, the optimizer state and gradient reductions stay in float32.
+    With bfloat16, parameters and optimizer state keep their dtype, and gradients are reduced in float32.
     """
     import torch  # noqa: PLC0415 - configurations need no torch
 

@@ -1,4 +1,4 @@
-"""Seeding: each rank derives its seed from the job's seed, so dropout differs only where ranks have different data."""
+"""Seeding of each rank from the job's seed, so that dropout differs only if ranks compute different activations."""
 
 import hashlib
 import random

@@ -1,8 +1,8 @@
-"""Part of a `DTensor` that this rank holds: the only module that computes positions from placements.
+"""This rank's part of a `DTensor`. Only this module computes positions from placements.
 
-A rank's part is the product of one list of positions per dim (`local_positions`), computed by torch's own split. With
-FSDP2 and tensor parallelism the positions are consecutive, so the part is a `Region`; a strided split without its outer
-split has gaps. A plain tensor counts as a `DTensor` that every rank holds in full.
+A rank's part is the Cartesian product of one list of positions per dim (`local_positions`), computed by torch's own
+split. With FSDP2 and tensor parallelism the positions are consecutive, so the part is a `Region`; a strided split
+without its outer split has gaps. A plain tensor counts as a `DTensor` that every rank holds in full.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,7 +68,7 @@ class Region:
         return Region(offsets, sizes) if min(sizes, default=1) > 0 else None
 
     def relative_to(self, outer: "Region") -> "Region":
-        """Return the region with offsets relative to those of a region that contains it."""
+        """Return the region with offsets relative to a region that contains it."""
         return Region(
             tuple(offset - first for offset, first in zip(self.offsets, outer.offsets, strict=True)), self.sizes
         )
@@ -158,7 +158,7 @@ def local_positions(tensor: Tensor, name: str = "a tensor", *, coordinate: Seque
 
 
 def local_region(tensor: Tensor, name: str = "a tensor", *, coordinate: Sequence[int] | None = None) -> Region:
-    """Return this rank's region of the full tensor, or that of the rank at a coordinate of the mesh. No collectives.
+    """Return the region of the full tensor that this rank, or the rank at `coordinate`, holds. No collectives.
 
     Raises `UserError`, with `name`, if the positions have gaps, and as `local_positions` does.
     """

@@ -87,7 +87,7 @@ class SplitBackward:
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Enable this split for linear layers and `defer_weight_grad` in the forward of the body, in this thread."""
+        """Make linear layers and `defer_weight_grad` use this split in the body's forward passes, in this thread."""
         token = _active.set(self)
         try:
             with self._linear:

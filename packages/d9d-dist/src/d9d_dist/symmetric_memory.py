@@ -1,4 +1,4 @@
-"""Symmetric memory: buffers of a device that the kernels of all ranks of a group can access, such as over NVLink."""
+"""Symmetric memory: device buffers that the kernels of all ranks of a group can access, e.g. over NVLink."""
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory

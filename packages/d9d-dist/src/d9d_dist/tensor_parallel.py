@@ -185,7 +185,7 @@ def _placements(
 
 
 def _placed(layer: nn.Module, style: TensorStyle) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Yield the parameters that a style splits: the layer's own, and those of children that follow its weight."""
+    """Yield the parameters that a style splits, of the layer itself and of children that follow its weight."""
     split = style.placements()
     places = [(layer, "", split)]
     if WEIGHT in split:

@@ -71,9 +71,9 @@ class TensorRegion(TensorStyle):
     """Entry of a region whose column-parallel layers share one input, such as attention or a gated MLP.
 
     The first positional argument becomes a whole tensor once for all layers; in backward its partial gradients are
-    summed once. Replicated parameters inside the region, such as those of a QK norm, have partial gradients. After the
-    region's row-parallel layer, activations are whole again. If a norm follows that layer in the region, name the norm
-    `Replicated()`, or `SequenceParallel()` if the output is split.
+    summed once. Replicated parameters inside the region, such as a QK norm's, have partial gradients. After the
+    region's row-parallel layer, activations are whole again. If a norm follows that layer in the region, give the norm
+    the style `Replicated()`, or `SequenceParallel()` if the output is split.
 
     Attributes:
         input: Placement of the argument: equal on all ranks (backward all-reduces) or split on a dim (forward
@@ -174,7 +174,7 @@ class VocabParallelEmbedding(TensorStyle):
     Each rank looks up its own ids and returns zeros for all other ids; the ranks' outputs are summed.
 
     Attributes:
-        output: Placement of the output: whole vectors on all ranks, or a part on each (`Shard(1)`: of the sequence).
+        output: Placement of the output: whole on all ranks, or one part per rank (`Shard(1)`: part of the sequence).
     """
 
     output: Placement = REPLICATE
@@ -211,8 +211,8 @@ class VocabParallelEmbedding(TensorStyle):
 class VocabParallelHead(TensorStyle):
     """Language-model head with split rows: weight [vocabulary, D] is `Shard(0)`.
 
-    The head computes its losses by its attribute `token_loss` (`HasTokenLoss`), which works on this rank's logits, so
-    no rank holds all logits. Without labels (`labels=` or the second argument) the logits are all-gathered.
+    The head computes its losses by its attribute `token_loss` (`HasTokenLoss`) from this rank's logits, so no rank
+    holds all logits. Without labels (`labels=` or the second argument) the logits are all-gathered.
 
     Attributes:
         input: Placement of the hidden states: equal on all ranks, or split on a dim.

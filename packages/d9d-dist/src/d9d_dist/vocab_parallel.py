@@ -47,7 +47,8 @@ def embed_vocab_shard(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Call
     """Embed this rank's ids; other ids give zeros. The sum over ranks is the embedding. No collectives.
 
     `ids` are int64 of any shape. `lookup` returns the vectors [..., D] of local ids: below `num_rows`, counted from
-    this rank's first row. An id of at least V raises `UserError` on the CPU; on an accelerator the device raises later.
+    this rank's first row. An id outside of [0, V) raises `UserError` on the CPU; on an accelerator the device raises
+    later.
     """
     check_token_ids(ids, mesh.size() * num_rows, what="token ids")
     local_ids, is_here = _local_ids(ids, num_rows, mesh)

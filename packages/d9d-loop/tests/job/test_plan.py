@@ -365,7 +365,8 @@ def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_pa
     (tmp_path / "weights").rename(tmp_path / "away")
     with pytest.raises(UserError, match=r"initial_weights = .*weights contains no model"):
         plan_job(config, model=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
-    with pytest.raises(UserError, match=r"different model:\n  the model trains weight, the checkpoint does not\n"):
+    message = r"different model:\n  the model has the trainable weight, the checkpoint does not\n"
+    with pytest.raises(UserError, match=message):
         plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 

@@ -1,4 +1,4 @@
-"""Area under the ROC curve in bounded memory, with an error bound; exact while the samples fit in memory."""
+"""Area under the ROC curve in bounded memory, with an error bound; exact for up to a given number of samples."""
 
 from typing import final
 
@@ -11,7 +11,7 @@ from d9d_metrics.metric import Metric
 
 @final
 class BinaryAUROC(Metric):
-    r"""Probability that a positive sample has a larger score than a negative one; a tie counts one half.
+    r"""AUROC: probability that a positive sample has a larger score than a negative one; a tie counts one half.
 
     With the counts $p_b, n_b$ of positive and negative scores in bin $b$, and their totals $P, N$,
 
@@ -91,7 +91,7 @@ def _num_kept(samples: Tensor) -> Tensor:
 
 
 def _num_ordered_pairs(above: Tensor, below: Tensor) -> Tensor:
-    """Return the number of pairs with above > below, counting ties one half; NaNs are ignored."""
+    """Return the number of pairs with above > below, where each tie counts one half; NaNs are ignored."""
     # NaNs become +inf and sort last. The minimum below excludes them from the ties of a score of +inf.
     ordered = below.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).sort().values
     smaller = torch.searchsorted(ordered, above, right=False)

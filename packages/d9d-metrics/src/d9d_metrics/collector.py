@@ -29,9 +29,10 @@ class MetricCollector:
 
     Args:
         metrics: Metrics by name, as for `sync_metrics`. Each collection resets them.
-        over: Process group to reduce over (flatten a mesh to one axis); `None` for this process alone.
-        deliver: Called with a step and its values in the background thread, e.g. the `log` of a tracker. The next
-            `collect`, `flush` or `close` of this rank raises its exceptions. A `BackgroundTracker` raises none.
+        over: Process group to reduce over (flatten a mesh to one axis); `None` for only this process.
+        deliver: Function called with a step and its values in the background thread, e.g. the `log` of a tracker. The
+            next `collect`, `flush` or `close` of this rank raises its exception. `BackgroundTracker.log` does not raise
+            the tracker's errors.
         device: Device of the metrics and of the values passed to `collect`; by default the metrics' device.
         max_lag: Largest number of undelivered collections.
     """
@@ -136,7 +137,7 @@ class MetricCollector:
 @final
 @dataclass(frozen=True, slots=True)
 class _Collection:
-    """Collection in progress: metrics in reduction, and values that are still on the device."""
+    """Collection in progress: metrics that are being reduced, and values that may still be on the device."""
 
     step: int
     values: dict[str, Tensor | float]

@@ -46,7 +46,7 @@ Score: TypeAlias = Callable[[ConfusionCounts], Tensor]
 
 
 def accuracy(average: Average = "micro") -> Score:
-    """Return a score of the accuracy: (TP + TN) / all samples, for each class or label.
+    """Return a `Score` that computes the accuracy: (TP + TN) / all samples, for each class or label.
 
     If classes are exclusive, the accuracy of a class is TP / (TP + FN), the fraction of its samples that were predicted
     correctly. Then `"micro"` is the fraction of all samples. `"macro"` is the balanced accuracy: the mean over classes
@@ -65,7 +65,7 @@ def accuracy(average: Average = "micro") -> Score:
 
 
 def precision(average: Average = "micro") -> Score:
-    """Return a score of the precision: TP / (TP + FP)."""
+    """Return a `Score` that computes the precision: TP / (TP + FP)."""
 
     def score(counts: ConfusionCounts) -> Tensor:
         return _average(counts.true_positive, counts.true_positive + counts.false_positive, counts, average)
@@ -74,7 +74,7 @@ def precision(average: Average = "micro") -> Score:
 
 
 def recall(average: Average = "micro") -> Score:
-    """Return a score of the recall: TP / (TP + FN)."""
+    """Return a `Score` that computes the recall: TP / (TP + FN)."""
 
     def score(counts: ConfusionCounts) -> Tensor:
         return _average(counts.true_positive, counts.support, counts, average)
@@ -83,7 +83,7 @@ def recall(average: Average = "micro") -> Score:
 
 
 def f_beta(beta: float = 1.0, average: Average = "micro") -> Score:
-    """Return a score of F-beta, the weighted harmonic mean of precision and recall.
+    """Return a `Score` that computes F-beta, the weighted harmonic mean of precision and recall.
 
     F-beta is (1 + b^2) TP / ((1 + b^2) TP + b^2 FN + FP), where b = beta is the weight of recall.
     """

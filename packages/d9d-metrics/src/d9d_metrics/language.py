@@ -31,7 +31,7 @@ class BitsPerByte(_MeanCrossEntropy):
     """
 
     def update(self, nats: Tensor | float, num_bytes: Tensor | float) -> None:
-        """Add the summed cross-entropies of tokens, in nats, and their UTF-8 bytes; numbers or scalar tensors."""
+        """Add the sum of tokens' cross-entropies in nats, and the number of UTF-8 bytes; numbers or scalar tensors."""
         self._mean.update(nats, num_bytes)
 
     def compute(self) -> Tensor:
@@ -48,7 +48,7 @@ class Perplexity(_MeanCrossEntropy):
     """
 
     def update(self, nats: Tensor | float, num_tokens: Tensor | float) -> None:
-        """Add the losses and token count of a batch; `nats` as in `BitsPerByte`."""
+        """Add the sum of tokens' cross-entropies in nats, and the number of tokens; numbers or scalar tensors."""
         self._mean.update(nats, num_tokens)
 
     def compute(self) -> Tensor:

@@ -112,7 +112,7 @@ def _smoothed(curve: _Curve) -> _Curve:
 
 
 def _is_noisy(curve: _Curve, smoothed: _Curve) -> bool:
-    """Return True if smoothing removes more than half of the curve's total variation; False for schedules."""
+    """Return True if smoothing removes more than half of the curve's total variation. Schedules are not noisy."""
     return _variation(curve.values) > 2 * _variation(smoothed.values)
 
 

@@ -1,4 +1,4 @@
-"""Measurement of step durations, and of their data loading and communication, on the host and on the device."""
+"""Measurement of step durations and of the time spent in data loading and communication, on host and device."""
 
 import time
 from collections import deque

@@ -39,7 +39,7 @@ def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | Non
     Args:
         metrics: Metrics by name, on the device of the group's backend. Every rank passes the same names and types;
             their order may differ.
-        over: Process group or mesh to reduce over; `None` for this process alone.
+        over: Process group or mesh to reduce over; `None` for only this process.
 
     Returns:
         Copies of the metrics with the reduced state, equal on every rank, in the order of `metrics`.
@@ -172,7 +172,8 @@ class _AllReduce:
     """All-reduce (sum) over one group. A message has sums, halves of counts, and one row per rank of the other values.
 
     Each rank fills only its own row, so the sum of the rows over ranks is an all-gather. `before` is the state of this
-    rank, `after` the reduced state. All buffers but the message are allocated once: on CPU allocations dominate.
+    rank, `after` the reduced state. All buffers except the message are allocated once: on the CPU, allocations would
+    take most of the time.
     """
 
     def __init__(self, shapes: _Shapes, group: ProcessGroup | None, device: torch.device) -> None:

@@ -34,9 +34,10 @@ def add_carried_files(
 ) -> dict[str, JsonValue | bytes]:
     """Return the small files of a source folder merged with `own`, the exporter's files, which take precedence.
 
-    Exception: if both `config.json` files have the same `model_type`, entries that only the source has are kept, and
-    `dtype` becomes that of the exported tensors. Raises `UserError` if the source is unreadable or its `config.json` is
-    not an object.
+    Exception: `config.json` is merged if `own` has none, or one with the same `model_type`. Entries that only the
+    source has are kept, except `auto_map` and `quantization_config` if `own` has a `config.json`. `dtype` becomes the
+    main dtype of the exported tensors. Raises `UserError` if the source is unreadable or its `config.json` is not an
+    object.
     """
     try:
         carried = _read(source)

@@ -72,7 +72,7 @@ class Export:
     def commit(self, texts: Mapping[str, bytes]) -> None:
         """Write the extra files and the index, fsync everything, and rename the folder. Collective.
 
-        Raises `StateError` on every rank if any rank failed; an earlier export at the target then stays unchanged.
+        Raises `StateError` on every rank if any rank failed. In this case an earlier export at the target is unchanged.
         """
         self.attempt(self._close)
         self._abandon()
@@ -152,7 +152,7 @@ def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes
 
 
 def refuse_foreign(target: Path, own: Iterable[str]) -> None:
-    """Raise a `UserError` that lists the files in `target` that do not belong to an earlier export."""
+    """Raise `UserError` if `target` holds files that do not belong to an earlier export; the error lists them."""
     known = set(own)
     for folder in (target, partial_of(target)):
         if not folder.exists():

@@ -16,7 +16,7 @@ from d9d_state.tensor_info import TensorInfo
 class Offer:
     """Tensors that one rank can write.
 
-    `part` identifies a set of ranks that can write the same tensors: those of one pipeline stage, or a single rank.
+    `part` identifies a set of ranks that can write the same tensors: the ranks of a pipeline stage, or a single rank.
     """
 
     part: int

@@ -1,8 +1,8 @@
-"""All writes of this package, in one module so that tests can kill the process at each of them.
+"""File operations of checkpoints and exports: write with fsync, replace, rename and delete.
 
-For paths in an object store, `make_folder` and `fsync_folder` do nothing.
-Only `rename`, `exchange` and `replace_file` are atomic; callers combine these functions into commits. Tests replace and
-count the direct calls of `os`.
+Only `rename`, `exchange` and `replace_file` are atomic; callers combine these functions into commits. For paths in an
+object store, `make_folder` and `fsync_folder` do nothing. The functions call `os` directly, not `pathlib`, so that
+tests can intercept each call to fail it or to kill the process.
 """
 
 import ctypes
@@ -63,9 +63,9 @@ def replace_file(path: AnyPath, data: bytes) -> PartRecord:
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """Create a file of a size, or resize it, and return its bytes as a shared mapping: writes change the file.
+    """Create a file of `size` bytes, or resize it; return its bytes as a shared mapping: writes change the file.
 
-    The space is allocated here: a write to a mapping on a full disk would end the process.
+    The space is allocated here, because a write to a mapping on a full disk would end the process.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -117,8 +117,8 @@ def rename(src: Path, dst: Path) -> None:
 def exchange(one: Path, other: Path) -> None:
     """Swap two folders of one file system atomically, so that both names exist at every moment.
 
-    Without `renameat2`, three renames are used, which are not atomic: a kill between the renames leaves the replaced
-    folder as `<name>.old`.
+    Without `renameat2`, three renames are used, which are not atomic: if the process is killed between them, the
+    replaced folder is left as `<name>.old`.
     """
     exchanged = _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     if exchanged != 0:

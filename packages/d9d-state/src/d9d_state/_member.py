@@ -20,7 +20,7 @@ _KINDS = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a 
 def open_member(folder: Path, name: str) -> int:
     """Open a regular file directly inside a folder for reading; return its descriptor, which the caller closes.
 
-    Symlinks are refused, except those of the Hugging Face cache: from `snapshots/<revision>/` to `blobs/` beside it.
+    Symlinks are refused, except in the Hugging Face cache, from `snapshots/<revision>/` to `blobs/` beside `snapshots`.
     Raises `UserError`, or `StateError` at a process or system limit such as open files.
     """
     if not is_plain(name):
@@ -110,7 +110,7 @@ def as_folder(folder: str | AnyPath) -> AnyPath:
 
 
 def as_local(path: AnyPath) -> Path:
-    """Return a path of the file system; raise `UserError` for one in an object store."""
+    """Return a path in the file system; raise `UserError` for a path in an object store."""
     if isinstance(path, ObjectPath):
         raise UserError(
             f"{path} is in an object store; expected a local folder. Use `root`, or copy the folder to a disk."

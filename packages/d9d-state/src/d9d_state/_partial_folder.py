@@ -26,8 +26,8 @@ def make_partial(
 ) -> None:
     """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective.
 
-    An object store needs no partial folder. The files of a killed save stay there, and the new save continues from
-    them.
+    An object store needs no partial folder. The files of a killed save stay in the store, and the new save continues
+    from them.
     """
     partial, problem = partial_path(target), None
     if isinstance(partial, ObjectPath):

@@ -84,7 +84,7 @@ class S3Object:
                     parts = self._listed("Parts", "list_parts", "PartNumberMarker", Key=self.key, UploadId=upload_id)
                     return upload_id, {each["PartNumber"]: each["ETag"] for each in parts}
         except PermissionError as error:
-            _LOGGER.warning("%s: uploads cannot be listed, so a cut one is not continued: %s", self.key, error)
+            _LOGGER.warning("%s: uploads cannot be listed, so no interrupted upload is continued: %s", self.key, error)
         return str(self._call("create_multipart_upload", Key=self.key)["UploadId"]), {}
 
     def _listed(self, result: str, method: str, *markers: str, **arguments: Any) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def locked_folder(
     Args:
         folder: The folder, on a file system that all hosts mount.
         ctx: Distributed context; `None` for a single process.
-        run_id: Id of the run, shown to a job that finds the folder locked; only that of the main process counts.
+        run_id: Id of the run, shown to a job that finds the folder locked; only the main process's value is used.
 
     Raises:
         UserError: On every rank, if another job holds the lock; the message names the job's host and process. Also if

@@ -32,14 +32,15 @@ def load_model_state(
 
     The files' headers are checked against mapper and model before any value is written. Then each rank reads the bytes
     of its own shards directly into the parameters, and opens only the files that contain them. Operations that compute
-    (`cast`, `transform`) need temporary memory for the required part of their group. No collectives.
+    (`transform`, `dequantize`) need temporary memory for the required regions, or for the full tensors of their group
+    if a function is not elementwise. No collectives.
 
     For a pipeline stage, only the mapper's groups that fill the module are used. A tied parameter needs only one of its
     names in the files; of several, the first that the mapper produces is loaded.
 
     Args:
         model: Materialized module on any device, with plain tensors or `DTensor`s. Values are converted between
-            floating-point dtypes.
+            floating-point dtypes, except from float8.
         folder: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists. It
             may be a URL of an object store, such as `s3://bucket/model`; each rank requests the ranges of its shards.
         mapper: Maps names and shapes on disk to those of the whole model; `None` if they are equal.

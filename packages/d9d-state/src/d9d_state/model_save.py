@@ -49,8 +49,8 @@ def save_model_state(
         extra_files: JSON files to write beside the weights, by name: `{"config.json": {...}}`.
         source: Folder of the original weights; only the main process reads it. Its small files, such as tokenizer and
             generation config, are copied unless `extra_files` has the name. A `config.json` with the same `model_type`
-            is merged: entries missing from `extra_files` are kept, and `dtype` becomes the exported one. Source code,
-            the config entry `auto_map`, adapters and files above 256 MiB are not copied.
+            is merged: entries missing from `extra_files` are kept, except `auto_map` and `quantization_config`, and
+            `dtype` becomes the exported dtype. Source code, adapters and files above 256 MiB are not copied.
         progress: Show a progress bar on each rank if standard error is a terminal.
 
     Raises:

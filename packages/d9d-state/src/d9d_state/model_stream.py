@@ -49,13 +49,13 @@ def gathered_weights(
     check_complete(mapper, parts)
     mine, tensors = part_of(parts, ctx), module_tensors(model)
     for group in groups_of(mapper, mine):
-        with torch.no_grad():  # not as a decorator, which would keep the last tensor
+        with torch.no_grad():  # not as a decorator, which would keep the last tensor alive
             outputs = mapper.apply({name: gather_in_blocks(tensors[name]) for name in group.inputs})
         while outputs:
             name, tensor = outputs.popitem()
             if name in mine.tensors:
                 yield name, tensor
-            del tensor  # this view may keep the group in memory while the next one is gathered
+            del tensor  # this view may keep the group in memory while the next group is gathered
 
 
 def weight_shards(model: nn.Module, load_mapper: StateMapper | None = None) -> Iterator[tuple[str, Tensor, Region]]:
@@ -92,7 +92,7 @@ def _shards_of_group(
     seen: set[tuple[str, Region]] = set()
     for name, tensor in tensors.items():
         local = local_tensor(tensor).detach()
-        # Loading into `meta` computes which views of the parameter's memory would be read from which regions.
+        # Load into a `meta` tensor to record which view of the parameter's memory each region on disk fills.
         memory = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
         recorder = _Reads(infos)
         mapper.fill({name: Destination(local_region(tensor, name), memory)}, recorder)
@@ -100,7 +100,7 @@ def _shards_of_group(
             if target.untyped_storage()._cdata != memory.untyped_storage()._cdata:
                 raise UserError(
                     f"{source} is computed from {name} by the state mapper; expected an operation that only moves "
-                    "values. Use weights() without shards."
+                    "values. Use weights() without shards, or gathered_weights()."
                 )
             if (source, region) not in seen:
                 seen.add((source, region))

@@ -35,7 +35,8 @@ class RegionReader:
     def __init__(self, folder: ModelFolder, *, pool: Executor | None = None) -> None:
         """Create the reader; files are opened at their first read.
 
-        The threads of `pool` read the blocks of a large region in parallel. A read from one of them could deadlock.
+        The threads of `pool` read the blocks of a large region in parallel. Calling `read_into` in one of these threads
+        could deadlock.
         """
         self._folder = folder
         self._pool = pool

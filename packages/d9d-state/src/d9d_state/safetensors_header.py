@@ -2,8 +2,8 @@
 
 A file consists of an 8-byte little-endian header length, a JSON header and the tensors' bytes
 (https://github.com/safetensors/safetensors#format). The library refuses overlapping or non-contiguous byte ranges.
-However, it accepts repeated names and any number of dims, and may need 20 times a hostile header's size in memory. So a
-scan without allocations comes first.
+However, it accepts repeated names and any number of dims, and may need 20 times a hostile header's size in memory. So
+this module first scans the header without allocations.
 """
 
 import re

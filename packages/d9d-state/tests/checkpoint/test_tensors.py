@@ -137,7 +137,10 @@ def test_trainable_only_omits_frozen_parameters_but_not_buffers(tmp_path: Path) 
         check_same_model(info, model)
     model.scale.requires_grad_(False)
     model.frozen.requires_grad_(True)
-    message = r"the model trains frozen, the checkpoint does not\n  the checkpoint trains scale, the model does not\n"
+    message = (
+        r"the model has the trainable frozen, the checkpoint does not\n"
+        r"  the checkpoint has the trainable scale, the model does not\n"
+    )
     with pytest.raises(UserError, match=message):
         check_same_model(info, model, trainable_only=True)
 

@@ -272,7 +272,7 @@ def test_float8_values_without_their_scales_are_refused(tmp_path: Path) -> None:
         (
             Fp8Blocks((4, 4)),
             {"w": ((8, 8), torch.float8_e4m3fn), "w_scale_inv": ((2, 3), torch.float32)},
-            r"\[2, 3\] float32; expected .* per block of 4 x 4: \[2, 2\]",
+            r"\[2, 3\] float32; expected .* scales of shape \[2, 2\], one per block of 4 x 4",
         ),
         (
             Fp8Blocks((4, 4)),
@@ -287,7 +287,7 @@ def test_float8_values_without_their_scales_are_refused(tmp_path: Path) -> None:
         (
             Int4Groups(32),
             {"w_packed": ((4, 8), torch.int32), "w_scale": ((4, 4), torch.bfloat16), "w_shape": ((2,), torch.int64)},
-            r"expected int32, one floating-point scale per 32 numbers: \[4, 2\]",
+            r"expected packed int32 weights, floating-point scales of shape \[4, 2\] \(one per 32 numbers\)",
         ),
     ],
 )

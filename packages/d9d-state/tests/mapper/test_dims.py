@@ -52,5 +52,6 @@ def test_common_dtype() -> None:
     assert common(torch.bfloat16, torch.bfloat16) is torch.bfloat16
     assert common(torch.bfloat16, torch.float16) is torch.cat([torch.ones(1).bfloat16(), torch.ones(1).half()]).dtype
     assert common(torch.int64, torch.float16) is torch.float16
-    with pytest.raises(ValueError, match=r"got float8_e4m3fn and float32; expected one dtype\. cast\(\) them first"):
+    message = r"got float8_e4m3fn and float32, which torch cannot promote to a common dtype; cast\(\) the inputs first"
+    with pytest.raises(ValueError, match=message):
         common(torch.float8_e4m3fn, torch.float32)

@@ -38,10 +38,9 @@ class Attention(Protocol):
 
 @runtime_checkable
 class DeclaresStandardSdpa(Protocol):
-    """`Attention` with a flag that allows other kernels to replace it.
+    """`Attention` with a flag `is_standard_sdpa`, which is True if it computes the same as `sdpa_attention`.
 
-    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention`. Other kernels may then replace the
-    function.
+    Other kernels may replace such a function.
     """
 
     @property
@@ -64,7 +63,7 @@ class AttentionOfHeads(Protocol):
     """`Attention` with parameters per query head, such as sinks."""
 
     def of_heads(self, heads: slice) -> Attention:
-        """Return the attention of some query heads. `AllToAllAttention` calls it for this rank's heads."""
+        """Return the attention function for some query heads. `AllToAllAttention` calls it for this rank's heads."""
         ...
 
 
@@ -77,8 +76,8 @@ def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_
     """Compute `Attention` by `torch.nn.functional.scaled_dot_product_attention`. No collectives.
 
     For L = S without documents, this is one causal call without a mask tensor. For L < S, two blocks of torch's flash
-    kernel are merged. A mask [L, S] is built only for inputs that the flash kernel does not support: packed documents,
-    and on accelerators dtypes other than bfloat16 and float16.
+    kernel are merged. A mask tensor is built only for packed documents, and for L < S if the flash kernel does not
+    support the dtype or head dim.
     """
     length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)

@@ -44,8 +44,8 @@ class BlockKernel(Protocol):
         """Compute attention to the keys of a block.
 
         Returns:
-            The output [B, H, L, K], and the log-sum-exp [B, H, L] of the scaled scores, at least float32. A query that
-            sees no key has output 0 and log-sum-exp -inf.
+            The output [B, H, L, K], and the log-sum-exp [B, H, L] of the scaled scores, in at least float32. A query
+            that sees no key has output 0 and log-sum-exp -inf.
         """
         ...
 

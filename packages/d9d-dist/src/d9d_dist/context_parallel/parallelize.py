@@ -54,8 +54,8 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
         mesh: One-axis mesh whose ranks share each sequence (`ContextSplit`), e.g. `ctx.mesh_for("batch")["cp"]`.
         method: `"all_gather"` supports any causal function and any number of heads. `"all_to_all"` supports any
             function and sends less data if there are few query heads per key/value head. `"ring"` never holds a full
-            sequence. Its own kernels replace `sdpa_attention`, or a function that is marked as equivalent
-            (`DeclaresStandardSdpa`).
+            sequence. It uses its own kernels, so the function must be `sdpa_attention` or declare that it computes the
+            same (`DeclaresStandardSdpa`).
 
     Raises:
         UserError: If the mesh does not have exactly one axis, the function is already context parallel, or the method
@@ -96,11 +96,11 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     """Split the positions of every row over the ranks of a mesh axis, in place; see `context_parallel_attention`.
 
     Replaces the attention function of every `HasAttention` submodule, and sets the mesh of every `HasContextMesh`
-    submodule. All other modules act on single positions and are not changed. Split batches by `ContextSplit.split`; for
-    batches without position ids use `ContextSplit.positions`. Ranks compute different tokens with equal parameters, so
-    gradients must be summed over this axis too: use `dp_cp_shard` and `cp_replicate` of the dense mesh for data
-    parallelism. Call this function before compiling. The mesh has one axis, e.g. `ctx.mesh_for("batch")["cp"]`; if it
-    has one rank, nothing is changed.
+    submodule. All other modules must act on single positions; they are not changed. Split batches by
+    `ContextSplit.split`; for batches without position ids use `ContextSplit.positions`. Ranks compute different tokens
+    with equal parameters, so gradients must be summed over this axis too: use `dp_cp_shard` and `cp_replicate` of the
+    dense mesh for data parallelism. Call this function before compiling. The mesh has one axis, e.g.
+    `ctx.mesh_for("batch")["cp"]`; if it has one rank, nothing is changed.
 
     Raises:
         UserError: If no submodule is a `HasAttention` or `HasContextMesh`, or one is already context parallel or has a

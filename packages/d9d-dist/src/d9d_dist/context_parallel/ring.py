@@ -20,7 +20,7 @@ from d9d_dist.differentiable import gather_from_axis
 
 @final
 class RingAttention:
-    """Ring Attention, arXiv:2310.01889: keys and values travel around the ranks, which merge blocks for their queries.
+    """Ring Attention, arXiv:2310.01889: ranks pass on keys and values, and merge the blocks of their own queries.
 
     The paper splits rows into consecutive parts. With the chunks of `ContextSplit` every step after the first computes
     half a block without a mask, so all ranks have equal work.

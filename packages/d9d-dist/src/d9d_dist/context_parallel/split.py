@@ -43,7 +43,7 @@ class ContextSplit:
 
         Raises:
             UserError: If a tensor lacks the dim, or the size of the dim is not a multiple of 2R; the message has the
-                path.
+                tensor's path in the tree.
         """
         if self._mesh.size() == 1:
             return tree
@@ -66,7 +66,8 @@ class ContextSplit:
             gradient: `"equal"` or `"partial"`, as above.
 
         Raises:
-            UserError: If a tensor lacks the dim, or the size of the dim is odd; the message has the path.
+            UserError: If a tensor lacks the dim, or the size of the dim is odd; the message has the tensor's path in
+                the tree.
         """
         if self._mesh.size() == 1:
             return tree

@@ -32,7 +32,7 @@ class Operators:
 
     Attributes:
         details: Log entries of operators and host waits, by their index in the log.
-        answers: Functions that return the values that the host reads for a tensor shape, by the name of the calling
+        answers: Functions from the shape of a read tensor to the values that the host reads, by the name of the reading
             function.
     """
 
@@ -90,7 +90,7 @@ class Operators:
             self.details[index] = DeviceEntry("collective", 0, name, num_bytes, 0, num_ranks, _stack(), shapes)
 
     def host_wait(self, reason: str, read: Tensor | None) -> None:
-        """Record a host wait. If the host reads values, `read` receives those set by `answer`; otherwise it stays 0."""
+        """Record a host wait. If the host reads into `read`, fill it with the values that `answer` set, if any."""
         index = self._extension.put_host_wait()
         stack = _stack() if index >= 0 or (read is not None and self.answers) else ()
         if index >= 0:
@@ -134,7 +134,7 @@ class Operators:
         outputs = mirror.to_device(result)
         if not operator.is_view and not name.startswith(_NOT_COMPUTING):
             count = flop_registry.get(operator.overloadpacket)
-            # On meta: for sequences of several lengths, torch would read the lengths from the device.
+            # Count on the meta arguments: given device tensors, torch would read sequence lengths from the device.
             flops = 0 if count is None else int(count(*arguments, **keywords, out_val=result))
             known = {id(tensor): tensor for tensor in (*inputs, *_tensors(outputs))}
             self.put(name, flops, sum(map(_num_bytes, known.values())), inputs)

@@ -16,11 +16,11 @@ EntryKind = Literal[
     "host wait",
     "collective",
 ]
-"""EntryKind of an entry. `copy in` is from the host, `copy out` to the host, `copy` within the device."""
+"""Kind of an entry. `copy in` is from the host, `copy out` to the host, `copy` within the device."""
 
 KINDS: tuple[EntryKind, ...] = get_args(
     EntryKind
-)  # in the order of the enum `Kind` in _fake_device.cpp; "collective" is Python's
+)  # in the order of the enum `Kind` in _fake_device.cpp; "collective" exists only in Python
 
 
 @dataclass(frozen=True, slots=True)

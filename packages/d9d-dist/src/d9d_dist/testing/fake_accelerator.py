@@ -85,7 +85,7 @@ class FakeAccelerator:
 
         Args:
             function: Name of the function that reads the values, such as "counts_on_host".
-            values: Returns the values for the shape of the read tensor.
+            values: Function that returns the values for the shape of the read tensor.
         """
         self._operators.answers[function] = values
 

@@ -13,7 +13,7 @@ class KeepFloat64(TorchDispatchMode):
     """Context in which a conversion from float64 to float32 keeps float64, in forward and backward.
 
     Many models convert to float32 in norms, routers and softmax. In float64 the conversion would lose precision, so
-    a comparison could not be tighter than 1e-7. Conversions from integers, as of positions, are not changed.
+    a comparison could not be tighter than 1e-7. Conversions from integers, such as positions, are not changed.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -26,6 +26,6 @@ class KeepFloat64(TorchDispatchMode):
 
 
 def in_float64(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the output of a float64 copy of a reference model, under `KeepFloat64`, without gradient."""
+    """Return the output of a float64 copy of a reference model, under `KeepFloat64`, without gradients."""
     with torch.no_grad(), KeepFloat64():
         return copy.deepcopy(model).double()(*args, **kwargs)

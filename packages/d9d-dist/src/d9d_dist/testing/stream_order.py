@@ -1,4 +1,4 @@
-"""Order of a log on the device: which operation must be complete before another can start."""
+"""Partial order of logged device operations: which operation must be complete before another one can start."""
 
 from typing import final
 

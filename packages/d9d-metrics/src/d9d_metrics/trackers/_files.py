@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically and durably: after a kill, the path has either the old content or the new one."""
+    """Replace a file atomically and durably: if the process is killed, the file has the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Queues of tracker entries between the thread of the run and the thread of a tracker, and the in-memory queue."""
+"""Queue of tracker entries from the run's thread to a tracker's thread (`Outbox`), and an in-memory implementation."""
 
 import threading
 from collections import deque
@@ -40,7 +40,7 @@ Entry: TypeAlias = StepValues | RunConfig | Rollback | Flush
 
 
 class Outbox(Protocol):
-    """Queue from the run's thread to a tracker's thread. Only `put` is called during steps, and it never blocks."""
+    """Queue from the run's thread to a tracker's thread. Steps call only `put`, which never blocks."""
 
     def put(self, entry: Entry) -> None:
         """Append an entry, or drop and count it if the outbox is full."""
@@ -59,7 +59,7 @@ class Outbox(Protocol):
         ...
 
     def failed(self) -> None:
-        """Return to the oldest entry that the outbox still holds, after the tracker was closed on an error."""
+        """Make `head` return the oldest entry that the outbox holds, after the tracker was closed on an error."""
         ...
 
     def flush(self, seconds: float) -> bool:
@@ -79,7 +79,7 @@ class Outbox(Protocol):
         ...
 
     def close(self) -> None:
-        """Accept no more entries; `head` returns `None` after the last one."""
+        """Accept no more entries; `head` returns `None` after the last entry."""
         ...
 
     def describe_rest(self) -> str:
@@ -92,7 +92,7 @@ class Inbox:
     """Queue from the run's thread to a background thread, which polls it every 50 ms.
 
     Waking a thread would take longer than everything else that the run's thread does per entry. Rollbacks and flushes
-    do not count towards the capacity.
+    are appended even if the queue is full.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -42,7 +42,7 @@ class Spool:
         self._file, self._size = _open_complete_lines(self._path)
         self._offset_file = os.open(folder / "delivered", os.O_RDWR | os.O_CREAT, 0o666)
         offset = os.pread(self._offset_file, _OFFSET_DIGITS, 0)
-        # A kill between the truncation of the file and the update of `delivered` leaves an offset that is too large.
+        # The offset is too large if the process was killed between truncating the file and updating `delivered`.
         self._delivered = int(offset) if offset.isdigit() and int(offset) <= self._size else 0
         self._head = self._delivered  # offset of the next entry to deliver; at least `_delivered`
         sync(folder)
@@ -97,7 +97,8 @@ class Spool:
         with self._changed:
             waiting = self._path.read_bytes()[self._delivered :].splitlines(keepends=True)
             kept = [line for line in waiting if not _is_after(step, _decoded(line))]
-            # Reset the offset before the file: a kill in between repeats entries, whereas the reverse order loses some.
+            # Reset the offset before replacing the file. If the process is killed in between, entries are delivered
+            # twice; in the reverse order, entries would be lost.
             self._head = self._delivered = 0
             self._write_offset()
             replace_file(self._path, b"".join(kept))

@@ -32,8 +32,8 @@ class BackgroundTracker:
     `resume` logs them again.
 
     After an exception the tracker is closed, opened again after a delay, resumed from its last step, and given the
-    failed entry again. Only a `UserError` is not retried: `resume` raises an error of opening the tracker, and an entry
-    that causes a later error is dropped with a warning.
+    failed entry again. Only a `UserError` is not retried: if opening the tracker raises one, so does `resume`; if an
+    entry causes one, the entry is dropped with a warning.
 
     Args:
         open_tracker: Creates the tracker; called in the background thread, and again after each exception.
@@ -131,7 +131,7 @@ class BackgroundTracker:
     def close(self) -> None:
         """Wait up to `close_seconds` for the tracker; undelivered values stay in the spool.
 
-        A tracker that fails gets one more attempt after the call.
+        A failing tracker gets one more attempt.
         """
         self._outbox.close()
         self._closing.set()

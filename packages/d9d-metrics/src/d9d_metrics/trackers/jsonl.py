@@ -28,11 +28,11 @@ class JsonlTracker:
     `log` writes `{"step": 10, "time": 1767225600.0, "loss": 2.5}`, with the time in seconds since 1970. `log_config`
     writes `{"time": 1767225600.0, "config": {...}}`.
 
-    NaN and infinities are the strings `"nan"`, `"inf"` and `"-inf"`, which `read_metrics`, Python's `float` and pandas'
-    `to_numeric` parse. A histogram is `{"histogram": {...}}` and text is `{"text": ...}`. An image is saved as a PNG
-    file in a folder beside this file, with its path as `{"picture": ...}`.
+    NaN and infinities become the strings `"nan"`, `"inf"` and `"-inf"`, which `read_metrics`, Python's `float` and
+    pandas' `to_numeric` parse. A histogram becomes `{"histogram": {...}}`, and text `{"text": ...}`. An image is saved
+    as a PNG file in a folder beside this file, and its path is logged as `{"picture": ...}`.
 
-    Each line is one unbuffered write, so logged lines survive a kill of the process.
+    Each line is one unbuffered write, so logged lines are kept if the process is killed.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:

@@ -32,8 +32,8 @@ def redact_secrets(
 
     A value is a secret in one of three cases. Its name suggests a secret (`password`, `api_key`, `hubToken`, ...). The
     value has the format of a secret: a password in a URL, an access token of a known service, a private key. Or an
-    environment variable with a secret's name has the same value; `environment` defaults to that of this process. Other
-    secrets are not detected, so keep secrets in environment variables.
+    environment variable with a secret's name has the same value; `environment` defaults to this process's environment.
+    Other secrets are not detected, so keep secrets in environment variables.
     """
     variables = os.environ if environment is None else environment
     known = [value for name, value in variables.items() if _names_secret(name) and len(value) >= _MIN_SECRET_LENGTH]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class TensorBoardTracker:
-    """Tracker that writes event files to a folder. A resumed run writes a new file, which hides the repeated steps."""
+    """Tracker that writes event files to a folder. After a resume, TensorBoard discards old values of later steps."""
 
     def __init__(self, folder: Path) -> None:
         """Set the folder of the event files of this run; no file is opened yet."""

@@ -60,7 +60,10 @@ def newest_first(
 def delete_old(
     folder: AnyPath, retention: Retention, *, run_id: str, saved_step: int, damaged: Collection[AnyPath]
 ) -> None:
-    """Delete the checkpoints that `retention` does not keep, never the one just saved; only log deletion errors."""
+    """Delete the checkpoints that `retention` does not keep, but never the checkpoint of `saved_step`.
+
+    Errors are only logged.
+    """
     try:
         found = [info for info in newest_first(folder, only_run=run_id) if info.root not in damaged]
     except (OSError, UnreadableError) as error:

@@ -13,7 +13,7 @@ from d9d_state.errors import StateError, describe
 
 @final
 class RunId:
-    """Id of a store's run: the given one, that of the newest checkpoint, that of the folder's file, or a new one."""
+    """Id of a store's run: the given id, else the newest checkpoint's, else from the `run_id` file, else a new id."""
 
     def __init__(self, root: AnyPath, given: str | None) -> None:
         self.given = given

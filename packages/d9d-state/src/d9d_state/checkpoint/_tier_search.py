@@ -195,9 +195,10 @@ class TierReader:
         return found
 
     def _verified(self, found: TierStep) -> dict[int, int] | None:
-        """Choose a host for each part and verify all digests there; return the hosts, or `None` if a part is damaged.
+        """Choose a host for each part and verify all digests there; return the hosts by part.
 
-        The host of the part's own rank is preferred. If a copy is damaged, the next host is chosen.
+        The host of the part's own rank is preferred. If a copy is damaged, the next host is chosen. Returns `None` if
+        every copy of a part is damaged.
         """
         bad: set[tuple[int, int]] = set()
         sound: dict[int, int] = {}
@@ -220,7 +221,7 @@ class TierReader:
                 int(part): (rank, text) for rank, of_rank in enumerate(gathered) for part, text in of_rank.items()
             }
             for part, (rank, text) in reported.items():
-                _LOGGER.warning("rank %d: %s at step %d; a replica is used", rank, text, found.step)
+                _LOGGER.warning("rank %d: %s at step %d; trying another copy", rank, text, found.step)
                 bad.add((part, chosen[part]))
             sound.update({part: host for part, host in chosen.items() if part not in reported})
         return sound

@@ -183,7 +183,7 @@ class TierWriter:
         return dump_json([record.decode(), save.rank_state.decode(), save.state.decode() if rank == 0 else None])
 
     def _exchange(self, texts: bytes) -> dict[int, bytes]:
-        """Send this rank's texts to its peers; return those of this rank and of the replicas that it keeps."""
+        """Send this rank's texts to its peers; return its own texts and the texts of the replicas that it keeps."""
         own = torch.frombuffer(bytearray(texts or b"\0"), dtype=torch.uint8)[: len(texts)]
         size = torch.tensor([len(texts)])
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._sources}

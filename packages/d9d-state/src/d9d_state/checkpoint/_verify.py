@@ -62,9 +62,9 @@ def share_of(parts: Sequence[FilePart], *, rank: int, num_ranks: int) -> list[Fi
 
 
 def num_threads(ctx: DistributedContext | None) -> int:
-    """Return the number of reader threads of a rank, from 2 to 8: two for each of the rank's share of the node's CPUs.
+    """Return a rank's number of reader threads: two per CPU in its share of the node, at least 2 and at most 8.
 
-    While one of the two threads waits for the disk, the other one hashes.
+    While one of the two threads waits for the disk, the other thread hashes.
     """
     ranks_here = 1 if ctx is None else -(-ctx.world_size // ctx.num_nodes)
     return max(2, min(_MAX_THREADS, 2 * (os.cpu_count() or 1) // ranks_here))

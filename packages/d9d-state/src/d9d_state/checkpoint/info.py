@@ -37,7 +37,7 @@ class CheckpointInfo:
 
     @property
     def folder(self) -> Path:
-        """Folder of the checkpoint in a file system; raises `UserError` for one in an object store."""
+        """Folder of the checkpoint in a file system; raises `UserError` for a checkpoint in an object store."""
         return as_local(self.root)
 
     @property
@@ -71,7 +71,7 @@ class CheckpointInfo:
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Verify the digests of some files, by default all; raise `StateError` that names damaged files and tensors."""
+        """Verify the digests of some files, by default all; raise `StateError` with the damaged files and tensors."""
         parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
         problems = damage(self.root, parts, threads=num_threads(None))
         if problems:

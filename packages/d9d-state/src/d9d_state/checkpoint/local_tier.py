@@ -31,7 +31,7 @@ class LocalTier:
 
     A folder in `/dev/shm` is host memory that survives the processes of the job; a folder on a disk also survives a
     reboot. Pass the tier to `CheckpointStore`, which saves to the tier and loads from it. The digests are of the same
-    type as those of the store's checkpoints.
+    type as in the store's checkpoints.
 
     Attributes:
         folder: Path of the tier's folder. Each host has a separate folder at this path, which its ranks share.

@@ -87,7 +87,7 @@ def part_key(name: str, region: Region) -> str:
 
 
 def _key(name: str, tensor: Tensor) -> object:
-    """Return the values that determine a tensor's description, which takes 50 µs; comparing the values is faster."""
+    """Return the values that determine a tensor's description. Comparing them is faster than a description (50 µs)."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is of type {type(tensor).__name__}; expected a tensor. Pass other values in state=.")
     layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

@@ -195,8 +195,8 @@ class CheckpointStore:
     ) -> None:
         """Save a checkpoint, complete on disk when this returns; then delete old checkpoints. Collective.
 
-        A kill at any moment during the write leaves all earlier checkpoints intact. Only one save runs at a time: this
-        method waits for the previous save.
+        If the process is killed during the write, all earlier checkpoints stay intact. Only one save runs at a time:
+        this method waits for the previous save.
 
         Args:
             step: Number of completed optimizer steps.
@@ -289,7 +289,7 @@ class CheckpointStore:
         self.wait()
 
     def load(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
-        """Load tensors from a checkpoint in place; the mesh may differ from that at the save. Collective.
+        """Load tensors from a checkpoint in place; the mesh may differ from the saved one. Collective.
 
         Unless `newest` verified them, all digests are verified before any tensor is changed, distributed over the
         ranks.
@@ -353,8 +353,8 @@ class CheckpointStore:
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
         """Delete partial folders of killed saves and deletions, when a job starts. Collective.
 
-        In an object store, incomplete checkpoints that are newer than all complete checkpoints are kept: a save of the
-        same step continues such a checkpoint, and a save after a newer complete checkpoint deletes it.
+        In an object store, incomplete checkpoints that are newer than all complete checkpoints are kept. A save of the
+        same step continues such a checkpoint. It is deleted after a newer checkpoint is complete.
 
         Raises:
             StateError: On every rank, if the main process cannot delete a partial folder.

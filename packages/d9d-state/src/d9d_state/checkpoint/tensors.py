@@ -92,7 +92,7 @@ def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: 
         name.removeprefix(_MODEL): tensor_info for name, tensor_info in info.tensors.items() if name.startswith(_MODEL)
     }
     wanted = {name: TensorInfo.of(tensor) for name, tensor in _held_tensors(model, trainable_only).items()}
-    has = "trains" if trainable_only else "has"
+    has = "has the trainable" if trainable_only else "has"
     lines = [f"  the model {has} {name}, the checkpoint does not" for name in wanted if name not in saved]
     lines += [f"  the checkpoint {has} {name}, the model does not" for name in saved if name not in wanted]
     lines += [

@@ -17,7 +17,7 @@ def refuse_mismatches(
     first_names: Mapping[str, str],
     consumed: Collection[str],
 ) -> None:
-    """Raise a `UserError` that lists every mismatch between a mapper, the tensors of a source and those of a model.
+    """Raise `UserError` if a mapper, a source's tensors and a model's tensors do not match; list every mismatch.
 
     `wanted` has the model's tensors, tied tensors under each name; `first_names` maps each name to the tensor's first
     name. Tensors in the source that are not in `consumed` are reported as unused.
@@ -82,7 +82,7 @@ def _mismatches(
 def _matches(given: TensorInfo, wanted: TensorInfo) -> bool:
     if given.shape != wanted.shape:
         return False
-    # float8 values are meaningless without their scales, so no copy converts them to a wider dtype.
+    # float8 values are meaningless without their scales, so they are not converted to a wider dtype.
     return given.dtype == wanted.dtype or (both_floating(given.dtype, wanted.dtype) and given.dtype.itemsize > 1)
 
 

@@ -39,7 +39,9 @@ def common_dtype(inputs: Sequence[TensorInfo]) -> torch.dtype:
             try:
                 common = torch.promote_types(common, info.dtype)
             except RuntimeError as error:
-                raise ValueError(f"got {_kinds(inputs)}; expected one dtype. cast() them first.") from error
+                raise ValueError(
+                    f"got {_kinds(inputs)}, which torch cannot promote to a common dtype; cast() the inputs first."
+                ) from error
     return common
 
 

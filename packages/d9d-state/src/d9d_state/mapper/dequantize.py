@@ -67,14 +67,14 @@ class _Quantize:
 def dequantize(weight: str, layout: BlockScaled, *, dtype: torch.dtype = torch.float32) -> StateMapper:
     """Convert the stored tensors of a block-scaled weight, such as values and scales, to the weight. Inverse: quantize.
 
-    The product of value and scale is computed in float32 and rounded once, to the dtype of the model or to `dtype`. A
-    rank reads only the values of its shard and their scales. The inverse is exact only for weights that the layout can
-    represent. Each layout documents which dequantized weights it restores exactly.
+    The product of value and scale is computed in float32, then converted to `dtype`. A rank reads only the values of
+    its shard and their scales. The inverse is exact only for weights that the layout can represent. Each layout
+    documents which dequantized weights it restores exactly.
 
     Args:
         weight: Name of the weight; the layout derives the names of the stored tensors from it.
         layout: `Fp8Blocks`, `Mxfp4`, `Int4Groups`, or another layout.
-        dtype: Dtype of the weight. The default suits loading into a model of any floating-point dtype.
+        dtype: Dtype of the weight. With the default, loading rounds once, to the model's dtype.
     """
     return leaf(_Dequantize(layout, dtype), layout.names(weight), [weight])
 

@@ -1,8 +1,8 @@
 """Filling of outputs in place from regions of a source, such as experts read directly into a rank's shard of a stack.
 
 The engine walks from the wanted region of an output back to the inputs. A `Layout` operation maps views of the output's
-memory to regions of its inputs, until the source writes into the caller's memory. Only operations that compute need
-temporary memory, for the required region.
+memory to regions of its inputs, until the source writes into the caller's memory. Operations that compute need
+temporary memory: for the required regions, or for full tensors if they are neither `Local` nor `Regional`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from d9d_state.tensor_info import TensorInfo
 
 
 class TensorSource(Protocol):
-    """Collection of named tensors with reads of regions."""
+    """Collection of named tensors whose regions can be read."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -78,8 +78,8 @@ class Component:
 class Graph:
     """Immutable graph of operations from named inputs to named outputs.
 
-    Nodes are connected by numbered wires; only the graph's inputs and outputs have names. Hence renaming costs nothing,
-    intermediate names of chained mappers cannot clash, and the graph is acyclic by construction.
+    Nodes are connected by numbered wires; only the graph's inputs and outputs have names. Hence renaming changes no
+    nodes, intermediate names of chained mappers cannot clash, and the graph is acyclic by construction.
 
     Attributes:
         nodes: Operations with their wires, in topological order.
@@ -137,7 +137,7 @@ class Graph:
         return {name: component for component in self.components for name in component.group.outputs}
 
     def component_of_inputs(self, names: Collection[str]) -> Component:
-        """Return the component that consumes exactly some inputs; raise `ValueError` if there is none."""
+        """Return the component that consumes exactly the given inputs; raise `ValueError` if there is none."""
         for name in names:
             component = self._component_by_input.get(name)
             if component is None:

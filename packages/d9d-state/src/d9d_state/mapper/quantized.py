@@ -1,6 +1,7 @@
 """Layouts of block-scaled weights: low-precision values with one scale per block, as in released checkpoints.
 
-Each layout converts its stored tensors to a float32 weight and back. A weight is at least 2-dimensional, [..., O, I].
+Each layout converts its stored tensors to a float32 weight and back. A weight is at least 2-dimensional: [..., O, I],
+with O output features and I input features.
 """
 
 from dataclasses import dataclass
@@ -53,8 +54,11 @@ class Fp8Blocks:
 
     Stored: `x.weight` [..., O, I] float8_e4m3fn, and its scales `x.weight_scale_inv` [..., ceil(O / block[0]),
     ceil(I / block[1])]. A weight is the product of value and scale, computed in float32. `encode` divides each block by
-    its largest magnitude / 448. Encoding a weight that was decoded to float32 restores the stored values bit for bit,
-    and the scales to one unit in the last place; scales that are powers of two are restored exactly.
+    its largest magnitude / 448.
+
+    Encoding a weight that was decoded to float32 restores the values of each block that contains 448 or -448. The
+    block's scale is restored to one unit in the last place, a power of two exactly. With `power_of_two`, blocks with a
+    power-of-two scale and a magnitude above 224 are restored.
 
     Attributes:
         block: Rows and columns of a block.
@@ -76,8 +80,8 @@ class Fp8Blocks:
         expected = (*values.shape[:-2], *(_num_blocks(values.shape[dim], self.block[dim]) for dim in (-2, -1)))
         if values.dtype != torch.float8_e4m3fn or scales.shape != expected or not scales.dtype.is_floating_point:
             raise ValueError(
-                f"got {values.describe()} with the scales {scales.describe()}; expected float8_e4m3fn with one "
-                f"floating-point scale per block of {self.block[0]} x {self.block[1]}: {list(expected)}."
+                f"got {values.describe()} with the scales {scales.describe()}; expected float8_e4m3fn values, and "
+                f"floating-point scales of shape {list(expected)}, one per block of {self.block[0]} x {self.block[1]}."
             )
         return values.shape
 
@@ -177,10 +181,10 @@ class Mxfp4:
 class Int4Groups:
     """Symmetric 4-bit integers with a scale per group of a row: "pack-quantized" of the library `compressed-tensors`.
 
-    Stored: `x.weight_packed` [..., O, I / 8] int32, eight numbers plus 8 per word with the first in the lowest bits;
-    `x.weight_scale` [..., O, I / group_size]; and `x.weight_shape` [2], the numbers O and I. `encode` chooses for each
-    group the scale with the smallest squared error among (largest magnitude) / 7, / 7.5 and / 8. Encoding a weight that
-    was decoded to float32 restores the stored numbers.
+    Stored: `x.weight_packed` [..., O, I / 8] int32, `x.weight_scale` [..., O, I / group_size], and `x.weight_shape`
+    [2], the sizes O and I. A word holds eight numbers, each plus 8, with the first in the lowest bits. `encode` chooses
+    for each group the scale with the smallest squared error among (largest magnitude) / 7, / 7.5 and / 8. Encoding a
+    weight that was decoded to float32 restores the stored numbers of groups that contain 7, -7 or -8.
 
     Attributes:
         group_size: Numbers per scale; a multiple of 8.
@@ -203,7 +207,8 @@ class Int4Groups:
         if not fits or packed.dtype != torch.int32 or shape.shape != (2,):
             raise ValueError(
                 f"got {packed.describe()} with the scales {scales.describe()} and the shape {shape.describe()}; "
-                f"expected int32, one floating-point scale per {self.group_size} numbers: {list(expected)}, and [2]."
+                f"expected packed int32 weights, floating-point scales of shape {list(expected)} (one per "
+                f"{self.group_size} numbers), and a shape tensor of shape [2]."
             )
         return *packed.shape[:-1], size
 

@@ -1,7 +1,7 @@
 """Reshape of tensors and of regions.
 
-A region of one shape corresponds to one or several boxes of the other shape, or to none. Both shapes are split into
-common factors ([4, 6] and [8, 3] into [4, 2, 3]); boxes over the factors map to both shapes.
+Both shapes are split into common factors ([4, 6] and [8, 3] into [4, 2, 3]); boxes over the factors map to both shapes.
+So a region of one shape corresponds to one or several boxes of the other shape, if the shapes have common factors.
 """
 
 from collections.abc import Iterator, Sequence

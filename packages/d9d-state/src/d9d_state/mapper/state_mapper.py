@@ -49,7 +49,7 @@ class StateMapper(Graph):
         return {name: values[self.output_wires[name]] for name in component.group.outputs}
 
     def apply_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Transform the tensors of all groups, such as those of a whole state dict; see `apply`.
+        """Transform the tensors of all groups, such as a whole state dict; see `apply`.
 
         Tensors that no group consumes are ignored.
 
@@ -74,9 +74,9 @@ class StateMapper(Graph):
     def fill(self, destinations: Mapping[str, Destination], source: TensorSource) -> None:
         """Fill regions of outputs in place, reading only the required regions of inputs.
 
-        Operations that only move values are read directly into the destinations. Elementwise operations run on the
-        required regions, on the destination's device. Any other operation runs on full tensors in host memory, once per
-        call.
+        Values that operations only move are read directly into the destinations. Elementwise operations and
+        `dequantize` compute only the required regions, on the destination's device. Any other operation runs on full
+        tensors in host memory, once per call.
 
         Args:
             destinations: Some or all outputs of one group. Nothing is read for empty regions. Kept outputs (`keep`) are
@@ -127,7 +127,7 @@ class StateMapper(Graph):
         """Return the mapper with only the groups of worker `index`, balanced over the workers.
 
         Each group belongs to exactly one shard. The result is deterministic, so all workers agree without
-        communication. Groups are not split: of a mapper with a single group, one worker gets everything.
+        communication. Groups are not split: if the mapper has a single group, one worker gets the whole mapper.
 
         Args:
             num_shards: Number of workers.
@@ -156,7 +156,7 @@ class StateMapper(Graph):
         Raises:
             UserError: Listing every mismatch: missing and unused tensors of the source, outputs missing in the model,
                 model tensors that the mapper does not produce, wrong shapes and dtypes. Floating-point dtypes match
-                each other.
+                each other, except that float8 in the source matches only itself.
         """
         held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
         if isinstance(target, nn.Module):
@@ -184,7 +184,7 @@ class StateMapper(Graph):
 
         Args:
             format: `"text"`, or `"mermaid"` for a flowchart, for example in a Markdown code block.
-            infos: Shapes and dtypes of inputs to show, such as `ModelFolder.tensors`. Those of other values are
+            infos: Shapes and dtypes of inputs to show, such as `ModelFolder.tensors`. Other shapes and dtypes are
                 inferred.
             fold: Show groups and names that differ only in numbers once: `layers.{0..35}.q`. Ranges of equal length
                 advance together; ranges of different lengths form all combinations.
