@@ -62,7 +62,7 @@ def _add_to_path(command: Sequence[str]) -> None:
 
 
 def _import_names(statement: ast.stmt) -> None:
-    """Import what an import statement names. Names of lazy modules are imported by access."""
+    """Import the modules and names of an import statement. Accessing a name of a lazy module imports the name."""
     with suppress(ImportError, AttributeError):
         if isinstance(statement, ast.Import):
             for alias in statement.names:

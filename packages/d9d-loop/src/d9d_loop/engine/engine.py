@@ -1,4 +1,4 @@
-"""`Engine`: training that the caller drives: forward and backward, optimizer steps, scores, weights, checkpoints.
+"""`Engine`: forward and backward passes, optimizer steps, scores, weights and checkpoints, driven by the caller.
 
 The Trainer uses the engine. Post-training methods with their own outer loop, such as reinforcement learning, call the
 engine directly.
@@ -283,8 +283,8 @@ class Engine:
         Collectives: the gradient reduction and norm; one all-reduce of loss and weight; the guard's all-reduce.
 
         Args:
-            learning_rate: Learning rate of all parameter groups from this step on; `None` keeps that of each group. For
-                groups of different learning rates, see `set_learning_rates`.
+            learning_rate: Learning rate of all parameter groups from this step on; `None` keeps the learning rate of
+            each group. For groups of different learning rates, see `set_learning_rates`.
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
@@ -326,7 +326,7 @@ class Engine:
         self._offloading.offload(self.num_steps)
 
     def onload(self) -> None:
-        """Restore the offloaded state on the device: the same tensors with the same bits. No collectives."""
+        """Restore the offloaded state on the device: the same tensors, with bitwise equal values. No collectives."""
         self._offloading.onload(self.num_steps)
 
     @contextmanager
@@ -349,7 +349,7 @@ class Engine:
             background: True to return after the copy to host memory, and write the files in the background.
 
         Raises:
-            UserError: If the engine has no checkpoints, or no `step` has used the accumulated gradients yet.
+            UserError: If the engine has no checkpoints, or there are accumulated gradients that no `step` has used.
             BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """

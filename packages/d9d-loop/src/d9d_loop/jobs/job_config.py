@@ -130,7 +130,7 @@ class TextJobConfig(TrainerConfig):
     """Configuration of a training job on text."""
 
     job: JobKind = Field(
-        description="Kind of training: sft (chats), pretrain (text), classify (labelled texts) or embed (pairs)."
+        description="Kind of training: sft (chats), pretrain (text), classify (labeled texts) or embed (pairs)."
     )
     model: LanguageModelConfig
     dataset: TextDataConfig

@@ -2,7 +2,7 @@
 
     state       = P (w / z3 + g / z2 + o / z1) + P_gathered w'
     activations = in-flight microbatches x layers x bytes per token x tokens + one layer that is computed again
-    loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient, on the last stage
+    loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, fp32 copy, log-softmax and gradient, on the last stage
     reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
 
 Gathered logits are whole (t = 1); the rank's shard of the logits and of their gradient comes on top. With several
