@@ -288,7 +288,7 @@ class Engine:
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
-                finite. Also if a forward wrote to sharded parameters, if the first step made, replaced or deleted
+                finite. Also if a forward wrote to sharded parameters, if the first step created, replaced or deleted
                 parameters, or if the second step read an attribute of a module that differs between ranks.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """

@@ -115,5 +115,5 @@ def update_unless(
 
 
 def replace_(tensor: Tensor, value: Tensor, *, gate: Tensor | None) -> None:
-    """Copy a value into a tensor, unless the gate is 1; the value may then be non-finite."""
+    """Copy a value into a tensor unless the gate is 1. With gate 1 the value is ignored, and may be non-finite."""
     tensor.copy_(value if gate is None else torch.where(gate > 0, tensor, value))
