@@ -197,7 +197,7 @@ def _layer_seconds(device: torch.device) -> float:
 
 
 def _sharded_seconds(device: torch.device) -> float:
-    """Return the time that FSDP adds for each all-gather and reduce-scatter of a small layer, which has three of them."""
+    """Return the time that FSDP adds for each of the three gathers and scatters of a small layer."""
     layers, run = _small_layers(device)
     plain = _seconds(run, repeats=20)
     for layer in layers:

@@ -4,8 +4,9 @@
     waves = ceil(batch ceil(m / a) ceil(n / b) / M),  r = i / (i + 20) / r(256 x 128),  i = a b / (a + b)
     t(pointwise) = bytes / (B f) + t0
 
-P: peak rate, FLOP/s, times 0.3 if the rows of an operand have an odd size: tensor cores need rows aligned to 16 bytes.
-B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors, each of which computes a tile in each wave.
+The matrices are m x k and k x n. P: peak rate, FLOP/s, times 0.3 if the rows of an operand have an odd size: tensor
+cores need rows aligned to 16 bytes. B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors, each of
+which computes a tile in each wave.
 r: speed of a tile relative to the largest. Small tiles fill the last wave better, but reuse loaded elements less. The
 library is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and
 4). k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.

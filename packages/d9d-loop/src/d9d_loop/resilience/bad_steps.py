@@ -1,4 +1,4 @@
-"""Skipping of bad steps: those with a non-finite loss or gradient norm, without weight, or with a loss spike.
+"""Skipping of bad steps: steps with a non-finite loss or gradient norm, without weight, or with a loss spike.
 
 All ranks decide together. On an accelerator, the optimizer step is skipped on the device, and the host reads the
 decision one step later, without host-device synchronization. This requires an optimizer that accepts a flag on the
@@ -64,7 +64,7 @@ class StepGuard:
         self._rolled_back_from: set[int] = set()
         self._in_a_row = self._num_rollbacks = 0
         self.has_applied = False
-        """True once an update was applied, as far as `poll` has returned."""
+        """True if an update was applied in one of the steps that `poll` has covered."""
 
     def step(
         self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor, weight: torch.Tensor | None = None
