@@ -314,7 +314,7 @@ def answered() -> Generator[None]:
 
 
 def _answer(tensor: Tensor) -> float | bool:
-    """Return a substitute for the value of a fake scalar: False for bool, 1.0 for floating-point, 0 for integer dtypes."""
+    """Return a substitute for the value of a fake scalar: False for a bool, 1.0 for a float, 0 for an integer."""
     return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
 
 

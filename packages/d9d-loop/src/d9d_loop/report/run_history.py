@@ -154,7 +154,7 @@ def _interruption(life: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
 
 
 def _cause(failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-    """Return the failed rank and the cause that most records name. A cause without a rank counts for the record's rank."""
+    """Return the failed rank and the cause that most records name; without a named rank, the record's own rank."""
     named: Counter[tuple[int, str]] = Counter()
     for failure in failures:
         found = _CULPRIT.search(failure["cause"])

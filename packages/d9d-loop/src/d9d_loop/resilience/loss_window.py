@@ -108,7 +108,7 @@ def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
 
 
 def _least_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
-    """Return a number that is at most `spike_limit`, in constant time; most losses are below it.
+    """Return a lower bound of `spike_limit`, in constant time; most losses are below it.
 
     Indices q to q + n // 2 hold more than half of the losses. So MAD is at least the distance from the median to the
     nearer of the losses at these two indices.
