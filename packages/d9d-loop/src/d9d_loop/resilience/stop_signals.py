@@ -204,7 +204,7 @@ def _run_fork_hook(signals: "weakref.ref[StopSignals]", do: Callable[[StopSignal
 
 
 def _restore_later(number: int, _frame: FrameType | None, *, before: _Handler, until: float) -> None:
-    """Ignore a signal before the `time.monotonic` time `until`; after it, restore the previous handler and resend it."""
+    """Ignore a signal before `until`, a time of `time.monotonic`; later, restore the previous handler and resend it."""
     if time.monotonic() >= until:
         signal.signal(number, before)
         os.kill(os.getpid(), number)
