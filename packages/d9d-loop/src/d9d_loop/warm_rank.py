@@ -1,6 +1,6 @@
 """Ranks that are forked from a process with imported modules: `d9d-torchrun --warm`.
 
-Python's fork server imports this module, which then imports what the ranks need. The fork server has one thread and
+Python's fork server imports this module, which imports the modules of the ranks. The fork server has one thread and
 touches no device. torchrun's agent asks the fork server to fork each rank, which runs this file as a script.
 """
 

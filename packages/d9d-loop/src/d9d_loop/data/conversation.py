@@ -50,10 +50,10 @@ def read_conversation(sample: Mapping[str, Any]) -> Conversation:
     - `messages`: a list of messages with `role` and `content`; the form of OpenAI and Hugging Face. `tool_calls` may
       have their arguments as JSON text. `weight: 0` excludes an assistant message from the loss.
     - `conversations`: the same, or ShareGPT's `from` and `value`. The value of `function_call` is a JSON object with
-      `name` and `arguments`. `system` beside it is the system message.
+      `name` and `arguments`. An additional key `system` has the system message.
     - `prompt` and `completion`: each a text, or a list of messages. Only the completion contributes to the loss.
 
-    `tools` beside these keys is a list of JSON schemas, possibly as JSON text.
+    An additional key `tools` has a list of JSON schemas, possibly as JSON text.
 
     Raises:
         UserError: If the sample has none of these formats, or a message lacks its role or content.

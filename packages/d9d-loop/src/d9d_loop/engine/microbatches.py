@@ -12,7 +12,7 @@ from d9d_loop.task import BatchTask
 @final
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """This rank's microbatches of a call: its own batches, then stand-ins, which do not count.
+    """This rank's microbatches of a call: its own batches, then stand-ins, whose losses are 0.
 
     Attributes:
         batches: Batches on the device, the same number on all ranks.

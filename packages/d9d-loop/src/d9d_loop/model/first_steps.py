@@ -1,9 +1,9 @@
 """Checks after the first two steps: parameters are not replaced, and module attributes do not depend on the rank.
 
 The optimizer holds the parameters of the built model, so a step must not create or replace parameters. State in Python
-attributes, such as a moving average in a number, must not depend on the rank's part of the batch. (`check_buffers`
-compares buffers.) An attribute that differs between ranks raises an error only if the next forward reads it before
-setting it, because it may be kept for inspection only, such as the scores of the last batch. `list.append` also reads
+attributes, such as a moving average in a number, must not depend on the rank's part of the batch. `check_buffers`
+compares buffers. An attribute may be kept for inspection only, such as the scores of the last batch. So an attribute
+that differs between ranks raises an error only if the next forward reads it before setting it. `list.append` also reads
 the attribute, so for lists, tuples and dicts a message is printed instead.
 """
 

@@ -81,7 +81,7 @@ class ModelProvider(ABC):
         return self.state_mapper(model)
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        """Return JSON files to write beside exported weights, such as `config.json`, by file name."""
+        """Return JSON files to write next to exported weights, such as `config.json`, by file name."""
         return {}
 
 

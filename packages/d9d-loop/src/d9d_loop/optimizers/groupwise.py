@@ -100,7 +100,7 @@ def update_unless(
 
     Args:
         gate: 0-dim tensor on the device of the lists, or `None` for no gate.
-        update: Called with the lists of `changed`, then those of `read`.
+        update: Called with the lists in `changed`, then the lists in `read`.
         changed: Lists of tensors that the update changes.
         read: Lists of tensors that the update only reads.
     """

@@ -26,7 +26,7 @@ class PlanLayout:
         microbatch_size: Samples of a microbatch of one data-parallel rank.
         num_microbatches: Microbatches of a step on each data-parallel rank.
         length: Tokens of a sample.
-        recompute: Activations that the backward pass computes again: none, those of attention's core and of pointwise
+        recompute: Activations that the backward pass recomputes: none, the outputs of attention's core and of pointwise
             operators (selective), or whole layers (full).
         recompute_every: n, if only every n-th layer is recomputed.
         saved_products: Share of the matrix products whose outputs selective recomputation saves; the other products are

@@ -18,7 +18,7 @@ from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_loop.planning.plan_layout import PlanLayout, Sharding
 
 MICROBATCH_OPERATORS = 24
-"""Operators that the host launches for each microbatch beside the model: data, masks, loss scaling and logging."""
+"""Operators that the host launches per microbatch outside of the model: data, masks, loss scaling and logging."""
 
 PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
 """Names of the parts of a step."""

@@ -1,6 +1,6 @@
 """Watchdog that ends a job without progress, and reports the missing rank, the locations of all ranks, and all stacks.
 
-When a collective times out, its error does not name the missing rank. So each rank runs two threads beside the main
+When a collective times out, its error does not name the missing rank. So each rank runs two threads besides the main
 thread. The *watcher* checks the clock and the results of the poller; it never uses the network. The *poller*
 communicates with the other ranks through the job's store. A rank without progress for its timeout raises an alarm in
 the store. Every poller then writes the location of its main thread. The rank that raised the alarm writes a report of
