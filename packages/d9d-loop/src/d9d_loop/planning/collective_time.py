@@ -4,8 +4,7 @@ The group has n = g x q ranks: g in each of q nodes. S: bytes of the whole buffe
 a, B: latency and effective bandwidth of the links in a node; A, C: of the network, for one device.
 
     ring:          t = c (n - 1)/n S / min(B, g C) + c (g - 1) q a + c (q - 1) A
-    tree:          t = 2 S / min(B, g C) + 2 (g - 1) a + 2 log2(q) A                      (all-reduce over several
-        nodes)
+    tree:          t = 2 S / min(B, g C) + 2 (g - 1) a + 2 log2(q) A             (all-reduce over several nodes)
     hierarchical:  t = c (g - 1)/g S / B + c (q - 1)/q S / (g C) + c (g - 1) a + c (q - 1) A
 
 with c = 1 for all-gather and reduce-scatter and c = 2 for all-reduce. A group's g members in a node use g network

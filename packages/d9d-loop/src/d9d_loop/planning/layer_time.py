@@ -124,7 +124,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
 
 
 def _linears(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> tuple[list[Linear], list[Linear]]:
-    """Return the linear layers that tensor parallelism splits, and the unsplit ones, which get the rank's own tokens."""
+    """Return the linear layers that tensor parallelism splits, and the others, which get only the rank's tokens."""
     t, h, tokens = layout.tp, shape.hidden_size, layout.tokens_per_microbatch
     parallel, whole = _attention_linears(shape, layout), []
     if sparse:
