@@ -34,7 +34,7 @@ class Conversation:
 
     Attributes:
         tools: JSON schemas of the tools that the assistant may call; None for no tools.
-        first_trained: Index of the first message that may contribute to the loss; earlier ones are context.
+        first_trained: Index of the first message that may contribute to the loss; earlier messages are context.
     """
 
     messages: list[Message]

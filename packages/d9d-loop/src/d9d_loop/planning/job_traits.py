@@ -13,7 +13,7 @@ from d9d_loop.planning.schedule_time import has_closed_form
 from d9d_pipeline import Overlap
 
 _UNCOUNTED = 0.05
-"""Share of parameters, such as biases and adapters, by which a model may differ from the closed form unreported."""
+"""Largest relative difference to the closed form's parameter count, due to biases for example, that is not reported."""
 
 
 def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:

@@ -5,8 +5,9 @@
     loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, fp32 copy, log-softmax and gradient, on the last stage
     reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
 
-P: parameters of the rank. w, g, o: bytes per parameter of stored weights, gradients and optimizer state. w': bytes per
-gathered weight. V: vocabulary size, h: hidden size, t: tensor-parallel degree, p: pipeline ranks, m: microbatches.
+P: parameters of the rank. w, g, o: bytes per parameter of stored weights, gradients and optimizer state. P_gathered:
+parameters that are gathered at the same time, w': bytes per gathered weight. V: vocabulary size, h: hidden size, t:
+tensor-parallel degree, p: pipeline ranks, m: microbatches.
 
 Gathered logits are whole (t = 1); the rank's shard of the logits and of their gradient comes on top. With several
 microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces them in each one.

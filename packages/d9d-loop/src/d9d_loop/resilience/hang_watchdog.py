@@ -1,4 +1,4 @@
-"""Watchdog that ends a job without progress, and reports the missing rank, the locations of all ranks, and all stacks.
+"""Watchdog that ends a job without progress, and reports the missing rank, the other ranks' locations and all stacks.
 
 When a collective times out, its error does not name the missing rank. So each rank runs two threads besides the main
 thread. The *watcher* checks the clock and the results of the poller; it never uses the network. The *poller*
