@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--warm",
         action="store_true",
         help="Fork ranks from a process of this node that has already imported the modules of the script. Restarted "
-        "ranks and spare nodes then start without the time of these imports.",
+        "ranks and spare nodes then start without these imports.",
     )
     options = parser.parse_args(arguments)
     # With the shared store, a node keeps the address of the ranks' store over restarts, and a node that replaces

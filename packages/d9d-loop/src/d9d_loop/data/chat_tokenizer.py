@@ -143,7 +143,7 @@ class ChatTokenizer:
         if start is None:
             _refuse(
                 f"the chat template is not prefix-preserving: message {number} changes the text of the messages before "
-                f"it, which is {_tail(prompt)!r} at its end without it; expected a template that only appends",
+                f"it. Without this message, it ends with {_tail(prompt)!r}; expected a template that only appends",
                 text,
                 spans,
             )
@@ -151,8 +151,8 @@ class ChatTokenizer:
         stop = self._end_of_turn(text, turn, start)
         if stop is None:
             _refuse(
-                f"the chat template is not prefix-preserving: the messages after message {number} change its text, "
-                f"which ends with {_tail(turn)!r} without them; expected a template that only appends",
+                f"the chat template is not prefix-preserving: the messages after message {number} change its text. "
+                f"Without them, the text ends with {_tail(turn)!r}; expected a template that only appends",
                 text,
                 [*spans, (start, start)],
             )

@@ -126,7 +126,7 @@ def _message(number: int, value: Any) -> Message:
         )
     if message.get("weight", 1) not in (0, 1):
         raise UserError(
-            f"message {number} has weight {message['weight']!r}; expected 1, or 0 to exclude it from training."
+            f"message {number} has weight {message['weight']!r}; expected 1, or 0 to exclude it from the loss."
         )
     message.setdefault("content", "")
     if "tool_calls" in message:

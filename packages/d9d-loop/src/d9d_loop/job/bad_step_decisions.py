@@ -40,7 +40,7 @@ def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
     """Run a non-finite step again, and describe the first non-finite tensor. Collective."""
     with isolated_random(job.plan.config.seed, "replay", bad.step, device=True):
         found = find_non_finite(job.engine.model, partial(job.engine.replay, batches, job.loss), ctx=job.ctx)
-    origin = f" {found}." if found else " In a second run of the step everything is finite."
+    origin = f" {found}." if found else " In a second run of the step, all tensors are finite."
     return origin + (" Another update was applied before the second run." if bad.step < job.record.step else "")
 
 

@@ -111,7 +111,7 @@ def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
     if config.steps is not None and config.steps > available:
         raise UserError(
             f"steps = {config.steps}, but the finite training data have samples for {available} steps of "
-            f"batch.global_size = {config.batch.global_size}; expected at most that. Remove steps, or add epochs."
+            f"batch.global_size = {config.batch.global_size}; expected no more. Remove steps, or add epochs."
         )
     return config.steps or available
 

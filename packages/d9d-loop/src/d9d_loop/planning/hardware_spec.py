@@ -26,7 +26,7 @@ class Device(_Part):
     memory_bytes: float = Field(gt=0, description="Bytes of device memory that a process can allocate.")
     memory_bandwidth: float = Field(gt=0, description="Bytes/s of device memory.")
     peak_flops: dict[str, float] = Field(description="FLOP/s of dense matrix products by dtype: bf16, fp8, fp32.")
-    num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for the quantization of waves.")
+    num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for wave quantization.")
     kernel_seconds: float = Field(default=2e-6, ge=0, description="Seconds from one kernel to the next on the device.")
     shard_seconds: float = Field(
         default=0.0, ge=0, description="Seconds of FSDP's hooks and copies for each gather or scatter (CPU)."

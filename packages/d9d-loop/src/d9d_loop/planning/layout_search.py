@@ -165,7 +165,7 @@ def search_layouts(
     if smallest is None:
         raise UserError(
             f"no layout of {world_size} devices is legal for batch.global_size = {global_size}; expected a number of "
-            "samples that data-parallel ranks can share. Use a multiple of the number of devices over 8."
+            "samples that data-parallel ranks can share. Use a multiple of the number of devices divided by 8."
         )
     found.sort(key=lambda each: each.seconds)
     return SearchResult(num_legal=num_legal, fitting=tuple(found[:keep]), smallest=smallest)

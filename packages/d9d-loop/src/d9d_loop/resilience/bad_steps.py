@@ -227,7 +227,7 @@ class StepGuard:
             return "report", "its update was applied."
         self._in_a_row += 1
         if self._in_a_row >= config.max_in_a_row:
-            return "stop", f"it is the {self._in_a_row}th in a row, so the job stops."
+            return "stop", f"it is bad step {self._in_a_row} in a row, so the job stops."
         return "skip", "its update was skipped."
 
     def _roll_back(self, step: int, kind: Kind) -> tuple[Decision, str]:
