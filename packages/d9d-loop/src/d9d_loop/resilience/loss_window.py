@@ -4,13 +4,13 @@ A loss is a spike if it exceeds
 
     median + deviations * max(1.4826 * MAD, 0.01 * |median|)
 
-of a window of losses that ends two steps before it. If all losses of the window are positive, the loss must also exceed
-the limit that the same formula gives for their logarithms. For losses that vary by a few percent both limits are about
-equal. The losses of small batches often have a long tail: values of several times the median are common, and the second
-limit grows with the tail. MAD is the median absolute deviation from the median (Leys et al.: "Detecting outliers",
-2013). 1.4826 MAD estimates the standard deviation of a normal distribution. The other term is a lower bound for
-plateaus, where MAD is close to 0. The window excludes the previous step, because the host of an accelerator does not
-know its loss yet.
+of a window of losses that ends two steps before it. If all losses of the window are positive, its logarithm must also
+exceed the limit of this formula for their logarithms, with 0.01 instead of 0.01 * |median|. For losses that vary by a
+few percent both limits are about equal. The losses of small batches often have a long tail: values of several times the
+median are common, and the second limit grows with the tail. MAD is the median absolute deviation from the median (Leys
+et al.: "Detecting outliers", 2013). 1.4826 MAD estimates the standard deviation of a normal distribution. The other
+term is a lower bound for plateaus, where MAD is close to 0. The window excludes the previous step, because the host of
+an accelerator does not know its loss yet.
 """
 
 import math
