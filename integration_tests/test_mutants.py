@@ -11,7 +11,7 @@ ALL = [*MUTANTS, *DECODER_MUTANTS]
 CHECKS = (
     "no update was applied in the steps",
     "the loss weight of step 1 is 0 over all samples",
-    "the first step made, replaced or deleted the parameters",
+    "the first step created, replaced or deleted the parameters",
 )
 """Errors by which a job notices a bug: gradients that are not finite, an unknown weight, parameters left unsharded."""
 

@@ -69,7 +69,7 @@ REFUSED_UNUSUAL = {
     "own state dict": "forward calls state_dict() of a Linear",
     "sparse rows": "the gradient of table is sparse",
     "frozen in the second step": _WRITES,
-    "parameter made in forward": "the first step made, replaced or deleted the parameters gain",
+    "parameter made in forward": "the first step created, replaced or deleted the parameters gain",
     "layer replaced in forward": "replace",  # of one process, and of several
     "queue in an attribute": "codes: the values differ between ranks",
     "moving average in a number": "mean: the values differ between ranks",

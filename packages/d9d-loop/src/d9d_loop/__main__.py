@@ -20,8 +20,8 @@ def main() -> None:
 
     A file with the key `job` describes a text job (`TextJobConfig`). Other files are presets, which name their model,
     task and data by import path. Import paths are also resolved in the current folder and in the preset's folder.
-    `--init JOB` writes a commented starter file; `--init` alone lists the jobs. Help and messages about invalid keys
-    are printed without importing torch.
+    `--init JOB` writes a commented starter file; `--init` without a job lists the jobs. Help and messages about invalid
+    keys are printed without importing torch.
     """
     words = sys.argv[1:]
     with cli_main():

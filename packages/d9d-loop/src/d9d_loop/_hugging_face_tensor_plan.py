@@ -36,7 +36,7 @@ class TensorPlan(NamedTuple):
     Attributes:
         styles: The plan for `parallelize_tensor`, by full module names.
         whole: Blocks that stay replicated, each with the modules that prevent its split; `*` stands for layer numbers.
-            All layers are one block if no layer is split.
+            If no layer is split, a single entry stands for all layers.
     """
 
     styles: dict[str, TensorStyle]
@@ -47,9 +47,9 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
     """Return the tensor-parallel plan of a model.
 
     A block stays replicated if one of its modules has an unsupported style, or has no style and lies between split
-    layers. A replicated block gives the same results, but saves no memory. Embeddings and heads have unsharded outputs.
-    Embeddings and heads also stay replicated if the degree does not divide their rows, or if they are tied to a
-    replicated module.
+    layers. A replicated block gives the same results, but saves no memory. Outputs of embeddings and heads are not
+    sharded. Embeddings and heads also stay replicated if the degree does not divide their rows, or if they are tied to
+    a replicated module.
 
     Raises:
         UserError: If the model has no plan.
@@ -88,7 +88,7 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
 
 
 def _block_of(model: nn.Module, name: str, plan: Mapping[str, TensorStyle]) -> str:
-    """Return the parent of a module if activations inside of the parent are split, else the name itself."""
+    """Return the name of a module's parent if activations inside of the parent are split, else the module's name."""
     around = name.rpartition(".")[0]
     styles = [plan.get(f"{around}.{child}") for child, _ in model.get_submodule(around).named_children()]
     has_split = any(
@@ -112,7 +112,7 @@ def _by_kind(blocks: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]
 
 
 def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -> TensorStyle | None:
-    """Return the style of a module from its rule and those of its parameters; None if a rule is not supported."""
+    """Return the style of a module for its rule and the rules of its parameters; None if a rule is not supported."""
     module = model.get_submodule(name)
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     style: TensorStyle | None = None
@@ -149,8 +149,8 @@ def _with_wildcards(name: str) -> str:
 def _head_size(model: Any, name: str, num_outputs: int) -> int:
     """Return the number of consecutive outputs per attention head of a layer; 1 outside of attention.
 
-    The layers of keys and values may have fewer heads than the layer of queries. A fused layer has the queries, keys
-    and values of each head.
+    The key and value projections may have fewer heads than the query projection. A fused projection has the queries,
+    keys and values of each head.
     """
     attention = model.get_submodule(name.rpartition(".")[0])
     sizes = [getattr(attention, key) for key in ("head_dim", "head_size", "qk_head_dim") if hasattr(attention, key)]
@@ -165,8 +165,8 @@ def _head_size(model: Any, name: str, num_outputs: int) -> int:
 def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> dict[str, list[str]]:
     """Add styles that are missing in the model's plan; return the modules and parameters without a style, by block.
 
-    Modules without a style would get wrong gradients: a module between split layers has partial gradients. Latent
-    attention has replicated modules before split layers.
+    A module between split layers has partial gradients, so without a style its gradients would be wrong. Latent
+    attention is not examined: its replicated modules come before the split layers.
     """
     unknown: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -342,7 +342,7 @@ class _SplitExperts(TensorStyle):
     """Experts distributed over ranks. Each rank computes its own experts for all tokens; the outputs are summed.
 
     The plan of `transformers` splits each expert instead, which needs a strided split of fused gates and projections.
-    This style relies on a property of expert parallelism in `transformers`: experts skip tokens whose expert is
+    This style relies on a property of expert parallelism in `transformers`: experts skip tokens with the expert index
     `num_experts`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Mapping of the exceptions of a script to messages and exit codes."""
+"""Mapping of a script's exceptions to messages and exit codes."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def cli_main() -> Generator[None]:
     - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
     - pydantic's `ValidationError`, such as of `TrainerConfig(...)`: exit code 2, with a line for each invalid key.
     - `KeyboardInterrupt`: exit code 130. Its notes say what is saved.
-    - `Stopped`, after a signal or for a slow host: exit code 75 (`ExitCode.STOPPED`), or 130 for Ctrl-C.
+    - `Stopped`, after a signal or because of a slow host: exit code 75 (`ExitCode.STOPPED`), or 130 for Ctrl-C.
 
     An exception in the user's own model, task or data prints the user's lines before the whole traceback.
     """

@@ -1,7 +1,7 @@
 """Agent of `d9d-torchrun`: torch's elastic agent, which ends the ranks of a failed job in seconds.
 
 torch's agent gives each rank 30 seconds between SIGTERM and SIGKILL, even if the job has failed and nothing can be
-saved. A rank that is stopped, or that waits for a host without power, uses all 30 seconds.
+saved. A rank that is stopped (SIGSTOP), or that waits for a host without power, uses all 30 seconds.
 """
 
 import logging

@@ -1,12 +1,12 @@
-"""Rendezvous of `d9d-torchrun`: torch's c10d rendezvous with shorter waits, and with the names of lost nodes.
+"""Rendezvous of `d9d-torchrun`: torch's c10d rendezvous, but with shorter waits; it also reports lost nodes.
 
 torch's agents poll the state of the rendezvous once a second, and read a copy that may be a second old. A round takes
 several of these polls. In torch's rendezvous, a spare node competes with the nodes that restart their ranks, and a node
 that joins too late makes all nodes restart once more. Here the spare node joins only if a node is missing.
 
-For each operation, torch also records an event, which no handler receives by default. The name of its caller comes from
-two calls of `inspect.stack()`. Each one searches all imported modules for frames without a source file, which
-`python -m` has: 12 ms with the modules of torchrun, 24 ms with those of a job. Here no event is recorded.
+For each operation, torch also records an event, which no handler receives by default. To name the caller, torch calls
+`inspect.stack()` twice. Under `python -m` some frames have no source file, so each call searches all imported modules:
+12 ms with the modules of torchrun, 24 ms with the modules of a job. This rendezvous records no events.
 """
 
 import time
@@ -39,7 +39,7 @@ BACKEND: Final = "c10d-quick"
 
 _POLL_SECONDS = 0.1
 _LEAVE_SECONDS = 3.0  # time for spare nodes to notice the end of a job
-_YIELD_SECONDS = 30.0  # time for a spare node to replace a slow one, which then joins again
+_YIELD_SECONDS = 30.0  # time for a spare node to replace a slow node; afterwards the slow node joins again
 _NODES_PER_SECOND = 256  # polls of all nodes together; above 25 nodes, each node polls less often
 
 
@@ -88,7 +88,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
         return joined
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, and wait until the spare nodes have noticed: this node may hold the store."""
+        """Close the rendezvous, and wait until the spare nodes have left: this node may hold the store."""
         is_closed, deadline = super().shutdown(), time.monotonic() + _LEAVE_SECONDS
         with suppress(RendezvousError):
             while self._state_holder.state.redundancy_list and time.monotonic() < deadline:
@@ -112,7 +112,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
         return 0 if is_full else num_waiting
 
     def has_spare(self) -> bool:
-        """Return True if a spare node waits that this node has not trained with before. No request to the store.
+        """Return True if a spare node waits with which this node has not trained before. Sends no request to the store.
 
         Earlier peers do not count, because two slow nodes would otherwise replace each other repeatedly.
         """
@@ -128,14 +128,14 @@ class QuickRendezvous(DynamicRendezvousHandler):
     def lost_nodes(self) -> Sequence[tuple[int, str]]:
         """Return rank and host of the nodes of this round whose keep-alive has timed out.
 
-        A node that has left the round to join the next one is not lost. No request to the store.
+        A node that has left the round to join the next one is not lost. Sends no request to the store.
         """
         state = self._state_holder.state
         present = {*_coming_nodes(state), *state.redundancy_list}
         return [(rank, node.addr) for node, rank in self._ranks.items() if node not in present]
 
     def is_broken(self) -> bool:
-        """Return True if a node has left this round, so that its ranks have exited. No request to the store."""
+        """Return True if a node has left this round, so its ranks have exited. Sends no request to the store."""
         state = self._state_holder.state
         return not self._ranks.keys().isdisjoint(state.wait_list | state.redundancy_list)
 
@@ -144,7 +144,7 @@ class QuickRendezvous(DynamicRendezvousHandler):
 
 
 class _QuickExecutor(_DistributedRendezvousOpExecutor):
-    """Runs the operations of a rendezvous, and polls its state more often than torch's."""
+    """Executor of rendezvous operations, which polls the state more often than torch's executor."""
 
     def __init__(self, *arguments: Any, seconds: float) -> None:
         super().__init__(*arguments)
@@ -157,7 +157,7 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[..., float] | None = None,
     ) -> None:
-        """Run an operation like torch's executor, but with shorter waits than one second."""
+        """Run an operation as torch's executor does, but wait `seconds` between polls instead of one second."""
 
         def next_action(ctx: _RendezvousContext, until: float) -> _Action:
             while (action := self._without_races(state_handler(ctx, until), ctx)) is _Action.SYNC:
@@ -188,7 +188,7 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
         return time.monotonic() < self.yields_until
 
     def _without_races(self, action: _Action, ctx: _RendezvousContext) -> _Action:
-        """Return torch's next action, except for spare nodes and for nodes that came too late for a round."""
+        """Return torch's action, or its replacement for a spare node or a node that joined too late for a round."""
         state, size = ctx.state, ctx.settings.max_nodes
         match action:
             case _Action.REMOVE_FROM_REDUNDANCY_LIST if self._yields or len(_coming_nodes(state)) >= size:

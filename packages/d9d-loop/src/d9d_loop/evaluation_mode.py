@@ -1,4 +1,4 @@
-"""Forward passes without effect on training."""
+"""Context manager for forward passes that do not affect training."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -144,8 +144,8 @@ class StepDone(Event):
 class BadStepFound(Event):
     """Event of a bad step: its loss or gradients are non-finite, it has no weight, or its loss is a spike.
 
-    The bad step or the next step emits the event, before its own `StepDone`. After a rollback or a stop, this
-    `StepDone` is not emitted.
+    The event is emitted in the bad step or in the next step, before the `StepDone` of that step. After a rollback or a
+    stop, this `StepDone` is not emitted.
 
     Attributes:
         kind: `non-finite`, `no weight` or `spike`.

@@ -3,8 +3,8 @@
 torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
 a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. With `--warm`,
 ranks are forked from a process of the node that has imported their modules, so a restart imports nothing. After a
-failure, ranks have ten seconds to end instead of 30, and the next rendezvous takes half a second. Other arguments and
-behavior are those of torchrun.
+failure, ranks have ten seconds to end instead of 30, and the next rendezvous takes half a second. All other arguments
+and behavior are the same as in torchrun.
 """
 
 import json
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--warm",
         action="store_true",
         help="Fork ranks from a process of this node that has already imported the modules of the script. Restarted "
-        "ranks and spare nodes then start without the time of these imports.",
+        "ranks and spare nodes then start without these imports.",
     )
     options = parser.parse_args(arguments)
     # With the shared store, a node keeps the address of the ranks' store over restarts, and a node that replaces
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record(run.run)(options)
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
-        # torch's agent ends the other ranks with SIGTERM, and gives all failures one time if ranks wrote no error file.
+        # torch's agent ends the other ranks with SIGTERM. All failures have the same timestamp if ranks wrote no error
+        # file.
         first = min(failed.failures.values(), key=lambda each: (each.exitcode == -signal.SIGTERM, each.timestamp))
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as received:
@@ -78,7 +79,7 @@ def _warm_up(options: Namespace, parser: ArgumentParser) -> None:
 
 
 def _wait_until_warm() -> None:
-    """Wait until the fork server has imported: a spare node that is not warm must not replace another one."""
+    """Wait until the fork server has imported the modules: a spare node must not replace another node before that."""
     first = multiprocessing.get_context("forkserver").Process(target=int)
     first.start()
     first.join()

@@ -11,7 +11,7 @@ from d9d_dist import UserError
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _WRAPPERS = {"cli_main", "explained"}
-"""Functions of d9d around a `with` statement, in which the user's frames are not called by d9d."""
+"""Context managers of d9d. d9d does not call the user's code in the body of their `with` statements."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

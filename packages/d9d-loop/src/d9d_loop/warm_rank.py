@@ -1,6 +1,6 @@
 """Ranks that are forked from a process with imported modules: `d9d-torchrun --warm`.
 
-Python's fork server imports this module, which then imports what the ranks need. The fork server has one thread and
+Python's fork server imports this module, which imports the modules of the ranks. The fork server has one thread and
 touches no device. torchrun's agent asks the fork server to fork each rank, which runs this file as a script.
 """
 
@@ -62,7 +62,7 @@ def _add_to_path(command: Sequence[str]) -> None:
 
 
 def _import_names(statement: ast.stmt) -> None:
-    """Import what an import statement names. Names of lazy modules are imported by access."""
+    """Import the modules and names of an import statement. Accessing a name of a lazy module imports the name."""
     with suppress(ImportError, AttributeError):
         if isinstance(statement, ast.Import):
             for alias in statement.names:

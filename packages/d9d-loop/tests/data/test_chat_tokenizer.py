@@ -80,7 +80,7 @@ SPLITS = "{% for message in messages %}{{ message.role }}:{{ message.content }}<
         (COUNTS, chat("a", "b", "c", "d"), r"not prefix-preserving: message 1 changes the text of the messages before"),
         (CHANGES, chat("a", "b", "c", "d"), r"not prefix-preserving: the messages after message 1 change its text"),
         (NO_STOP, chat("a", "b"), r"a turn ends with 'b\\n', which is not a special token"),
-        (CHATML, chat("a"), r"no assistant message is trained"),
+        (CHATML, chat("a"), r"no assistant message contributes to the loss"),
         (
             "{{ messages[-1].content }}<|im_end|>{% if add_generation_prompt %}",
             chat("a", "b"),
@@ -95,7 +95,7 @@ SPLITS = "{% for message in messages %}{{ message.role }}:{{ message.content }}<
             "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}<|im_end|>"
             "{% endif %}{% endfor %}",
             chat("a", "b"),
-            r"every token is trained",
+            r"every token contributes to the loss",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_mask_that_cannot_be_verified_is_refused(template: str, sample: dict[s
 
 
 def test_an_error_shows_the_text_with_its_mask() -> None:
-    with pytest.raises(UserError, match=re.escape("⟦trained parts⟧:\n<|im_start|>user\na<|im_end|>\n")):
+    with pytest.raises(UserError, match=re.escape("⟦parts in the loss⟧:\n<|im_start|>user\na<|im_end|>\n")):
         chat_tokenizer()(read_conversation(chat("a")))
 
 

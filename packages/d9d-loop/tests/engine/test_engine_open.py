@@ -127,7 +127,7 @@ def test_bad_steps_are_skipped_and_then_stop_the_engine(tmp_path: Path) -> None:
         engine.forward_backward(NAN, TASK.loss)
         assert not engine.step().taken
         engine.forward_backward(NAN, TASK.loss)
-        with pytest.raises(BadStepError, match="it is the 2th in a row, so the job stops"):
+        with pytest.raises(BadStepError, match="it is bad step 2 in a row, so the job stops"):
             engine.step()
         assert seen == [False, False]
         assert all(map(torch.equal, values(engine), before))

@@ -193,6 +193,6 @@ def test_a_forward_that_makes_a_parameter_is_refused_after_the_first_step(tmp_pa
 
     with (
         Engine.open(config_of(tmp_path), model=lambda stage: Growing(3, 2), task=TASK) as engine,
-        pytest.raises(UserError, match="the first step made, replaced or deleted the parameters gain"),
+        pytest.raises(UserError, match="the first step created, replaced or deleted the parameters gain"),
     ):
         take_step(engine)

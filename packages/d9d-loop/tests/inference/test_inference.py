@@ -260,9 +260,7 @@ def test_data_workers_have_the_prefetch_and_timeout_of_the_configuration(tmp_pat
 def test_weights_from_nowhere_are_refused(tmp_path: Path) -> None:
     provider = FunctionProvider(_Net, late_init=True)
     job = Inference(_config(tmp_path), model=provider, data=_data(3), task=_Sums())
-    message = (
-        "weights is not set, and FunctionProvider builds on `meta`, so the results would be those of random weights"
-    )
+    message = "weights is not set, and FunctionProvider builds on `meta`, so the results would be random"
     with pytest.raises(UserError, match=message):
         job.run()
     assert not list(tmp_path.iterdir())

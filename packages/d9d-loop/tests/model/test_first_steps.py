@@ -85,6 +85,7 @@ def test_parameters_that_a_step_makes_or_replaces_are_refused() -> None:
         model[1].weight = nn.Parameter(torch.ones(2, 2))
         model[1].register_parameter("bias", None)
         with pytest.raises(
-            UserError, match=r"the first step made, replaced or deleted the parameters 0\.gain, 1\.weight, 1\.bias; exp"
+            UserError,
+            match=r"the first step created, replaced or deleted the parameters 0\.gain, 1\.weight, 1\.bias; exp",
         ):
             checks.check()

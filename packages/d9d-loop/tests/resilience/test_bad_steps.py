@@ -148,7 +148,7 @@ def test_too_many_consecutive_skips_stop_the_job(ctx: DistributedContext) -> Non
     _, verdicts, _ = _steps(losses, ctx, max_in_a_row=3)
     assert _decisions(verdicts) == ["skip", "skip", None, "skip", "skip", "stop"]
     assert verdicts[-1] is not None
-    assert verdicts[-1].why.endswith("it is the 3th in a row, so the job stops.")
+    assert verdicts[-1].why.endswith("it is bad step 3 in a row, so the job stops.")
 
 
 def test_the_policy_stop_leaves_the_parameters(ctx: DistributedContext) -> None:

@@ -153,7 +153,7 @@ def test_perplexity_and_accuracy_are_those_of_a_plain_loop(byte_run: Path, capsy
             ["bytes", "--prompt", "a" * 40],
             "the conversation has 40 tokens; the model supports 32, including the answer",
         ),
-        (["bytes", "--prompt", "a", "--system", "b"], "--system needs a chat template, which the tokenizer of bytes"),
+        (["bytes", "--prompt", "a", "--system", "b"], "--system needs a chat template, but the tokenizer of bytes"),
         (["bytes", "--prompt", ""], "the prompt '' has no tokens"),
         (["bytes", "--max-new-tokens", "0"], "--max-new-tokens 0; expected at least 1"),
         (["bytes", "--top-p", "0"], r"--top-p 0\.0; expected above 0 and at most 1"),

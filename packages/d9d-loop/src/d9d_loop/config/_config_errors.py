@@ -46,10 +46,11 @@ def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str])
 
 
 def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list[str]:
-    """Return the full names to suggest for an unknown key; empty if another kind of the section has the key.
+    """Return the full names to suggest for an unknown key.
 
     The suggestion is the most similar key of the same section. If no key is similar, all keys of this name in other
-    sections are suggested, or else the most similar full name.
+    sections are suggested, or else the most similar full name. There is no suggestion if another kind of the section
+    has the key.
     """
     section, dot, key = name.rpartition(".")
     if close := difflib.get_close_matches(key, siblings, n=1):

@@ -99,7 +99,7 @@ def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None =
 
 
 def _entries(model: type[BaseModel]) -> dict[str, list[_Variant]]:
-    """Return all keys that are not sections by dotted name, each with one variant per kind that declares it."""
+    """Return, by dotted name, all keys that are not sections, each with one variant per kind that declares it."""
     entries: dict[str, list[_Variant]] = {}
     for name, variant in _walk(model, "", "", ()):
         entries.setdefault(name, []).append(variant)

@@ -87,7 +87,7 @@ def sections_of(annotation: Any) -> list[type]:
 
 
 def arms_of(annotation: Any) -> list[Any]:
-    """Return the members of a union, flattened; for any other type, a list of the type itself."""
+    """Return the members of a union, flattened; for any other type, a list with only this type."""
     if get_origin(annotation) is Annotated:
         return arms_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

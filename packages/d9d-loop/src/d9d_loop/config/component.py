@@ -125,7 +125,7 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:
-    """Convert an argument to its annotated type with the validation of configuration keys; errors have the full key."""
+    """Convert an argument to its annotated type, validated like a configuration key; errors name the full key."""
     *sections, name = key.split(".")
     try:
         model = _model_of(name, annotation)

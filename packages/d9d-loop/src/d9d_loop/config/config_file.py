@@ -23,8 +23,8 @@ def read_config_file(file: str | Path) -> _Values:
     lacks `include` and `$schema`.
 
     Raises:
-        UserError: If a file cannot be read, has another extension, is malformed, repeats a key or includes itself; if
-            YAML has tags, anchors or aliases, or PyYAML is not installed.
+        UserError: If a file cannot be read, has an unknown extension, is malformed, repeats a key or includes itself;
+            if YAML has tags, anchors or aliases, or PyYAML is not installed.
     """
     return _read(Path(file), ())
 
@@ -46,7 +46,7 @@ def _read(path: Path, included_by: Sequence[Path]) -> _Values:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Values:
-    """Merge two configurations; `over` wins, and its sections with another `kind` or `use` replace those of `base`."""
+    """Merge two configurations; `over` wins. A section with another `kind` or `use` replaces the section of `base`."""
     if any(key in base and key in over and base[key] != over[key] for key in _DISCRIMINATORS):
         return dict(over)
     merged = dict(base)

@@ -23,8 +23,8 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
     """Parse the command line `[FILE] [--section.key VALUE ...]` to a configuration.
 
     `--help` prints an overview of the keys and exits; `--help SECTION` prints the details of one section and exits;
-    `--schema` prints the JSON Schema of configuration files and exits. The arguments and errors are those of
-    `JobConfig.from_cli`.
+    `--schema` prints the JSON Schema of configuration files and exits. `JobConfig.from_cli` documents the arguments
+    and errors.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for flag in ("--help", "-h"):
@@ -45,7 +45,7 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
 
 
 def _with_default_kinds(values: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Add the default `kind` to sections of the file that omit it, where the command line sets a `kind`.
+    """Add the default `kind` to sections of the file that omit it, if the command line sets their `kind`.
 
     `merge` then replaces the section if the kinds differ, instead of mixing keys of both kinds.
     """

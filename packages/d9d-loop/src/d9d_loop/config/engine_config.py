@@ -17,7 +17,7 @@ from d9d_loop.resilience.resilience_config import BadStepConfig, HealthConfig, T
 
 
 class EngineConfig(JobConfig):
-    """Configuration of an `Engine`. Data, steps and learning rates over steps are up to the caller."""
+    """Configuration of an `Engine`. The caller supplies the data, the number of steps and the learning rates."""
 
     seed: int = Field(default=0, ge=0, description="Seed of initial weights and dropout.")
     run: RunConfig = RunConfig()

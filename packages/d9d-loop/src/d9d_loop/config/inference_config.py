@@ -21,9 +21,7 @@ class InferenceConfig(JobConfig):
         default=1024,
         description="Samples per part: results are written part by part, and a restart repeats an unfinished part.",
     )
-    seed: int = Field(
-        default=0, ge=0, description="Seed of the model's random numbers, such as those for sampled tokens."
-    )
+    seed: int = Field(default=0, ge=0, description="Seed of the model's random numbers, such as for sampling tokens.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     precision: PrecisionName = Field(

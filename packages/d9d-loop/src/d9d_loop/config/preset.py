@@ -1,4 +1,4 @@
-"""Jobs defined by a configuration file alone, which names the model, task and data by import path."""
+"""Jobs defined entirely by a configuration file, which names the model, task and data by import path."""
 
 import sys
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ _BOUNDED: tuple[Kind, ...] = ("1f1b", "interleaved_1f1b", "zb1p")
 
 
 class ScheduleConfig(BaseModel):
-    """Pipeline schedule and its options. A configuration may give the name alone: `--pipeline.schedule zbv`."""
+    """Pipeline schedule and its options. A configuration may give only the name: `--pipeline.schedule zbv`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -235,7 +235,7 @@ class HostConfig(Section):
 
     collect_garbage_every: PositiveInt | None = Field(
         default=50,
-        description="Steps between Python garbage collections, on all ranks at once; null: automatic collection.",
+        description="Steps between Python garbage collections on all ranks together; null: automatic collection.",
     )
 
 

@@ -30,7 +30,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
                 candidates += ([] for _ in range(max(len(items) // (capacity // length), 1)))
                 rows += candidates
                 rooms |= 1 << capacity
-            # A row that takes an item is then the best fit for the next items of this length, until it is full.
+            # A row that took an item remains the best fit for the next items of this length, until it is full.
             each = min(room // length, len(items))
             chosen = candidates[-(len(items) // each) :]
             for number, row in enumerate(chosen):

@@ -21,7 +21,7 @@ Files = Path | str | Sequence[Path | str]
 
 @final
 class ChatData(DataProvider):
-    """Packed conversations, or preference pairs, of `.jsonl` files or of other map-style datasets.
+    """Packed conversations, or preference pairs, from `.jsonl` files or from other map-style datasets.
 
         ChatData("chats.jsonl", tokenizer="Qwen3-0.6B", row_length=2048)
 

@@ -24,14 +24,14 @@ def tokenize_chats(
 ) -> TokenFile:
     """Tokenize conversations, write them to a token file with masks, and open it.
 
-    Read the file with a `DocumentStream` whose `max_length` is at least `max_length`. A shorter `max_length` splits
+    Read the file with a `DocumentStream` whose own `max_length` is at least as large. A smaller one splits
     conversations, and their later parts lack the earlier messages.
 
     Args:
         samples: Samples in a form that `read_conversation` accepts.
         folder: Folder to write; must not exist.
         tokenizer: Renders and tokenizes conversations, and verifies their masks.
-        max_length: Largest number of positions of a conversation; None for no limit.
+        max_length: Maximum length of a conversation, in positions; None for no limit.
         too_long: Treatment of longer conversations; see `ChatStream`.
 
     Raises:

@@ -13,7 +13,7 @@ from d9d_loop.data.masked_text import mark_spans
 
 @final
 class ChatStream(ConversationStream):
-    """Documents of conversations: only the assistant's turns are labels. Pack them with `PackedStream`.
+    """Conversations as documents: only the assistant's turns contribute to the loss. Pack them with `PackedStream`.
 
     Every rank tokenizes every conversation, since their lengths determine the packing. If that is too slow, write a
     token file with `d9d-tokenize --chat` once, and read it with a `DocumentStream`. An entry is tokens and their mask.
@@ -22,9 +22,9 @@ class ChatStream(ConversationStream):
         stream: Stream of samples in a form that `read_conversation` accepts, such as an `IndexedStream` of `JsonLines`
             or of a Hugging Face dataset.
         tokenizer: Renders and tokenizes conversations, and verifies their masks.
-        max_length: Largest number of positions. For packing, the row length.
+        max_length: Maximum length of a conversation, in positions. For packing, the row length.
         too_long: `refuse` longer conversations with an error, `drop` them, or `truncate` them at the end. A
-            conversation without trained tokens after truncation is dropped.
+            conversation without labels after truncation is dropped.
         window: Number of conversations tokenized at a time. A job that resumes inside a window tokenizes it again.
 
     Raises:

@@ -17,7 +17,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 class ChatTemplate:
     """Jinja template of conversations. Requires the extra `chat`.
 
-    The environment is that of `PreTrainedTokenizerBase.apply_chat_template` of `transformers`: sandboxed, with
+    Its environment matches `PreTrainedTokenizerBase.apply_chat_template` of `transformers`: sandboxed, with
     `raise_exception`, `strftime_now`, `tojson`, and the block `{% generation %}`, which is rendered as its contents.
 
     Args:
@@ -40,10 +40,10 @@ class ChatTemplate:
         Args:
             messages: Messages with `role` and `content`.
             tools: JSON schemas of the tools.
-            add_generation_prompt: If True, append the header of an answer.
+            add_generation_prompt: If True, append the header of an assistant message.
 
         Raises:
-            UserError: If the template refuses the messages.
+            UserError: If the template cannot render the messages.
         """
         from jinja2 import TemplateError  # noqa: PLC0415 - optional
 

@@ -1,4 +1,4 @@
-"""Tokens of conversations with a verified loss mask: only the assistant's turns are trained."""
+"""Tokens of conversations with a verified loss mask: only the assistant's turns contribute to the loss."""
 
 import hashlib
 import re
@@ -26,9 +26,9 @@ class ChatTokens:
     """Tokens of a conversation.
 
     Attributes:
-        mask: True for each token that is trained as a label. The last token is trained.
+        mask: True for each token that contributes to the loss as a label. True for the last token.
         text: The rendered conversation.
-        spans: Characters of `text` that are trained, [start, stop) each.
+        spans: Character ranges [start, stop) of `text` that contribute to the loss.
     """
 
     tokens: list[int]
@@ -39,16 +39,16 @@ class ChatTokens:
 
 @final
 class ChatTokenizer:
-    """Renders conversations with a chat template, tokenizes them, and derives their loss mask.
+    """Tokenizer of conversations: renders them with a chat template, tokenizes the text, and derives the loss mask.
 
     An assistant turn starts where the text of the previous messages with the generation prompt ends, and ends with its
     stop token. These positions are verified for each conversation:
 
     - The template is prefix-preserving: the text of the first messages is a prefix of the whole text. Templates that
-      drop the thinking of earlier turns are accepted; dropped thinking is not part of the text, and is not trained.
+      drop the thinking of earlier turns are accepted; the text and the loss do not contain the dropped thinking.
     - No token contains both the end of a prompt and the start of an answer.
-    - A special token ends each turn, and is trained. Text after it, such as a newline, is not.
-    - Some tokens are trained, and some are not.
+    - A special token ends each turn, and contributes to the loss. Text after it, such as a newline, does not.
+    - Some tokens contribute to the loss, and some do not.
 
     Args:
         tokenizer: A `tokenizers.Tokenizer`.
@@ -95,11 +95,11 @@ class ChatTokenizer:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def render(self, conversation: Conversation) -> str:
-        """Render a conversation to text. Raise `UserError` if the template refuses it."""
+        """Render a conversation to text. Raise `UserError` if the template cannot render it."""
         return self._render(conversation, len(conversation.messages))
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
-        """Tokenize a conversation, up to its last trained token.
+        """Tokenize a conversation, up to the last token that contributes to the loss.
 
         Raises:
             UserError: If the mask cannot be verified. The message shows the text with the mask.
@@ -118,9 +118,13 @@ class ChatTokenizer:
                 trained[first : last + 1] = [True] * (last + 1 - first)
                 spans.append((span[0], encoding.offsets[last][1]))
         if not is_turn_trained:
-            _refuse("no assistant message is trained; expected at least one, with a weight other than 0", text, [])
+            _refuse(
+                "no assistant message contributes to the loss; expected at least one, with a weight other than 0",
+                text,
+                [],
+            )
         if all(trained):
-            _refuse("every token is trained; expected a prompt, which is not trained", text, spans)
+            _refuse("every token contributes to the loss; expected a prompt, which does not", text, spans)
         length = len(trained) - trained[::-1].index(True)
         return ChatTokens(encoding.ids[:length], trained[:length], text, spans)
 
@@ -139,7 +143,7 @@ class ChatTokenizer:
         if start is None:
             _refuse(
                 f"the chat template is not prefix-preserving: message {number} changes the text of the messages before "
-                f"it, which is {_tail(prompt)!r} at its end without it; expected a template that only appends",
+                f"it. Without this message, it ends with {_tail(prompt)!r}; expected a template that only appends",
                 text,
                 spans,
             )
@@ -147,15 +151,18 @@ class ChatTokenizer:
         stop = self._end_of_turn(text, turn, start)
         if stop is None:
             _refuse(
-                f"the chat template is not prefix-preserving: the messages after message {number} change its text, "
-                f"which ends with {_tail(turn)!r} without them; expected a template that only appends",
+                f"the chat template is not prefix-preserving: the messages after message {number} change its text. "
+                f"Without them, the text ends with {_tail(turn)!r}; expected a template that only appends",
                 text,
                 [*spans, (start, start)],
             )
         return start, stop
 
     def _end_of_turn(self, text: str, turn: str, start: int) -> int | None:
-        """Return the end of a turn in the whole text; None if `turn`, the text up to the turn's end, is no prefix."""
+        """Return the end of a turn in the whole text. `turn` is the text of the messages up to this turn.
+
+        Return None if the whole text does not start with `turn`, apart from dropped thinking and stop tokens.
+        """
         for same in (turn, self._block.sub("", turn)):
             if len(same) > start and text.startswith(same):
                 return len(same)
@@ -166,7 +173,7 @@ class ChatTokenizer:
         first, bare = empty.end() if empty else start, self._block.sub("", turn[start:])
         if text.startswith(bare, first):
             return first + len(bare)
-        # The template ends the last turn of a text with another stop token, or with an additional stop token.
+        # The template ends the last turn of a text with a different stop token, or with an additional one.
         stop = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, text, strict=False)))
         cut = [token.start() for token in self._first_stop.finditer(turn) if token.start() < stop < token.end()]
         stop = cut[0] if cut else stop
@@ -179,7 +186,7 @@ class ChatTokenizer:
         return None if following is None else following.end()
 
     def _tokens_of(self, span: Span, encoding: Any, text: str, spans: list[Span]) -> tuple[int, int]:
-        """Return the first token of a turn, and its stop token."""
+        """Return the indices of a turn's first token and of its stop token."""
         start, stop = span
         last_stop, first = None, None
         for index, (begin, end) in enumerate(encoding.offsets):
@@ -232,4 +239,4 @@ def _tail(text: str) -> str:
 
 
 def _refuse(problem: str, text: str, spans: list[Span]) -> NoReturn:
-    raise UserError(f"{problem}. The text, with ⟦trained parts⟧:\n{mark_spans(text, spans)}")
+    raise UserError(f"{problem}. The text, with ⟦parts in the loss⟧:\n{mark_spans(text, spans)}")

@@ -1,4 +1,4 @@
-"""Conversations in the forms in which datasets store them, converted to the messages of chat templates."""
+"""Conversion of conversations, in the formats of common datasets, to the messages of chat templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Conversation:
 
     Attributes:
         tools: JSON schemas of the tools that the assistant may call; None for no tools.
-        first_trained: Index of the first message that may be trained; assistant messages before it are context.
+        first_trained: Index of the first message that may contribute to the loss; earlier messages are context.
     """
 
     messages: list[Message]
@@ -45,18 +45,18 @@ class Conversation:
 def read_conversation(sample: Mapping[str, Any]) -> Conversation:
     """Convert a sample to a conversation.
 
-    Forms, by key:
+    Formats, by key:
 
     - `messages`: a list of messages with `role` and `content`; the form of OpenAI and Hugging Face. `tool_calls` may
-      have their arguments as JSON text. `weight: 0` excludes an assistant message from training.
+      have their arguments as JSON text. `weight: 0` excludes an assistant message from the loss.
     - `conversations`: the same, or ShareGPT's `from` and `value`. The value of `function_call` is a JSON object with
-      `name` and `arguments`. `system` beside it is the system message.
-    - `prompt` and `completion`: each a text, or a list of messages. Only the completion is trained.
+      `name` and `arguments`. An additional key `system` has the system message.
+    - `prompt` and `completion`: each a text, or a list of messages. Only the completion contributes to the loss.
 
-    `tools` beside these keys is a list of JSON schemas, possibly as JSON text.
+    An additional key `tools` has a list of JSON schemas, possibly as JSON text.
 
     Raises:
-        UserError: If the sample has none of these forms, or a message lacks its role or content.
+        UserError: If the sample has none of these formats, or a message lacks its role or content.
     """
     tools = _tools(sample.get("tools"))
     if sample.get("messages") is not None:
@@ -73,11 +73,11 @@ def read_conversation(sample: Mapping[str, Any]) -> Conversation:
 
 
 def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
-    """Convert a preference sample to its chosen and its rejected conversation. Only the answers are trained.
+    """Convert a preference sample to its chosen and rejected conversations. Only the answers contribute to the loss.
 
-    `chosen` and `rejected` are each a text, or a list of messages, after `prompt`, which is a text or a list of
-    messages. Without `prompt`, both are whole conversations, and their common first messages are the prompt. `tools` as
-    in `read_conversation`.
+    `prompt`, `chosen` and `rejected` are each a text, or a list of messages; `chosen` and `rejected` follow `prompt`.
+    Without `prompt`, both are whole conversations, and their common first messages are the prompt. `tools` is as in
+    `read_conversation`.
 
     Raises:
         UserError: If `chosen` or `rejected` is missing, one is a prefix of the other, or a message lacks its role or
@@ -126,7 +126,7 @@ def _message(number: int, value: Any) -> Message:
         )
     if message.get("weight", 1) not in (0, 1):
         raise UserError(
-            f"message {number} has weight {message['weight']!r}; expected 1, or 0 to exclude it from training."
+            f"message {number} has weight {message['weight']!r}; expected 1, or 0 to exclude it from the loss."
         )
     message.setdefault("content", "")
     if "tool_calls" in message:

@@ -15,7 +15,7 @@ from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.window_cursor import WindowCursor
 
 MaskedTokens = tuple[list[int], list[bool]]
-"""Tokens of a document, and its loss mask: True for each token that is trained."""
+"""Tokens of a document, and its loss mask: True for each token that contributes to the loss."""
 
 
 class ConversationStream(SampleStream):

@@ -17,8 +17,9 @@ class DataProvider(ABC):
     """Source of the training and evaluation data of a job, with their collate function.
 
     Attributes:
-        draws: True if reading samples or collating may draw random numbers, as data augmentation does. The generators
-            are then seeded from the position of the samples, which takes tens of microseconds for each microbatch.
+        draws: True if reading samples or collating may draw random numbers, as data augmentation does. In this case,
+            the generators are seeded from the position of the samples, which takes tens of microseconds for each
+            microbatch.
     """
 
     draws: bool = True

@@ -10,7 +10,7 @@ class Document(TypedDict):
 
     Attributes:
         tokens: int64 [n + 1]. The first n are inputs, the last n are labels.
-        mask: bool [n + 1], True for each token that is trained as a label; absent if all are.
+        mask: bool [n + 1], True for each token that contributes to the loss as a label; absent if all do.
         source: Index of the document's source in a mixture; absent without a mixture.
     """
 
@@ -41,7 +41,7 @@ def documents_of(sample: Document | Pair) -> list[Document]:
 
 
 def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:
-    """Split a document into parts; return the first and last token of each part, both inclusive.
+    """Split a document into parts; return the indices of the first and last token of each part, both inclusive.
 
     A part has at most `max_length` positions and starts at the last token of the previous part. So each token except
     the first is a label exactly once. A document of fewer than two tokens has no parts, since there is no label.

@@ -33,7 +33,7 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class DocumentStream(SampleStream):
-    """Epochs of the documents of a token file.
+    """Stream over the documents of a token file, epoch by epoch.
 
     An entry is (document, first token, last token), both tokens inclusive; only these tokens are read.
 
@@ -43,7 +43,7 @@ class DocumentStream(SampleStream):
         epochs: Number of epochs; None repeats them without end.
 
     Raises:
-        UserError: If `max_length` or `epochs` is below 1, or no document has two tokens.
+        UserError: If `max_length` or `epochs` is below 1, or every document has only one token.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DocumentStream(SampleStream):
         return last - first
 
     def identity(self) -> JsonValue:
-        """Return the digest of the tokens and the constructor arguments."""
+        """Return the digests of the tokens and masks, the maximum length, the seed, and the `shuffle` flag."""
         return {"documents": self._identity}
 
 

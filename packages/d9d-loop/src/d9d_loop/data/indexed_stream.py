@@ -18,7 +18,7 @@ _MOST_AHEAD = 4096
 
 @final
 class IndexedStream(SampleStream):
-    """Epochs of a map-style dataset, in the order of `SampleOrder`. An entry is a sample index.
+    """Stream over a map-style dataset, epoch by epoch, in the order of `SampleOrder`. An entry is a sample index.
 
     Args:
         samples: Map-style dataset, such as a `torch.utils.data.Dataset`, a Hugging Face dataset or a list.

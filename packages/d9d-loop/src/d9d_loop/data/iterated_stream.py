@@ -30,7 +30,7 @@ class StatefulIterable(Protocol):
 
 @final
 class IteratedStream(SampleStream):
-    """Epochs of an iterable dataset. An entry is an element of the iterable, before `transform`.
+    """Stream over an iterable dataset, epoch by epoch. An entry is an element of the iterable, before `transform`.
 
     Every rank iterates over all data, but applies `transform` only to its own samples, so expensive work belongs in
     `transform`. Shuffle with `ShuffledStream`: the shuffle buffer of an iterable is lost when a job resumes.

@@ -9,11 +9,11 @@ _GREEN, _DIM, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
 def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:
-    """Return the text with its trained parts in brackets, or in green with the other parts dimmed.
+    """Return the text with its spans in brackets, or in green with the other parts dimmed.
 
     Args:
         text: The text.
-        spans: Trained parts in their order.
+        spans: Parts of the text that contribute to the loss, in ascending order.
         in_color: If True, use colors of a terminal instead of the brackets ⟦ ⟧.
     """
     around, rest = (f"{_GREEN}{{}}{_RESET}", f"{_DIM}{{}}{_RESET}") if in_color else ("⟦{}⟧", "{}")

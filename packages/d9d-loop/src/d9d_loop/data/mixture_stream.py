@@ -23,7 +23,7 @@ class Phase:
     Attributes:
         weights: Relative weight of each source, by name. A missing source has weight 0.
         start: Position in the mixture at which the phase starts, in the unit of the mixture (samples or tokens).
-        ramp: Length of the linear transition from the previous shares, in the same unit; 0 switches at once.
+        ramp: Length of the linear transition from the previous shares, in the same unit; 0 switches immediately.
     """
 
     weights: Mapping[str, float]

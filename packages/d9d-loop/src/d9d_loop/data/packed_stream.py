@@ -17,7 +17,7 @@ from d9d_loop.data.shuffled_stream import shuffled
 from d9d_loop.data.window_cursor import WindowCursor
 
 IGNORED_LABEL = -100
-"""Label of padding and of untrained tokens; the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
+"""Label of positions without a loss; the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 @final
@@ -29,8 +29,8 @@ class PackedStream(SampleStream):
     of int64 [L]:
 
     - `input_ids`.
-    - `labels`: the next token of each position, -100 where it is not trained. No label belongs to another document, and
-      no label is lost.
+    - `labels`: the next token of each position, or -100 for positions without a loss. No label is taken from another
+      document, and no label is lost.
     - `documents`: index of each position's document within its row; padding counts as one more document. It is the
       `document_ids_BL` argument of models, which restricts attention to a document.
     - `position_ids`: position within the document.

@@ -15,16 +15,16 @@ from d9d_loop.data.sample_stream import SampleStream
 class PairStream(ConversationStream):
     """Preference pairs of conversations. Pack them with `PackedStream`.
 
-    Packing places a pair as a whole: documents 2p and 2p + 1 of a row are the chosen and the rejected conversation of
+    Packing keeps a pair together: documents 2p and 2p + 1 of a row are the chosen and the rejected conversation of
     pair p. So both are always in one microbatch on one data-parallel rank. An entry is two tuples of tokens and mask.
 
     Args:
         stream: Stream of samples in a form that `read_pair` accepts.
         tokenizer: Renders and tokenizes conversations, and verifies their masks.
-        max_length: Largest number of positions of a pair, both conversations together. For packing, the row length.
+        max_length: Maximum length of a pair, in positions of both conversations together. For packing, the row length.
         too_long: `refuse` longer pairs with an error, `drop` them, or `truncate` their ends: each conversation
-            keeps at least half the length.
-        with_last_token: If True, the last token is an input too, with an ignored label. Reward models score it.
+            may fill at least half of `max_length`.
+        with_last_token: If True, the last token is also an input, with the label -100. Reward models score it.
         window: Number of pairs tokenized at a time. A job that resumes inside a window tokenizes it again.
 
     Raises:

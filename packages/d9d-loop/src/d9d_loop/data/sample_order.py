@@ -22,7 +22,7 @@ class SampleOrder:
 
     The permutation is a Feistel network on the range up to the smallest power of 4 that holds all samples. It is
     applied again while the result is out of range (cycle walking; Black, Rogaway: "Ciphers with arbitrary finite
-    domains", 2002). No permutation is stored, so a job of 10^12 samples starts and resumes at once.
+    domains", 2002). No permutation is stored, so a job of 10^12 samples starts and resumes immediately.
 
     Args:
         num_samples: Number of samples per epoch, from 1 to 2^62.

@@ -29,8 +29,9 @@ class Cursor(ABC):
 class SampleStream(ABC):
     """Sequence of samples in a global order, which is a pure function of the constructor arguments.
 
-    Training reads endless streams, or a finite one once; evaluation reads finite ones. Every rank must create an equal
-    stream. A stream that transforms another one, such as packing, takes it as a constructor argument.
+    Training reads an endless stream, or a finite one once. Evaluation reads a finite stream, or a given number of
+    samples. Every rank must create an equal stream. A stream that transforms another one, such as packing, takes it as
+    a constructor argument.
 
     Attributes:
         is_endless: False if the stream ends.

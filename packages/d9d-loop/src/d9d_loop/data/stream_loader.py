@@ -24,8 +24,8 @@ from d9d_loop.data.samples import Collate
 class Share:
     """Share of a rank in the samples of a step.
 
-    The samples of a step are split into consecutive runs of `microbatch_size`. Microbatch m of a rank is run number m *
-    dp_size + dp_rank.
+    The samples of a step are split into consecutive groups of `microbatch_size`. Microbatch m of a rank is group
+    m * dp_size + dp_rank.
     """
 
     microbatch_size: int
@@ -64,7 +64,7 @@ class StreamLoader:
     can resume from it. Prefetched batches do not count as used.
 
     The last step of a finite stream may have fewer samples: some of its microbatches are smaller, and the last ones of
-    a rank may be stand-ins, whose losses must not count.
+    a rank may be stand-ins, whose losses must be ignored.
 
     With `draws`, the random numbers of samples and `collate` are a function of the seed and the position of the
     microbatch's first sample. They do not depend on `num_workers`.

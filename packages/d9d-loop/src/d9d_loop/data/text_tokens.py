@@ -55,7 +55,7 @@ class TextFiles:
         return files
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the text of all documents, skipping empty ones and empty lines.
+        """Iterate over the text of all documents, skipping empty documents and lines.
 
         Raises:
             UserError: If a file is not UTF-8, or a line of a `.jsonl` file has no text in `field`.

@@ -2,8 +2,8 @@
 
 A token file is a folder of three or four files. `tokens.bin` has the concatenated tokens of all documents.
 `documents.bin` has the start of each document, in tokens, and the end of the last one, as int64. `masks.bin`, if there
-are loss masks, has a byte for each token: 1 if it is trained, else 0. `manifest.json` has the token dtype, the counts,
-and the sizes and digests of the other files. Numbers are little-endian.
+are loss masks, has a byte for each token: 1 if the token contributes to the loss as a label, else 0. `manifest.json`
+has the token dtype, the counts, and the sizes and digests of the other files. Numbers are little-endian.
 """
 
 import hashlib

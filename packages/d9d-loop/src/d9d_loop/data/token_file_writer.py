@@ -64,8 +64,9 @@ class TokenFileWriter:
     def append(self, tokens: Sequence[int] | Tensor, *, mask: Sequence[bool] | None = None) -> None:
         """Append a document: a sequence of integers, or an integer tensor [n].
 
-        `mask` has a value for each token, True if the token is trained; it is given if and only if the file has masks.
-        An empty document, a token outside the vocabulary, or a mask of another length raises `UserError`.
+        `mask` has a value for each token, True if the token contributes to the loss. It is required if the file has
+        masks, and refused otherwise. An empty document, a token outside the vocabulary, or a mask of another length
+        raises `UserError`.
         """
         # A list, because array(code, bytes) would reinterpret the bytes.
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)

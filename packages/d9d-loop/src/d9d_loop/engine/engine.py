@@ -1,4 +1,4 @@
-"""`Engine`: training that the caller drives: forward and backward, optimizer steps, scores, weights, checkpoints.
+"""`Engine`: forward and backward passes, optimizer steps, scores, weights and checkpoints, driven by the caller.
 
 The Trainer uses the engine. Post-training methods with their own outer loop, such as reinforcement learning, call the
 engine directly.
@@ -68,9 +68,9 @@ class Engine:
             the guard and acts on its decisions.
         events: Event bus; by default a new one.
         state_mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
-        reference: Reference for the method `reference`: a function of the model that returns a context manager in which
-            the model acts as the reference, such as `d9d_peft.adapters_off`; or "initial", for a copy of the current
-            weights in host memory. `None` disables the method.
+        reference: Reference for the method `reference`. Either a function of the model that returns a context manager,
+            such as `d9d_peft.adapters_off`: inside of it, the model acts as the reference. Or "initial", for a copy of
+            the current weights in host memory. `None` disables the method.
         checkpoints: Checkpoints for `save` and `load`; `None` disables them.
     """
 
@@ -154,8 +154,9 @@ class Engine:
         """Run forward and backward of some batches. Losses, weights and gradients accumulate until `step`.
 
         Ranks may pass different numbers of batches, of different shapes. Ranks with fewer batches run stand-ins, whose
-        loss is 0 (`BatchTask.stand_in`). Collectives: an all-gather of the numbers of batches, the model's collectives,
-        sends and receives between stages, the gradient reduction, and the exchange of the returned values.
+        loss is 0 (`BatchTask.stand_in`). Collectives: an all-gather of the numbers of batches, and of a batch if a rank
+        that never had one needs a stand-in; the model's collectives; sends and receives between stages; the gradient
+        reduction; and the exchange of the returned values.
 
         Args:
             batches: This rank's batches, one for each microbatch, as the collate function builds them: on any device,
@@ -280,15 +281,16 @@ class Engine:
     def step(self, learning_rate: float | None = None) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
 
-        Collectives: the gradient reduction and norm; one all-reduce of loss and weight; the guard's all-reduce.
+        Collectives: the gradient reduction and norm; the exchange of parameters shared between stages; one all-reduce
+        of loss and weight; the guard's all-reduce; in the first two steps, all-gathers that compare module attributes.
 
         Args:
-            learning_rate: Learning rate of all parameter groups from this step on; `None` keeps that of each group. For
-                groups of different learning rates, see `set_learning_rates`.
+            learning_rate: Learning rate of all parameter groups from this step on; `None` keeps the learning rate of
+            each group. For groups of different learning rates, see `set_learning_rates`.
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
-                finite. Also if a forward wrote to sharded parameters, if the first step made, replaced or deleted
+                finite. Also if a forward wrote to sharded parameters, if the first step created, replaced or deleted
                 parameters, or if the second step read an attribute of a module that differs between ranks.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
@@ -326,7 +328,7 @@ class Engine:
         self._offloading.offload(self.num_steps)
 
     def onload(self) -> None:
-        """Restore the offloaded state on the device: the same tensors with the same bits. No collectives."""
+        """Restore the offloaded state on the device: the same tensors, with bitwise equal values. No collectives."""
         self._offloading.onload(self.num_steps)
 
     @contextmanager
@@ -349,7 +351,7 @@ class Engine:
             background: True to return after the copy to host memory, and write the files in the background.
 
         Raises:
-            UserError: If the engine has no checkpoints, or no `step` has used the accumulated gradients yet.
+            UserError: If the engine has no checkpoints, or there are accumulated gradients that no `step` has used.
             BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
@@ -360,7 +362,7 @@ class Engine:
         """Save as `save` does, but in the local tiers of `EngineConfig.tiers` that are due at this step. Collective.
 
         Call it after every step. The files are written in the background, and `load` reads them if they are newer than
-        the checkpoints. Errors are those of `save`.
+        the checkpoints. The errors of `save` also apply.
 
         Raises:
             UserError: If the job has too few hosts for the replicas of a tier.

@@ -12,7 +12,7 @@ from d9d_loop.task import BatchTask
 @final
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """This rank's microbatches of a call: its own batches, then stand-ins, which do not count.
+    """This rank's microbatches of a call: its own batches, then stand-ins, whose losses are 0.
 
     Attributes:
         batches: Batches on the device, the same number on all ranks.
@@ -44,7 +44,7 @@ class MicrobatchAgreement:
         Args:
             batches: This rank's batches, any number; equal on the ranks of one data-parallel coordinate. Tensors may be
                 on the CPU; sequences are not yet split for context parallelism.
-            supported: Returns the smallest number of microbatches that is at least its argument and can be run.
+            supported: Returns the smallest supported number of microbatches that is at least its argument.
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different

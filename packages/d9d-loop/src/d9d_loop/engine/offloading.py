@@ -50,7 +50,7 @@ class StateOffloading:
         self._after_offload(step)
 
     def onload(self, step: int) -> None:
-        """Restore the state on the device: the same tensors with the same bits."""
+        """Restore the state on the device: the same tensors, with bitwise equal values."""
         self._offloader.onload()
         self.is_offloaded = False
         self._events.emit(StateOnloaded(step))

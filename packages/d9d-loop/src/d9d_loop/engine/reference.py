@@ -11,7 +11,7 @@ from d9d_dist import UserError, local_tensor
 from d9d_loop.optimizers.averaging import free_gathered_parameters
 
 Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
-"""Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" for the first weights."""
+"""Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" to copy the initial weights."""
 
 
 @final
@@ -64,7 +64,7 @@ class ReferenceWeights:
     Frozen parameters have no copies: the reference shares them.
 
     Args:
-        model: This rank's part of the model, whose current values are those of the reference.
+        model: This rank's part of the model. The reference gets a copy of its current values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,7 +75,7 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self) -> Generator[None]:
-        """Copy the reference's values into the model for the body; then restore the model's own values bit for bit."""
+        """Copy the reference's values into the model for the body, and restore the model's own values on exit."""
         own = [_host_copy(parameter) for parameter, _ in self._copies]
         try:
             self._set([copy for _, copy in self._copies])

@@ -78,7 +78,7 @@ class Scorer:
         return self._token_values([values[index] for index in sorted(values)])
 
     def _joined(self, found: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """Return the records of all layers [B, L, layers, A] of each batch; -1 for layers without any. Collective."""
+        """Return for each batch the records of all layers, [B, L, layers, A]; -1 for layers without any. Collective."""
         layers = {str(layer): list(records) for layer, records in found.items()}
         if self._stages is not None:
             layers = {name: each for tree in all_gather_trees(layers, self._stages) for name, each in tree.items()}

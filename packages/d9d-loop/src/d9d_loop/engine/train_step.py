@@ -116,8 +116,8 @@ class TrainStep:
             Start and end of every pipeline action, if `measured`.
 
         Raises:
-            UserError: On this rank, if batch norms would count its stand-ins; if the result of `loss` is not a `Loss`
-                of 0-dim values; or if an earlier call failed.
+            UserError: On this rank, if the statistics of batch norms would include its stand-ins; if the result of
+                `loss` is not a `Loss` of 0-dim values; or if an earlier call failed.
         """
         self._refuse_partial_gradients()
         if num_own < len(batches):
@@ -163,7 +163,8 @@ class TrainStep:
     def update(self, number: int) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
 
-        Collectives: the gradient reduction and norm; one all-reduce of loss and weight; the guard's all-reduce.
+        Collectives: the gradient reduction and norm; the exchange of parameters shared between stages; one all-reduce
+        of loss and weight; the guard's all-reduce.
         """
         self._refuse_partial_gradients()
         if self._totals is None:

@@ -139,7 +139,7 @@ class Inference:
         if self._weights is None and self._provider.late_init:
             raise UserError(
                 f"weights is not set, and {type(self._provider).__name__} builds on `meta`, so the results would be "
-                "those of random weights. Set --weights to a folder, or late_init = False if the build sets the "
+                "random. Set --weights to a folder, or late_init = False if the build sets the "
                 "weights."
             )
         size = min(config.batch_size, len(self._data))

@@ -12,7 +12,7 @@ from d9d_dist import DistributedContext
 from d9d_loop.resilience import HangWatchdog
 
 _MOST_AHEAD = 4
-"""Number of batches that a rank may be ahead of the slowest rank; uneven batches rarely make a rank wait."""
+"""Number of batches that a rank may be ahead of the slowest rank, so batches of uneven duration rarely cause waits."""
 
 
 @final
@@ -33,7 +33,7 @@ class Pace:
 
     @contextmanager
     def batch(self, part: int) -> Generator[None]:
-        """Compute a batch of a part, counted from 1, in the body. Collective: starts a barrier on exit."""
+        """Limit the time of a batch that the body computes; `part` is counted from 1. Collective: starts a barrier."""
         self._watchdog.beat(part, "a batch")
         yield
         self._start_barrier()

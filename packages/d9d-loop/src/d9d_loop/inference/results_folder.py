@@ -59,7 +59,7 @@ class ResultsFolder:
         return self.file.exists()
 
     def missing(self) -> list[int]:
-        """Return the indices of the missing parts, on the main process only.
+        """Return the indices of the missing parts. Call this method on the main process only.
 
         Creates the folder and `plan.json`; if the job is complete, removes leftover parts instead.
         """
@@ -83,7 +83,7 @@ class ResultsFolder:
         _write(self._part(part), "".join(lines))
 
     def finish(self) -> None:
-        """Concatenate all parts into `file` and remove them, on the main process when no part is missing."""
+        """Concatenate all parts into `file` and remove them. Call it on the main process when no part is missing."""
         partial = self.file.with_suffix(".jsonl.partial")
         with partial.open("wb") as out:
             for part in range(self.num_parts):

@@ -1,4 +1,4 @@
-"""Bad steps of a training job: finds their origin, and skips them, rolls back or stops the job."""
+"""Decisions on bad steps of a training job: reports the origin of bad steps, and rolls back or stops the job."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from d9d_loop.resilience.bad_steps import BadStepError
 def apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
     """Apply the decisions on bad steps that are known by now; return True if the job rolled back. Collective.
 
-    `batches` and `before` are the microbatches of the last step and of the step before it. `settle` waits for the
+    `batches` and `before` are the microbatches of the last step and of the step before it. With `settle`, wait for the
     decision on the last step. Raises `BadStepError` on every rank if a decision is to stop.
     """
     while (bad := job.guard.poll(settle=settle)) is not None:
@@ -40,7 +40,7 @@ def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
     """Run a non-finite step again, and describe the first non-finite tensor. Collective."""
     with isolated_random(job.plan.config.seed, "replay", bad.step, device=True):
         found = find_non_finite(job.engine.model, partial(job.engine.replay, batches, job.loss), ctx=job.ctx)
-    origin = f" {found}." if found else " In a second run of the step everything is finite."
+    origin = f" {found}." if found else " In a second run of the step, all tensors are finite."
     return origin + (" Another update was applied before the second run." if bad.step < job.record.step else "")
 
 

@@ -29,7 +29,7 @@ class Evaluator:
         samples: Evaluation dataset, or a stream of samples.
         task: Provides model inputs, losses and metrics.
         collate: Builds a batch from a list of samples.
-        num_samples: Number of samples to use: evenly spaced ones of a dataset, or the first ones of a stream. `None`
+        num_samples: Number of samples to use: evenly spaced in a dataset, or the first samples of a stream. `None`
             uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
         ctx: Distributed context of the job.

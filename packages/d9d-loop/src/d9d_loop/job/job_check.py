@@ -111,7 +111,7 @@ def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
     if config.steps is not None and config.steps > available:
         raise UserError(
             f"steps = {config.steps}, but the finite training data have samples for {available} steps of "
-            f"batch.global_size = {config.batch.global_size}; expected at most that. Remove steps, or add epochs."
+            f"batch.global_size = {config.batch.global_size}; expected no more. Remove steps, or add epochs."
         )
     return config.steps or available
 
@@ -204,14 +204,14 @@ _FREE = (
 
 
 def changed_settings(config: TrainerConfig, *, has_optimizer: bool) -> list[str]:
-    """Return a line for each setting that differs from the newest checkpoint's and affects the training.
+    """Return a line for each setting that affects the training and differs from the newest checkpoint's setting.
 
     Args:
         config: The job's configuration.
-        has_optimizer: True if the caller passed an optimizer, which replaces that of the configuration.
+        has_optimizer: True if the caller passed an optimizer, which replaces the configured one.
 
     Raises:
-        UserError: If the optimizer has another kind than that of the checkpoint, so its saved state would not fit.
+        UserError: If the kind of the optimizer differs from the checkpoint's, so the saved state would not fit.
     """
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:

@@ -19,7 +19,7 @@ from d9d_loop.task import LossFunction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Parts of a training job on one rank, in the state of the newest checkpoint.
+    """Parts of a training job on one rank, restored from the newest checkpoint if there is one.
 
     Attributes:
         plan: Plan of the job.

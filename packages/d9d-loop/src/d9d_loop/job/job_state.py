@@ -127,7 +127,7 @@ class JobState:
 
         Raises:
             UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
-                differ from those at the save.
+                have changed since the save.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         info = self._find(is_rollback=is_rollback)
@@ -138,7 +138,7 @@ class JobState:
             return Record()
         if expected is not None and self._frozen_digest != expected:
             raise UserError(
-                f"{info.root} has only trainable parameters, and this job's frozen parameters differ from those at the "
+                f"{info.root} has only trainable parameters, and this job's frozen parameters have changed since the "
                 "save. Use the run's original initial_weights (or its original seed if it had none), or start a new "
                 "run with --run.name."
             )

@@ -110,7 +110,7 @@ class Pipeline:
 
     @property
     def has_last_stage(self) -> bool:
-        """True if this rank has the last stage, whose outputs are those of the model."""
+        """True if this rank has the last stage, whose outputs are the model's outputs."""
         return self._group is None or self._group.rank() == self._last_rank
 
     def callable(self) -> PipelinedModel:

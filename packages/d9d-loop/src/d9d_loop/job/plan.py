@@ -48,14 +48,14 @@ class JobPlan:
         task: Prepares inputs and computes the loss.
         data: Provides training and evaluation data.
         optimizer: Builds the optimizer.
-        lr_schedule: Function from the step to the factor of the peak learning rate.
+        lr_schedule: Function of the step that returns the factor of the peak learning rate.
         microbatch_size: Samples of a microbatch on one data-parallel rank.
         num_microbatches: Microbatches of a step on one data-parallel rank.
         stream: Training samples in the order of training.
         evaluation_data: Held-out samples; `None` without evaluation.
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.
-        changes: Lines about settings that differ from those of the checkpoint from which the job resumes.
+        changes: A line for each setting that differs from the checkpoint from which the job resumes.
     """
 
     config: TrainerConfig
@@ -94,7 +94,7 @@ def plan_job(
     pipeline_schedule: Schedule | None = None,
     launch: Launch | None = None,
 ) -> JobPlan:
-    """Check a training job and plan it; the arguments are those of `Trainer`, as providers. No collectives or writes.
+    """Check a training job and plan it. Takes the arguments of `Trainer`, as providers. No collectives or writes.
 
     `launch` has the rank and the world size of this process; by default it is read from the launcher's environment.
 

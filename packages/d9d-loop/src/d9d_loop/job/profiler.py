@@ -45,7 +45,7 @@ class Profiler:
 
     @on_event(DataReady, StepDone)
     def step(self, event: DataReady | StepDone) -> None:
-        """End a range whose last step this is (collective: writes the profile), and start a range that is due."""
+        """End the range if this is its last step (collective: writes the profile), and start a range if one is due."""
         self._step = event.step
         if self._running is not None and event.step == self._last_step:
             self._end_profile()

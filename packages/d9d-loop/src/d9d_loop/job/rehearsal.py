@@ -1,4 +1,4 @@
-"""Rehearsal of the first microbatch before a job starts, so that mistakes in the user's code are found at once.
+"""Rehearsal of the first microbatch before a job starts, so that mistakes in the user's code are found early.
 
 A forked process reads the samples, and runs the task and the model on fake tensors: torch propagates shapes and dtypes,
 and computes nothing. Caches, counters and random states that the user's code changes are discarded with the process.
@@ -39,7 +39,7 @@ _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _JOB = ("process group", "accelerator", "forked", "gpu", "triton")
 """Words in error messages of code that needs the running job: its process group, or a kernel of its device."""
 _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
-"""Words in the messages of `RuntimeError`s that come from fake tensors, and would not be raised in a real step."""
+"""Words in messages of `RuntimeError` and `TypeError` that only fake tensors raise, and not a real step."""
 
 
 def rehearse(plan: JobPlan) -> None:

@@ -107,7 +107,7 @@ class Reports:
         self._collector.collect(step, values)
 
     def not_training(self) -> AbstractContextManager[None]:
-        """Exclude the time of the body from the throughput. Host-device synchronization."""
+        """Exclude the time of the body from the throughput. Synchronizes host and device."""
         return self._clock.stopped()
 
     def evaluation(self) -> None:
@@ -130,7 +130,7 @@ class Reports:
     def settle(self, result: StepResult) -> None:
         """Update the record before a save: training loss, throughput and tracker state.
 
-        Collective: a broadcast of the main process's throughput. Host-device synchronization.
+        Collective: a broadcast of the main process's throughput. Synchronizes host and device.
         """
         with self.not_training():
             throughput = self._clock.average()

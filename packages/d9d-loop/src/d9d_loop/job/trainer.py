@@ -44,8 +44,8 @@ class Trainer:
             evaluation.
         collate: Builds a batch from a list of samples, if `data` is a dataset.
         optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
-        lr_schedule: Function from the step, counted from 0, to the factor of the peak learning rate; by default the
-            schedule of the configuration.
+        lr_schedule: Function of the step, counted from 0, that returns the factor of the peak learning rate; by default
+            the schedule of the configuration.
         pipeline_schedule: Pipeline schedule; by default the one of the configuration.
 
     Raises:
@@ -123,7 +123,7 @@ class Trainer:
         return self._plan(config.model_copy(update=changes), launch=launch)
 
     def plan_for(self, launch: Launch) -> "JobPlan":
-        """Check and plan the job for the rank and world size of `launch`, without a start. No collectives or writes.
+        """Check and plan the job for the rank and world size of `launch`; do not start it. No collectives or writes.
 
         Raises:
             UserError: If a check fails, as in `train`.

@@ -1,4 +1,4 @@
-"""Jobs on text that a configuration file describes alone: fine-tuning, pretraining, classification and embeddings."""
+"""Jobs on text, defined entirely by a configuration file: fine-tuning, pretraining, classification, embeddings."""
 
 from typing import TYPE_CHECKING
 

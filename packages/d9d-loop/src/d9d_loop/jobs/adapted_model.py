@@ -75,11 +75,11 @@ class AdaptedModel(ModelProvider):
         self._base.parallelize(model, ctx)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        """Return the mapper of the base model, followed by that of the adapters."""
+        """Return the mapper of the base model, followed by the changes for adapters and quantization."""
         return self._with_adapters(self._base_mapper)
 
     def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
-        """Return the mapper of a folder of base weights, followed by that of the adapters."""
+        """Return the mapper of a folder of base weights, followed by the changes for adapters and quantization."""
         return self._with_adapters(self._base.load_mapper(model, folder))
 
     def export_files(self) -> Mapping[str, JsonValue]:

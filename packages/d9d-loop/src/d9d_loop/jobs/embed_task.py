@@ -54,7 +54,7 @@ class Embed(Task):
         return {"accuracy": WeightedMean()}
 
     def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
-        """Add the queries of a microbatch."""
+        """Add the results of a microbatch to the accuracy."""
         best_GK = self._similarities(outputs, batch).detach().argmax(-1)
         is_right = best_GK == torch.arange(self._num_pairs, device=best_GK.device)
         metrics["accuracy"].update(is_right.sum(), torch.tensor(float(is_right.numel())))

@@ -33,7 +33,7 @@ class LanguageModelConfig(Section):
         description="Folder with tokenizer.json. Default: `model.folder`; a byte-level tokenizer if that is also null.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="Dtype of the parameters; null: that of the folder."
+        default=None, description="Dtype of the parameters; null: the dtype in config.json, or float32."
     )
     tensor_parallel_plan: Literal["auto"] | None = Field(
         default=None, description="auto: shard the model over mesh.tensor_parallel by its own tensor-parallel plan."
@@ -130,7 +130,7 @@ class TextJobConfig(TrainerConfig):
     """Configuration of a training job on text."""
 
     job: JobKind = Field(
-        description="Kind of training: sft (chats), pretrain (text), classify (labelled texts) or embed (pairs)."
+        description="Kind of training: sft (chats), pretrain (text), classify (labeled texts) or embed (pairs)."
     )
     model: LanguageModelConfig
     dataset: TextDataConfig

@@ -39,7 +39,7 @@ kind = "lora"
 rank = 16
 """,
     "pretrain": """[model]
-family = "qwen3"                # a model_type of transformers; the other keys are those of its config.json
+family = "qwen3"                # a model_type of transformers; the other keys are entries of its config.json
 hidden_size = 256
 intermediate_size = 768
 num_hidden_layers = 4

@@ -58,7 +58,7 @@ class TextTokenizer(Protocol):
 
 @final
 class FileTokenizer:
-    """Tokenizer of a model folder, with the special tokens that it adds itself."""
+    """Tokenizer of a model folder. `__call__` keeps the special tokens that the tokenizer adds."""
 
     def __init__(self, folder: Path) -> None:
         file = folder / "tokenizer.json" if folder.is_dir() else folder
@@ -130,7 +130,7 @@ class _Converted:
 
 
 def chat_rows(config: TextJobConfig) -> DataProvider:
-    """Return the conversations of a job, packed if `dataset.packing` is set; only the assistant's turns are labels."""
+    """Return the conversations of a job, packed if configured; only the assistant's turns contribute to the loss."""
     folder = config.model.tokenizer or config.model.folder
     if folder is None:
         raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")

@@ -40,7 +40,7 @@ def _pad(samples: list[list[Tensor]]) -> dict[str, Tensor]:
 
 @final
 class _Groups:
-    """Groups of pairs. Group g of n has samples g, g + n, g + 2n and so on: neighbors in a file are often similar."""
+    """Groups of pairs. Group g of n has samples g, g + n, ..., because neighboring samples are often similar."""
 
     def __init__(
         self, samples: Samples, tokenizer: TextTokenizer, config: TextJobConfig, embedding: EmbeddingConfig

@@ -1,4 +1,4 @@
-"""Trainer of a job on text, built from its configuration alone."""
+"""Trainer of a job on text, built only from its configuration."""
 
 import shutil
 from collections.abc import Mapping

@@ -20,8 +20,8 @@ _NUM_TOKENS = 64
 class TextSamples:
     """Event handler that continues the `prompts` of a job, or answers them in a chat, by greedy decoding of 64 tokens.
 
-    At each evaluation, all ranks run the same forward passes, without a key/value cache. Decoding does not stop at end
-    tokens, which are part of the text. If `dataset.length` is reached, decoding stops early.
+    At each evaluation, all ranks run the same forward passes, without a key/value cache. Decoding continues
+    after end tokens, and the text contains them. If `dataset.length` is reached, decoding stops early.
 
     Raises:
         UserError: If a prompt has no token, or is not shorter than `dataset.length`.
@@ -64,7 +64,7 @@ class TextSamples:
 
 
 def _shown(prompt: str, config: TextJobConfig) -> str:
-    """Return the text that the model continues: the prompt, or a chat that ends with the header of an answer."""
+    """Return the text that the model continues: the prompt, or a chat that ends with an assistant header."""
     folder = config.model.tokenizer or config.model.folder
     if config.job != "sft" or folder is None:
         return prompt

@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 class NextToken(Task):
     """Prediction of the next token: the sum of the cross entropies of all labels, in nats.
 
-    The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 ignores a position.
+    The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 for positions without a loss.
     """
 
     weight_unit = "tokens"

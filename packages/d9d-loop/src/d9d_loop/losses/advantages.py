@@ -15,7 +15,7 @@ Baseline: TypeAlias = Literal["group_mean", "leave_one_out", "none"]
 """Value that is subtracted from a reward."""
 
 AdvantageScale: TypeAlias = Literal["group_std", "batch_std", "none"]
-"""Value by which the difference is divided."""
+"""Value by which the reward minus the baseline is divided."""
 
 
 def normalize_advantages(
@@ -38,16 +38,16 @@ def normalize_advantages(
     | REINFORCE++ (arXiv:2501.03262, section 3) | `none` | `batch_std` |
     | REINFORCE++ with baseline (the same) | `group_mean` | `batch_std` |
 
-    `batch_std` subtracts the mean of the batch too. Standard deviations are those of a sample (n - 1), plus `epsilon`.
-
-    The answers of a prompt may be on several ranks: sums of G values are all-reduced, at most four times.
+    `batch_std` also subtracts the mean of the batch. Standard deviations of n values have the divisor n - 1. The
+    answers of a prompt may be on several ranks. Collectives over `group`: at most four all-reduces of G values, and
+    with `batch_std` three all-reduces of a scalar.
 
     Args:
         rewards_S: Reward of each answer of this rank [S].
         prompt_ids_S: Prompt of each answer [S], int64, from 0 to G - 1, numbered over all ranks of `group`.
         num_prompts: Number of prompts G of the whole batch.
         baseline: Value that is subtracted from a reward: the mean over the prompt's answers, or over its other answers.
-        scale: Value by which the difference is divided.
+        scale: Value by which the reward minus the baseline is divided.
         epsilon: Added to standard deviations, so that equal rewards give advantage 0.
         group: Ranks that hold the answers of the batch: the data-parallel ranks. None if this rank holds all of them.
 

@@ -21,7 +21,7 @@ class DistillationLoss:
     $\sum_k p_k (\log p_k - \log q_k)$ ("Distilling the Knowledge in a Neural Network", arXiv:1503.02531), and, with
     `with_rest`, the same term for all other tokens together: $p_r = 1 - \sum_k p_k$ and $q_r = 1 - \sum_k q_k$. Then
     the loss is a KL divergence of K + 1 outcomes: it is not negative, and 0 only if the student has the teacher's
-    probabilities. Without the rest, probability outside the candidates is not penalized by itself.
+    probabilities. Without the rest, the loss does not directly penalize the student's probability of other tokens.
 
     Attributes:
         normalized: If True, scale the teacher's candidates to sum to 1 first; excludes `with_rest`.
@@ -48,12 +48,12 @@ class DistillationLoss:
         mask_BL: Tensor,
         auxiliary_losses_BL: Tensor | None = None,
     ) -> Loss:
-        """Compute the sum over the positions of the mask; its weight is their number. No collectives.
+        """Compute the sum over the positions in the mask; the weight is their number. No collectives.
 
         Args:
             log_probs_BLK: The student's log-probabilities of the candidates [B, L, K].
             teacher_log_probs_BLK: The teacher's log-probabilities of the same tokens, -inf for fewer than K candidates.
-            mask_BL: Trained positions [B, L], bool.
+            mask_BL: Positions [B, L] that contribute to the loss, bool.
             auxiliary_losses_BL: Router losses of each position [B, L], added to its loss.
         """
         teacher_BLK = teacher_log_probs_BLK.to(log_probs_BLK.dtype)
@@ -75,7 +75,7 @@ def _term(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def _log_rest(log_probs_BLK: Tensor) -> Tensor:
-    """Return the logarithm of the probability of all other tokens [B, L], at least that of one rounding error."""
+    """Return the logarithm of the probability of all other tokens [B, L]. This probability is at least `eps`."""
     covered_BL = log_probs_BLK.logsumexp(dim=-1)
     smallest = torch.finfo(log_probs_BLK.dtype).eps
     return torch.log1p(-covered_BL.exp().clamp(max=1.0 - smallest))

@@ -18,9 +18,9 @@ def sum_per_document(
     A loss that is not linear in the values of a document, such as DPO, needs the sum over the whole document, which may
     span several context-parallel ranks. With `cp`, forward and backward issue one all-reduce each.
 
-    All ranks of `cp` get equal sums. The loss of a step is the sum of the losses of all ranks, so a loss that every
-    rank computes from these sums must be divided by the number of ranks, and so must its weight. A loss per token of
-    this rank needs no division.
+    All ranks of `cp` get equal sums. The loss of a step is the sum of the losses of all ranks. If every rank of `cp`
+    computes the same loss from these sums, divide the loss and its weight by the number of these ranks. A loss per
+    token of this rank needs no division.
 
     Args:
         values_BL: Values [B, L] of this rank's positions, floating point.

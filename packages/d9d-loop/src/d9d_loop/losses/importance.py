@@ -1,4 +1,4 @@
-"""Importance weights for rollouts of another engine, whose probabilities differ from those of the trained model."""
+"""Importance weights for rollouts from an inference engine, whose probabilities differ from the trained model's."""
 
 from typing import Literal, TypeAlias
 
@@ -25,10 +25,10 @@ def truncated_importance(
 ) -> Tensor:
     r"""Return the truncated importance weight of each token, $\min(\pi / \mu, C)$, [B, L], without gradient.
 
-    $\mu$ is the probability that the inference engine reported for a token, and $\pi$ that of the trained model with
-    the same weights. They differ by kernels and precision, or because the rollout is stale. `PolicyLoss` multiplies its
-    token losses by these weights ("Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al.,
-    2025; truncation: Ionides, "Truncated importance sampling", 2008).
+    $\mu$ is the probability that the inference engine reported for a token; $\pi$ is its probability under the trained
+    model before the update. They differ in kernels and precision, or because the rollout is stale. `PolicyLoss`
+    multiplies its token losses by these weights ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", Yao et al., 2025; truncation: Ionides, "Truncated importance sampling", 2008).
 
     Args:
         log_probs_BL: Log-probability of each sampled token under the trained model before the update [B, L].

@@ -15,8 +15,9 @@ def kl_divergence(log_probs: Tensor, reference_log_probs: Tensor, *, form: KlFor
     - `k2`: $d^2 / 2$
     - `k3`: $e^d - d - 1$, the form of GRPO (arXiv:2402.03300, equation 4)
 
-    The estimates are of the same shape as the log-probabilities of the sampled tokens. As a penalty in a loss, `k2` has
-    the gradient of the reverse KL divergence for tokens of the policy itself; `k1` has none in expectation.
+    The estimates are of the same shape as the log-probabilities of the sampled tokens. As a penalty in a loss, on
+    tokens sampled from the policy, `k2` has in expectation the gradient of the reverse KL divergence. The expected
+    gradient of `k1` is 0.
     """  # noqa: D415 - a list follows the first sentence
     difference = reference_log_probs - log_probs
     match form:

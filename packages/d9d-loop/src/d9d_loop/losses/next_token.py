@@ -13,8 +13,9 @@ def next_token_loss(losses_BL: Tensor, labels_BL: Tensor) -> Loss:
     mean per rank or per conversation would weigh the tokens of short answers more.
 
     Args:
-        losses_BL: Loss of each position [B, L] in nats, 0 where the label is ignored: the output of a language-model
-            head with labels.
-        labels_BL: Label of each position [B, L], int64; -100 ignores a position. Rows of chats ignore prompts.
+        losses_BL: Loss of each position [B, L] in nats, 0 where the label is -100: the output of a language-model head
+            with labels.
+        labels_BL: Label of each position [B, L], int64; -100 for positions without a loss, such as the prompt tokens of
+            packed chats.
     """
     return Loss(losses_BL.sum(), weight=(labels_BL != IGNORED_LABEL).sum())

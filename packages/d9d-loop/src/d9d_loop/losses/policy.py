@@ -1,4 +1,4 @@
-"""Policy-gradient loss of sampled answers, whose parts give GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO and CISPO.
+"""Policy-gradient loss of sampled answers: GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO and CISPO as options.
 
 Shape legend: B rows, L positions of this rank, N documents of a row.
 """
@@ -17,7 +17,7 @@ from d9d_loop.losses.kl_divergence import KlForm, kl_divergence
 from d9d_loop.task import Loss
 
 Clipping: TypeAlias = Literal["clip", "stop_gradient", "none"]
-"""Limit of the ratio: that of PPO, that of CISPO, or none."""
+"""Limit of the ratio: as in PPO, as in CISPO, or none."""
 
 Average: TypeAlias = Literal["tokens", "sequences", "constant"]
 """Unit over which the loss of a batch is averaged."""
@@ -61,7 +61,7 @@ class PolicyLoss:
         max_length: Divisor of `constant`: the largest number of tokens of an answer, or 1 for the sum over its tokens.
 
     Raises:
-        UserError: If a value is out of range, or is set but not used.
+        UserError: If a value is out of range, or `max_ratio` or `max_length` does not fit the other options.
     """
 
     ratio_level: ImportanceLevel = "token"
@@ -110,11 +110,11 @@ class PolicyLoss:
 
         Args:
             log_probs_BL: Log-probability of each sampled token under the policy [B, L].
-            advantages_BL: Advantage of each sampled token [B, L], usually that of its answer.
+            advantages_BL: Advantage of each sampled token [B, L], usually the advantage of its answer.
             mask_BL: Positions whose label was sampled [B, L], bool. Each document with such a position is an answer.
             document_ids_BL: Document id of each position [B, L].
             old_log_probs_BL: Log-probabilities under the policy before the first update on these answers. None on the
-                first update: the ratio is then 1, and the gradient is that of REINFORCE.
+                first update, where the ratio is 1 and the gradient is that of REINFORCE.
             reference_log_probs_BL: Log-probabilities under the reference; required if and only if `kl_weight` is set.
             importance_BL: Factor of the loss of each token, such as `truncated_importance`.
             auxiliary_losses_BL: Router losses of each token [B, L], added to its loss.

@@ -1,4 +1,4 @@
-"""Losses of preference pairs: DPO and its relatives as options of one formula.
+"""Loss of preference pairs: DPO, conservative DPO, SimPO, IPO and SLiC as options of one formula.
 
 Shape legend: B rows, L positions of this rank, N documents of a row, P = N // 2 pairs of a row.
 """
@@ -16,7 +16,7 @@ from d9d_loop.losses.document_sums import check_shapes, num_replicas, sum_per_do
 from d9d_loop.task import Loss
 
 PreferenceKind: TypeAlias = Literal["sigmoid", "squared", "hinge"]
-"""Function of the margin: of DPO, IPO and SLiC."""
+"""Function of the margin: as in DPO, IPO or SLiC."""
 
 
 @final
@@ -80,16 +80,17 @@ class PreferenceLoss:
     ) -> Loss:
         """Compute the sum over the pairs of packed rows; its weight is the number of pairs.
 
-        Documents 2p and 2p + 1 of a row are the chosen and the rejected answer of pair p, as in `PairStream`. A pair is
-        counted if both have trained tokens. Issues the collectives of five calls of `sum_per_document` at most.
+        Documents 2p and 2p + 1 of a row are the chosen and the rejected answer of pair p, as in `PairStream`. A pair
+        counts if both answers have tokens in the mask. Issues the collectives of at most six calls of
+        `sum_per_document`.
 
         Args:
             log_probs_BL: Log-probability of each label under the policy [B, L].
             reference_log_probs_BL: The same under the reference model, without gradient; None for no reference.
-            mask_BL: Trained positions [B, L], bool: those of the answers.
+            mask_BL: Positions of the answers [B, L], which contribute to the loss, bool.
             document_ids_BL: Document id of each position [B, L].
-            auxiliary_losses_BL: Router losses of each position [B, L]. Each pair adds their mean over its trained
-                tokens.
+            auxiliary_losses_BL: Router losses of each position [B, L]. Each pair adds their mean over its tokens in the
+                mask.
             cp: See `sum_per_document`.
         """
         margins_BP, is_pair_BP = self.margins(
@@ -121,7 +122,7 @@ class PreferenceLoss:
         document_ids_BL: Tensor,
         cp: DeviceMesh | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the margin h of each pair [B, P], and a mask [B, P] of the pairs. Arguments as in `__call__`.
+        """Return the margin h of each pair [B, P], and a mask [B, P] of pairs that count. Arguments as in `__call__`.
 
         The reward margin that DPO reports is `beta * h`; its accuracy is the share of pairs with h above 0.
         """
@@ -150,7 +151,7 @@ class PreferenceLoss:
 
 
 def _lengths(like_BL: Tensor, mask_BL: Tensor, document_ids_BL: Tensor, cp: DeviceMesh | None) -> Tensor:
-    """Return the number of trained tokens of each document [B, N]."""
+    """Return the number of each document's tokens in the mask [B, N]."""
     return sum_per_document(mask_BL.to(like_BL.dtype), document_ids_BL, cp=cp)
 
 

@@ -12,7 +12,7 @@ from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, Sq
 from d9d_loop.lr.piecewise import piecewise
 
 LrSchedule = Callable[[int], float]
-"""Function from the step, counted from 0, to the factor of the peak learning rate."""
+"""Function of the step, counted from 0, that returns the factor of the peak learning rate."""
 
 
 @final

@@ -101,7 +101,7 @@ class CosinePhase(_Leading):
 
 @final
 class PolynomialPhase(_Leading):
-    """Phase that follows a power of its remaining fraction."""
+    """Phase that follows a power of the remaining fraction `1 - progress`."""
 
     kind: Literal["polynomial"] = "polynomial"
     power: PositiveFloat = Field(default=2.0, description="Exponent of the polynomial.")

@@ -10,7 +10,7 @@ from d9d_loop.lr.phase import PhaseSettings
 
 
 def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """Compose phases into a function from the step, counted from 0, to the factor of the peak learning rate.
+    """Compose phases into a function of the step, counted from 0, that returns the factor of the peak learning rate.
 
     On its first step, each phase has the final factor of the previous phase. A last phase of several steps reaches its
     final factor on the last step of the job, and keeps it afterwards. If `start` is 0, the first phase begins one step

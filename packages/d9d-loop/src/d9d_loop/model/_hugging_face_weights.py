@@ -1,6 +1,6 @@
 """Derivation of the `StateMapper` between a checkpoint folder and a `transformers` model.
 
-`from_pretrained` renames, fuses and ties tensors by rules that belong to each architecture. Here it receives
+`from_pretrained` renames, fuses and ties tensors by the rules of each architecture. Here it receives
 `RecordedTensor`s, which have shapes and dtypes but no values. The result is a model without weights, and the recorded
 operations become a `StateMapper`. New parameters and non-persistent buffers get the values that `from_pretrained`
 computes.
@@ -31,11 +31,11 @@ def build_without_weights(
     """Build a model without reading its weights, and the mapper that loads them from the folder.
 
     Tensors that the mapper fills are on `meta`. Other parameters and buffers are on the CPU, with the values that
-    `from_pretrained` computes. `new` and `unused` are those of `hugging_face_model`.
+    `from_pretrained` computes. `new` and `unused` are as in `hugging_face_model`.
 
     Raises:
-        UserError: Listing missing, unused and mismatched tensors that no pattern matches; or if the architecture's
-            weight conversion computes values instead of only moving them.
+        UserError: If tensors that no pattern matches are missing, unused or of another shape; the message lists them.
+            Also if the architecture's weight conversion computes values instead of only moving them.
     """
     stored = ModelFolder.open(folder).tensors
     load = partial(_load_recorded, model_class, config, folder, dtype=dtype)

@@ -68,7 +68,7 @@ class SkippedDraws(TorchDispatchMode):
         return None if found is None or found[0].expired() else found[1]
 
     def has_others(self, registered: Iterable[Tensor]) -> bool:
-        """Return True if a skipped tensor is alive whose storage is not that of a `registered` tensor."""
+        """Return True if a skipped tensor is alive that shares no storage with a `registered` tensor."""
         known = {tensor.untyped_storage()._cdata for tensor in registered if tensor.layout == torch.strided}
         others = [storage for address, (storage, _) in self._unset.items() if address not in known]
         if any(not storage.expired() for storage in others):

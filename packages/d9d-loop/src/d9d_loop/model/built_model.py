@@ -1,8 +1,8 @@
 """Build of a model before it is sharded: on the CPU with its values, or on `meta` if the provider has `late_init`.
 
-Every rank needs the structure before the job starts; only one rank needs the values, and later. So the ranks of a host
-build one after another, digest each tensor, and keep the structure on `meta`. Rank 0 builds again when the values are
-distributed. A host never holds more than one whole copy of the model.
+Every rank needs the structure before the job starts; only rank 0 needs the values, and only later. So the ranks of a
+host build one after another, digest each tensor, and keep the structure on `meta`. Rank 0 builds again when the values
+are distributed. A host never holds more than one whole copy of the model.
 """
 
 import fcntl
@@ -162,7 +162,7 @@ def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:
 
 @final
 class _Writes(TorchDispatchMode):
-    """Dispatch mode that records for each storage if its last in-place write came from a `reset_parameters`."""
+    """Dispatch mode that records for each storage whether `reset_parameters` did its last in-place write."""
 
     def __init__(self) -> None:
         super().__init__()

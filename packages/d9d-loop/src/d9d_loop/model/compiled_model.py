@@ -35,7 +35,7 @@ def compile_stages(stages: Iterable[nn.Module], backend: str) -> None:
 
 
 def describe_graph_breaks() -> list[str]:
-    """Return a line for each place in the users' code at which compiled code ends, with the reason; no duplicates."""
+    """Return a line for each graph break: its place in the user's code, and the reason. No duplicates."""
     from torch._dynamo.utils import graph_break_reasons  # noqa: PLC0415 - takes a second without compile
 
     lines = {}

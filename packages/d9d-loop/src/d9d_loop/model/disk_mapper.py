@@ -7,15 +7,15 @@ from d9d_state import StateMapper, model_tensors
 
 
 def disk_mapper(mapper: StateMapper | None, model: nn.Module, *, base_only: bool = False) -> StateMapper | None:
-    """Return the mapper from the weights of a model to those on disk; `None` if the names are equal.
+    """Return the mapper from a model's weights to the weights on disk; `None` if the names are equal.
 
     Args:
-        mapper: Mapper from the weights on disk to those of the whole model.
+        mapper: Mapper from the weights on disk to the whole model's weights.
         model: The model or a part of it, on any device.
         base_only: If True, allow trained parameters that the weights on disk omit.
 
     Raises:
-        UserError: If the mapper has no inverse, or omits trained parameters, such as those of adapters.
+        UserError: If the mapper has no inverse, or omits trained parameters, such as adapters.
     """
     if mapper is None:
         return None
@@ -34,7 +34,7 @@ def _refuse_omissions(mapper: StateMapper, model: nn.Module) -> None:
     omitted = sorted(kept & trained)
     if omitted:
         raise UserError(
-            f"the weights on disk omit {len(omitted)} trained parameters, such as {omitted[0]}, and would be those "
-            "before training; expected all trained parameters. Save adapters with save_adapters, or merge them first. "
+            f"the weights on disk omit {len(omitted)} trained parameters, such as {omitted[0]}, so these would be "
+            "lost; expected all trained parameters. Save adapters with save_adapters, or merge them first. "
             "With an engine, weights(base_only=True) yields the others."
         )

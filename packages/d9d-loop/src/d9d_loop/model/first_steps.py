@@ -1,10 +1,10 @@
-"""Checks of what the first steps change in a model besides the values of parameters and buffers.
+"""Checks after the first two steps: parameters are not replaced, and module attributes do not depend on the rank.
 
 The optimizer holds the parameters of the built model, so a step must not create or replace parameters. State in Python
 attributes, such as a moving average in a number, must not depend on the rank's part of the batch. `check_buffers`
 compares buffers. An attribute may be kept for inspection only, such as the scores of the last batch. So an attribute
-that differs between ranks raises an error only if the next forward reads the attribute before setting it. Adding to a
-list reads the list, so lists only cause a message.
+that differs between ranks raises an error only if the next forward reads it before setting it. `list.append` also reads
+the attribute, so for lists, tuples and dicts a message is printed instead.
 """
 
 import zlib
@@ -32,9 +32,10 @@ _OWN = frozenset(vars(nn.Module()))
 
 @final
 class FirstSteps:
-    """Checks after the first and the second step, also of numbers and tensors in lists, tuples and dicts.
+    """Checks of a model after its first and second step.
 
-    A backward that gives a plain parameter a sparse gradient raises `UserError`.
+    Attributes are compared if they hold numbers or tensors, also in lists, tuples and dicts. A backward that gives a
+    plain parameter a sparse gradient raises `UserError`.
 
     Args:
         model: Model of the job, before the first step.
@@ -100,7 +101,7 @@ class FirstSteps:
 
 @final
 class _Reads:
-    """Recorder of the attributes that a module reads before setting them, by a subclass of the module's class."""
+    """Recorder of the attributes that a module reads before it sets them. It replaces the module's class meanwhile."""
 
     def __init__(self, module: nn.Module, name: str, keys: set[str]) -> None:
         self._module, self._name, kind = module, name, type(module)
@@ -121,7 +122,7 @@ class _Reads:
         module.__class__ = type(kind.__name__, (self._kind,), {"__getattribute__": get, "__setattr__": put})
 
     def stop(self) -> dict[str, bool]:
-        """Stop recording; return for each attribute that was read before being set if it is a container, by name."""
+        """Stop recording; return the names of attributes that were read before they were set, True for containers."""
         self._module.__class__ = self._kind
         return {_full_name(self._name, key): not _is_plain(vars(self._module).get(key)) for key in self._read}
 

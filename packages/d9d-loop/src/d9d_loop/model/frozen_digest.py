@@ -40,7 +40,7 @@ def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
 
 
 def _is_counted_on_this_rank(tensor: Tensor, ctx: DistributedContext, first_rank: int) -> bool:
-    """Return True if this rank adds its shard of a tensor to the digest, among the ranks with the same shard.
+    """Return True if, of all ranks with the same shard of a tensor, this rank adds the shard to the digest.
 
     A `DTensor` is counted on the mesh that contains the stage's first rank, at coordinate 0 of every axis on which it
     is replicated. A plain tensor is counted on the stage's first rank.

@@ -72,7 +72,7 @@ def parallelize_stages(plan: ModelPlan, ctx: DistributedContext) -> dict[int, nn
     """Build and parallelize the stages that a plan assigns to this rank, without their values. Collective.
 
     Returns the stages by global stage index. They are on `meta`, except in a job of one rank whose provider does not
-    set `late_init`. Raises the same errors as `build_pipeline`, except for those of values.
+    set `late_init`. Raises the same errors as `build_pipeline`, except for errors about values.
     """
     provider, seed, whole, num_stages = plan.provider, plan.seed, plan.built, plan.program.num_stages
     stages: dict[int, nn.Module] = {}

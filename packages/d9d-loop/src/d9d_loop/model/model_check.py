@@ -70,19 +70,19 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
 
 
 def check_same_parameters(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Raise `UserError` if a step created or replaced parameters, which the optimizer does not hold."""
+    """Raise `UserError` if a step created, replaced or deleted parameters: the optimizer holds the built ones."""
     now = dict(model.named_parameters())
     changed = [canonical_name(name) for name, each in now.items() if before.get(name) is not each]
     changed += [canonical_name(name) for name in before if name not in now]
     if changed:
         raise UserError(
-            f"the first step made, replaced or deleted the parameters {', '.join(changed)}; expected those that were "
-            "built, because the optimizer trains no others. Create them in build; call a lazy module once there."
+            f"the first step created, replaced or deleted the parameters {', '.join(changed)}; expected the built "
+            "parameters, because the optimizer updates only these. Create all in build; call a lazy module once there."
         )
 
 
 def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedContext) -> None:
-    """Check that some parameter is sharded by expert parallelism, if its degree is above 1; else raise `UserError`.
+    """Raise `UserError` if the expert-parallel degree is above 1, but no parameter is sharded by expert parallelism.
 
     Collective if the degree is above 1: an all-gather, because a rank's stages may contain no experts.
     """

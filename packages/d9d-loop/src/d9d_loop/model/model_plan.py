@@ -23,7 +23,7 @@ class ModelPlan:
         program: The schedule's program for this number of pipeline ranks and microbatches.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
         weights: Folder of the initial weights, if any.
-        load_mapper: State mapper from the tensors in `weights` to those of the whole model; `None` if the names are
+        load_mapper: State mapper from the tensors in `weights` to the whole model's tensors; `None` if the names are
             equal.
     """
 
@@ -83,8 +83,8 @@ def plan_model(
 ) -> ModelPlan:
     """Build the model without its values, and check that it can be trained or run in a layout. No collectives.
 
-    `mesh` must have -1 resolved; `num_microbatches` is that of a step on one data-parallel rank. `first_batch` reads a
-    microbatch, to run the stages on `meta` if there are several; `None` skips this check.
+    `mesh` must have -1 resolved. `num_microbatches` is the number of microbatches of a step on one data-parallel rank.
+    `first_batch` reads a microbatch, to run the stages on `meta` if there are several; `None` skips this check.
 
     Raises:
         UserError: If the task cannot split sequences for context parallelism, or the schedule does not support the

@@ -70,7 +70,7 @@ class ModelProvider(ABC):
             model.register_forward_hook(_widen_outputs)
 
     def state_mapper(self, model: nn.Module) -> "StateMapper | None":
-        """Return the mapper from weights on disk to those of the model; exports use its inverse.
+        """Return the mapper from weights on disk to the model's weights; exports use its inverse.
 
         The default is `None`: the weights have the same names on disk.
         """
@@ -81,7 +81,7 @@ class ModelProvider(ABC):
         return self.state_mapper(model)
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        """Return JSON files to write beside exported weights, such as `config.json`, by file name."""
+        """Return JSON files to write next to exported weights, such as `config.json`, by file name."""
         return {}
 
 

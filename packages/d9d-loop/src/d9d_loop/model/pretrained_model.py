@@ -25,7 +25,7 @@ class RecognizedModel(Protocol):
 
     @property
     def is_causal(self) -> bool:
-        """True if no position sees a later one, so that the model can learn to predict the next token."""
+        """True if no position attends to a later one, so that the model can learn to predict the next token."""
         ...
 
     def build(self, stage: StageInfo) -> nn.Module:
@@ -64,7 +64,7 @@ def pretrained_model(
     Args:
         folder: Folder with `config.json`, the name of a model in the local cache of Hugging Face, or the entries of a
             `config.json` for a new model.
-        from_scratch: If True, draw the initial weights instead of loading those of the folder.
+        from_scratch: If True, draw the initial weights instead of loading the weights in the folder.
         parallelize: Options of `d9d_modules.parallelize_decoder`, such as `{"checkpointing": "selective"}`.
         options: Options of `d9d_modules.from_pretrained_config`, such as `head="classification", num_classes=3`.
 

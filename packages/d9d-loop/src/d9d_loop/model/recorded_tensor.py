@@ -152,7 +152,7 @@ def _levels(tensors: Iterable[RecordedTensor]) -> Iterator[list[_Move]]:
 
 
 def _keeps_values(func: Any, recorded: Sequence[RecordedTensor], results: Sequence[Tensor]) -> bool:
-    """Return True if an operation returns its one input's values in the same order and shape."""
+    """Return True if an operation returns the values of its only input in the same order and shape."""
     if len(recorded) != 1 or len(results) != 1 or recorded[0].shape != results[0].shape:
         return False
     if func in _COPIES:

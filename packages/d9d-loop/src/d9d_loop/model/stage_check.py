@@ -20,7 +20,7 @@ def build_stages(provider: ModelProvider, num_stages: int, *, seed: int = 0) -> 
 
 
 def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Check that the parameters of all stages together are those of the model.
+    """Check that all stages together have exactly the parameters of the model.
 
     Return the parameters shared by several stages, with the indices of those stages; the owner comes first.
 

@@ -99,7 +99,7 @@ def adamw(
 
 
 def _runs(rule: IndexRule, size: int) -> int:
-    """Return how many runs a program's elements can touch: 1, 2, or 3 for more."""
+    """Return the number of runs (see `IndexRule`) that the elements of a program can touch; 3 stands for 3 or more."""
     if rule.run >= size:
         return 1
     return 2 if rule.run >= _BLOCK else 3
@@ -112,7 +112,7 @@ def _storage(x: Tensor) -> Tensor:
 
 @_inlined
 def _random_bits(start, key, offset, run, stride, RUNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return 64 random bits for each of the elements from `start` on, a function of its global index."""
+    """Return 64 random bits for each element from `start` on: a function of the key and the element's global index."""
     i = tl.arange(0, BLOCK)
     index = offset + start + i
     if RUNS > 1:

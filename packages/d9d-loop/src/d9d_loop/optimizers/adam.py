@@ -41,7 +41,7 @@ class _OnLocalShards(torch.optim.Adam):
     def _joined_groups(self) -> list[dict[str, Any]]:
         """Join the groups that differ only in decoupled weight decay, and decay their parameters; return all groups.
 
-        Only foreach groups are joined. The decay is the first operation of a step, so the result has the same bits. For
+        Only foreach groups are joined. The decay is the first operation of a step, so the result is bitwise equal. For
         a small model, one kernel call for matrices and vectors together takes about half the time of two calls.
         """
         groups = self.param_groups

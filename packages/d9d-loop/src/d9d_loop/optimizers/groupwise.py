@@ -100,7 +100,7 @@ def update_unless(
 
     Args:
         gate: 0-dim tensor on the device of the lists, or `None` for no gate.
-        update: Called with the lists of `changed`, then those of `read`.
+        update: Called with the lists in `changed`, then the lists in `read`.
         changed: Lists of tensors that the update changes.
         read: Lists of tensors that the update only reads.
     """
@@ -115,5 +115,5 @@ def update_unless(
 
 
 def replace_(tensor: Tensor, value: Tensor, *, gate: Tensor | None) -> None:
-    """Copy a value into a tensor, unless the gate is 1; the value may then be non-finite."""
+    """Copy a value into a tensor unless the gate is 1. With gate 1 the value is ignored, and may be non-finite."""
     tensor.copy_(value if gate is None else torch.where(gate > 0, tensor, value))

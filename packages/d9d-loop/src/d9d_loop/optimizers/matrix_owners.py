@@ -20,10 +20,10 @@ Compute: TypeAlias = Callable[[Tensor], Tensor]
 def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Apply a function to whole matrices that are sharded over ranks; yield (index into `parts`, shard of the result).
 
-    Matrices sharded along a single mesh axis are distributed over its ranks. Each rank receives one whole matrix, and
-    sends back the shards of the result: two all-to-alls per batch of `axis size` matrices. Matrices sharded in any
-    other way are all-gathered and computed on every rank. Unsharded matrices, and stacks sharded only between their
-    matrices, are computed locally without collectives. Results come in any order.
+    Matrices sharded along a single mesh axis are distributed over its ranks. Each rank receives at most one whole
+    matrix, and sends back the shards of the result: two all-to-alls per batch of `axis size` matrices. Matrices sharded
+    in any other way are all-gathered and computed on every rank. Unsharded matrices, and stacks sharded only between
+    their matrices, are computed locally without collectives. Results come in any order.
 
     `parts` are this rank's local shards, as plain tensors. `likes` are tensors with the global shapes and placements of
     the matrices, in the same order on every rank of a mesh.

@@ -46,8 +46,8 @@ class Muon(GroupwiseOptimizer):
         params: Parameters of two or more dims, or parameter groups.
         momentum: Decay mu of the momentum average.
         scale: Scaling of the update. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)) (Moonshot, arXiv:2502.16982),
-            which gives AdamW's update size: its learning rate and weight decay can be reused. `original`:
-            sqrt(max(1, rows / columns)).
+            which gives updates the same RMS as AdamW's, so AdamW's learning rate and weight decay can be reused.
+            `original`: sqrt(max(1, rows / columns)).
 
     Raises:
         UserError: If a parameter has fewer than two dims.

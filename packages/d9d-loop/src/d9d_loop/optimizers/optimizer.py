@@ -93,7 +93,7 @@ class OptimizerSettings(Section, ABC):
         """Check that the configuration fits a whole model, which may be on `meta`.
 
         Raises:
-            UserError: If `build` would raise it.
+            UserError: If `build` would raise a `UserError`.
         """
         self.build(model)
 
@@ -107,7 +107,7 @@ class OptimizerSettings(Section, ABC):
 
     @final
     def _optimizers(self, named: Named, *, whole: bool) -> "list[Optimizer]":
-        """Build this optimizer and those of its groups, except those without parameters.
+        """Build this optimizer and the optimizers of its groups; omit optimizers without parameters.
 
         If no optimizer has a parameter, this optimizer is built with an empty group.
         """

@@ -18,10 +18,11 @@ from d9d_loop.optimizers.stochastic_copy import CHUNK, draw, has_kernel, round_s
 class StochasticAdamW(GroupwiseOptimizer):
     """AdamW (arXiv:1711.05101) that stores bfloat16 by stochastic rounding (Gupta et al., arXiv:1502.02551).
 
-    Computation is in float32. Values stored in bfloat16 are rounded up or down at random, which keeps small updates on
-    average. These are bfloat16 parameters and, with `average_dtype=torch.bfloat16`, their averages. A parameter and its
-    averages take 6 bytes with bfloat16 averages and 10 bytes with float32 averages; AdamW on float32 parameters takes
-    12. Parameters in float32 or float64 are not rounded, and their averages have their own dtype.
+    Computation is in float32, or in float64 for float64 parameters. Values stored in bfloat16 are rounded up or down at
+    random, which keeps small updates on average. These are bfloat16 parameters and, with
+    `average_dtype=torch.bfloat16`, their averages. A parameter and its averages take 6 bytes with bfloat16 averages and
+    10 bytes with float32 averages; AdamW on float32 parameters takes 12. Parameters in float32 or float64 are not
+    rounded, and their averages have their own dtype.
 
     The random bits of an element are a function of (seed, name, step, index in the full tensor). So results do not
     depend on the sharding, and a resumed job draws the same bits. On an accelerator with Triton, a step usually

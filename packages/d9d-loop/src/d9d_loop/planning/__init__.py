@@ -1,4 +1,4 @@
-"""Planning of jobs: what a job allocates, sends and computes, and how long it takes on a cluster."""
+"""Planning of jobs: memory, communication, FLOPs and step time on a cluster."""
 
 from d9d_loop.planning.collective_log import Collective as Collective
 from d9d_loop.planning.collective_log import CollectiveLog as CollectiveLog

@@ -19,7 +19,7 @@ from d9d_loop.planning.plan_report import report
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `d9d-plan PRESET.toml --world-size N --hardware NAME [--search] [--html FILE] [--json] [--key VALUE ...]`.
 
-    Keys of the configuration override those of the file, as in `d9d-train`.
+    Configuration keys on the command line override the file, as in `d9d-train`.
     """
     with cli_main():
         words = list(sys.argv[1:] if arguments is None else arguments)

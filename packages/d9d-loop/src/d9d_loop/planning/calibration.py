@@ -23,7 +23,7 @@ from d9d_loop.planning.layer_time import BACKWARD_OPERATORS, FORWARD_OPERATORS
 
 _SECONDS = 1.0
 _LAYER_KERNELS = 38
-"""Gaps between kernels that `layer_time` counts for a dense layer: 4 + 8 products, 2 of attention, 8 + 16 others."""
+"""Number of kernels that `layer_time` counts for a dense layer: 4 + 8 products, 2 of attention, 8 + 16 others."""
 GATHERED_BYTES = 2**25
 
 
@@ -197,7 +197,7 @@ def _layer_seconds(device: torch.device) -> float:
 
 
 def _sharded_seconds(device: torch.device) -> float:
-    """Return the time that FSDP adds to small layers for each gather and scatter; a layer has three."""
+    """Return the time that FSDP adds for each of the three gathers and scatters of a small layer."""
     layers, run = _small_layers(device)
     plain = _seconds(run, repeats=20)
     for layer in layers:

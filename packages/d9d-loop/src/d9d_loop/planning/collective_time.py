@@ -4,14 +4,14 @@ The group has n = g x q ranks: g in each of q nodes. S: bytes of the whole buffe
 a, B: latency and effective bandwidth of the links in a node; A, C: of the network, for one device.
 
     ring:          t = c (n - 1)/n S / min(B, g C) + c (g - 1) q a + c (q - 1) A
-    tree:          t = 2 S / min(B, g C) + 2 (g - 1) a + 2 log2(q) A                      (all-reduce over nodes only)
+    tree:          t = 2 S / min(B, g C) + 2 (g - 1) a + 2 log2(q) A             (all-reduce over several nodes)
     hierarchical:  t = c (g - 1)/g S / B + c (q - 1)/q S / (g C) + c (g - 1) a + c (q - 1) A
 
 with c = 1 for all-gather and reduce-scatter and c = 2 for all-reduce. A group's g members in a node use g network
-adapters. The ranks of a tree form a chain in each node, so the links in a node also carry the buffer up and down. The
-library is assumed to choose the faster algorithm (NCCL's tuning does). If the group spans more nodes than a rail, C is
-divided by the oversubscription of the spine. Thakur, Rabenseifner and Gropp 2005,
-https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009,
+adapters. Within one node, the ring is limited only by B. The ranks of a tree form a chain in each node, so the links in
+a node also carry the buffer up and down. The library is assumed to choose the faster algorithm (NCCL's tuning does). If
+the group spans more nodes than a rail, C is divided by the oversubscription of the spine. Thakur, Rabenseifner and
+Gropp 2005, https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009,
 https://doi.org/10.1016/j.parco.2009.09.001.
 
     all-to-all:    t = s max((g - 1)/n S / B, (n - g)/n S' / C) + ((g - 1) a + (q - 1) A) / 4

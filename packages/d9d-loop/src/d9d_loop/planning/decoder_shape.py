@@ -47,7 +47,7 @@ class DecoderShape:
 
     @classmethod
     def gpt(cls, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, length: int) -> "DecoderShape":
-        """Return the shape of a GPT: multi-head attention, two-matrix feed-forward of 4 h, tied embeddings."""
+        """Return the shape of a GPT: multi-head attention, two-matrix feed-forward of size 4 h, tied embeddings."""
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,

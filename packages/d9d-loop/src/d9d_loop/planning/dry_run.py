@@ -37,7 +37,7 @@ from d9d_loop.task import to_inputs
 from d9d_pipeline import Messages, stage_output
 
 PlanFor = Callable[[Launch], JobPlan]
-"""Function that plans the job for a place in it."""
+"""Function that plans the job for a `Launch`: the rank and the world size of a process."""
 
 
 @final
@@ -160,8 +160,8 @@ def run_rank(
 ) -> DryRun:
     """Run two steps of a planned job as the rank of `ctx`, and record them.
 
-    The first step has `num_first` microbatches, by default as few as the schedule supports. If all microbatches are
-    needed, only one step runs; an optimizer step without a forward pass creates the state before. `batch` is a
+    The first step has `num_first` microbatches, by default as few as the schedule supports. If the schedule needs all
+    microbatches, only one step runs, after an optimizer step without forward, which creates the state. `batch` is a
     microbatch of fake tensors. `marks` mark the parts of a step that belong to the layers in `repeat`; these parts are
     counted several times.
     """
@@ -296,7 +296,7 @@ def fake_ranks(rank: int, world_size: int) -> Generator[None]:
     """
     if dist.is_initialized():
         raise UserError(
-            "got a process that already has a process group; expected none, since a rehearsal starts a fake one. Plan "
+            "got a process that already has a process group; expected none, since a dry run starts a fake one. Plan "
             "the job before it starts, or in another process."
         )
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)

@@ -26,12 +26,12 @@ class Device(_Part):
     memory_bytes: float = Field(gt=0, description="Bytes of device memory that a process can allocate.")
     memory_bandwidth: float = Field(gt=0, description="Bytes/s of device memory.")
     peak_flops: dict[str, float] = Field(description="FLOP/s of dense matrix products by dtype: bf16, fp8, fp32.")
-    num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for the quantization of waves.")
+    num_multiprocessors: int = Field(gt=0, description="Number of multiprocessors, for wave quantization.")
     kernel_seconds: float = Field(default=2e-6, ge=0, description="Seconds from one kernel to the next on the device.")
     shard_seconds: float = Field(
         default=0.0, ge=0, description="Seconds of FSDP's hooks and copies for each gather or scatter (CPU)."
     )
-    overlaps: bool = Field(default=True, description="False if communication takes the cores that compute (CPU).")
+    overlaps: bool = Field(default=True, description="False if communication uses the cores that compute (CPU).")
     host_bandwidth: float = Field(default=25e9, gt=0, description="Bytes/s between device and host memory.")
 
 
@@ -46,10 +46,10 @@ class Network(Links):
     """The network between nodes."""
 
     oversubscription: float = Field(
-        default=1.0, ge=1, description="Bandwidth below the spine over bandwidth through it."
+        default=1.0, ge=1, description="Ratio of the bandwidth below the spine to the bandwidth through it."
     )
     rail_nodes: int = Field(
-        default=10**9, gt=0, description="Nodes below one leaf or rail, beyond which the spine is used."
+        default=10**9, gt=0, description="Number of nodes below one leaf or rail; groups of more nodes use the spine."
     )
 
 
@@ -63,7 +63,7 @@ class Fitted(_Part):
         gt=0, le=1, description="Fraction of the bf16 peak that fused attention reaches on long sequences."
     )
     memory_efficiency: float = Field(gt=0, le=1, description="Fraction of the memory bandwidth of pointwise kernels.")
-    host_seconds: float = Field(ge=0, description="Seconds in which the host launches one operator.")
+    host_seconds: float = Field(ge=0, description="Seconds that the host needs to launch one operator.")
     link_efficiency: float = Field(gt=0, le=1, description="Fraction of the bandwidth within a node.")
     network_efficiency: float = Field(gt=0, le=1, description="Fraction of the bandwidth between nodes.")
 

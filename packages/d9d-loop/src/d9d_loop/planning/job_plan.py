@@ -30,7 +30,7 @@ from d9d_loop.planning.step_model import StepTime
 from d9d_pipeline import Program, build, simulate
 
 PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan]
-"""Function that plans the job for a place in it, with another mesh, microbatch size and global batch size if given."""
+"""Function that plans the job for a `Launch`, with another mesh, microbatch size and global batch size if given."""
 
 
 @final
@@ -69,7 +69,7 @@ class Timing:
         step: Predicted step time and its parts.
         sensitivity: Step time in seconds if one part of the hardware were 10 % faster, by part.
         scale: Ratios of the job's exact memory to the closed form.
-        not_modelled: Traits of the job that change its step time, but that the model ignores.
+        not_modelled: Traits of the job that change its step time, but that the time model ignores.
     """
 
     shape: DecoderShape
@@ -92,7 +92,7 @@ class ClusterPlan:
         steps: Steps of the job.
         collectives: Bytes of a step on the first rank, by name of the collective and size of its group.
         goodput: Expected share of useful time with failures.
-        program: Program of the pipeline schedule, with at most as many microbatches as were recorded.
+        program: Program of the pipeline schedule, with as many microbatches as the recorded step.
         search: The ten fastest layouts and the Pareto front of time and memory; `None` without a search.
         nearest: If the job does not fit, the layout that fits with the fewest changes; `None` if none was found.
     """
@@ -279,7 +279,7 @@ def _timing(
 
 
 def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: int, search: bool) -> ClusterPlan:
-    """Return the plan with other layouts: the nearest that fits if the job does not, and a search.
+    """Return the plan with other layouts: the nearest one that fits if the job does not fit, and a search result.
 
     The search runs if `search` is set, or if the job does not fit and there is no nearest layout.
     """

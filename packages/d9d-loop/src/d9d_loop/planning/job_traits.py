@@ -13,7 +13,7 @@ from d9d_loop.planning.schedule_time import has_closed_form
 from d9d_pipeline import Overlap
 
 _UNCOUNTED = 0.05
-"""Share of parameters that may be biases, norms and adapters, which the closed form does not count."""
+"""Largest relative difference to the closed form's parameter count, due to biases for example, that is not reported."""
 
 
 def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
@@ -43,7 +43,7 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
         dropout=any("dropout" in name for name in operators),
         weight_bytes=run.dtype.itemsize if plan.config.precision == "parameters" else 2,
         stored_weight_bytes=run.parameter_bytes / run.num_parameters,
-        # Frozen parameters have no gradients and optimizer state, so the means are small.
+        # Averages over all parameters; frozen ones have neither gradients nor optimizer state.
         gradient_bytes=run.gradient_bytes / run.num_parameters,
         kept_gradient_bytes=run.gradient_bytes / run.num_parameters,
         master_bytes=run.optimizer_bytes / run.num_parameters,

@@ -4,8 +4,9 @@
     waves = ceil(batch ceil(m / a) ceil(n / b) / M),  r = i / (i + 20) / r(256 x 128),  i = a b / (a + b)
     t(pointwise) = bytes / (B f) + t0
 
-P: peak rate, FLOP/s, times 0.3 if the rows of an operand have an odd size: tensor cores need rows aligned to 16 bytes.
-B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors, each of which computes a tile in each wave.
+The matrices are m x k and k x n. P: peak rate, FLOP/s, times 0.3 if the rows of an operand have an odd size: tensor
+cores need rows aligned to 16 bytes. B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors, each of
+which computes a tile in each wave.
 r: speed of a tile relative to the largest. Small tiles fill the last wave better, but reuse loaded elements less. The
 library is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and
 4). k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
@@ -20,7 +21,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 HALF_DEPTH = 96
 HALF_REUSE = 20
 UNALIGNED = 0.3
-"""Speed of a product with rows of an odd size over that of an aligned one: 80 of 250 TFLOP/s on an A100."""
+"""Speed of a product with rows of an odd size, relative to an aligned product: 80 of 250 TFLOP/s on an A100."""
 
 
 def _costs() -> tuple[tuple[int, int, float], ...]:
@@ -82,8 +83,8 @@ def attention_seconds(
 ) -> float:
     """Return the time of a fused attention kernel.
 
-    The kernel reaches `attention_efficiency` of the peak on long sequences with heads of 128 elements, 0.8 of that in
-    the backward pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023,
+    The kernel reaches `attention_efficiency` of the peak on long sequences with heads of 128 elements, 80 % of this
+    rate in the backward pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023,
     https://arxiv.org/abs/2307.08691, figures 4 to 6). `num_tiles` is the number of query tiles of all heads, which fill
     the multiprocessors in waves.
     """

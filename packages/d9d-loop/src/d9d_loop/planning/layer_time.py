@@ -4,11 +4,11 @@
     backward = the products of input and weight gradients + pointwise kernels + the same collectives
     recompute = full: forward again; selective: attention's core and activation function again
 
-Tensor parallelism: two all-reduces of b s h per pass (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or with
-sequence parallelism an all-gather and a reduce-scatter each (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
-A sparse layer has these collectives only for attention and for a split shared expert, because its router and experts
-process the tokens of the rank. Bytes of fused pointwise kernels: counted per kernel below, in elements of 2 bytes, read
-and written once each.
+Tensor parallelism: two all-reduces of b s h values (microbatch size, length, hidden size) per pass (Shoeybi et al.
+2019, https://arxiv.org/abs/1909.08053), or with sequence parallelism an all-gather and a reduce-scatter each
+(Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). A sparse layer has these collectives only for attention and
+for a split shared expert, because its router and experts process the tokens of the rank. Bytes of fused pointwise
+kernels are counted below, per kernel, in elements of 2 bytes.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ Linear = tuple[float, float, float, float]
 """Tokens, outputs and inputs of a linear layer, and the number of such layers."""
 
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
-"""Bytes of a layer's pointwise operators over those of one kernel for each norm, addition and activation function."""
+"""Bytes of a layer's pointwise operators, relative to one kernel for each norm, addition and activation function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
 
 
 def _linears(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> tuple[list[Linear], list[Linear]]:
-    """Return the linear layers that tensor parallelism splits, and unsplit ones, which get only the rank's tokens."""
+    """Return the linear layers that tensor parallelism splits, and the others, which get only the rank's tokens."""
     t, h, tokens = layout.tp, shape.hidden_size, layout.tokens_per_microbatch
     parallel, whole = _attention_linears(shape, layout), []
     if sparse:
@@ -186,13 +186,13 @@ def _tensor_times(layout: PlanLayout, whole: float, matmul: tuple[float, float],
     # Sequence parallelism gathers the inputs of weight gradients once more.
     backward = whole * (1.5 if layout.sequence_parallel else 1.0)
     if layout.overlaps_tensor:
-        # A collective runs in parts beside the parts of its product; the first part waits.
+        # The parts of a collective overlap the parts of its product; the first part is exposed.
         return (
             exposed_seconds(matmul[0], whole, first=whole / layout.tp, contends=True),
             exposed_seconds(matmul[1], backward, first=backward / layout.tp, contends=True),
         )
     if layout.overlaps_weight_gradients:
-        # The gather of a row-parallel product's gradient hides behind nothing.
+        # No computation hides the gather of a row-parallel product's gradient.
         bare = whole / 2 if layout.sequence_parallel else 0.0
         backward = bare + max(0.0, backward - bare - hidden)
     return whole, backward

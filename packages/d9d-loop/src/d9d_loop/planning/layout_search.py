@@ -21,7 +21,7 @@ RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
     ("full", 2),
     ("full", 4),
 )
-"""Choices of recomputation: what, and of every how many layers."""
+"""Choices of recomputation: its kind, and n if every n-th layer is recomputed."""
 
 
 @final
@@ -135,7 +135,7 @@ def search_layouts(
         world_size: Number of devices.
         global_size: Samples of a step.
         length: Tokens of a sample.
-        base: Traits of the implementation; by default those of d9d: sharded fp32 master weights, sequence parallelism.
+        base: Traits of the implementation; by default d9d's: sharded fp32 master weights, sequence parallelism.
         replicas: Numbers of replicas of the sharded state to consider.
         scale: Ratios of the job's exact memory to the closed form; by default 1, with the logits of a whole microbatch.
         keep: Number of fitting layouts to return; `None` for all.
@@ -165,7 +165,7 @@ def search_layouts(
     if smallest is None:
         raise UserError(
             f"no layout of {world_size} devices is legal for batch.global_size = {global_size}; expected a number of "
-            "samples that data-parallel ranks can share. Use a multiple of the number of devices over 8."
+            "samples that data-parallel ranks can share. Use a multiple of the number of devices divided by 8."
         )
     found.sort(key=lambda each: each.seconds)
     return SearchResult(num_legal=num_legal, fitting=tuple(found[:keep]), smallest=smallest)

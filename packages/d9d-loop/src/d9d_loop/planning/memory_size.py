@@ -1,9 +1,13 @@
 """Peak memory of a rank, in bytes.
 
     state       = P (w / z3 + g / z2 + o / z1) + P_gathered w'
-    activations = in-flight microbatches x layers x bytes per token x tokens + one layer that is computed again
-    loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, their fp32 copy, log-softmax and gradient; last stage
+    activations = in-flight microbatches x layers x bytes per token x tokens + one recomputed layer
+    loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, fp32 copy, log-softmax and gradient, on the last stage
     reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
+
+P: parameters of the rank. w, g, o: bytes per parameter of stored weights, gradients and optimizer state. P_gathered:
+parameters that are gathered at the same time, w': bytes per gathered weight. V: vocabulary size, h: hidden size, t:
+tensor-parallel degree, p: pipeline ranks, m: microbatches.
 
 Gathered logits are whole (t = 1); the rank's shard of the logits and of their gradient comes on top. With several
 microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces them in each one.
@@ -12,8 +16,8 @@ z: number of ranks that shard a term (ZeRO: Rajbhandari et al. 2019, https://arx
 per token of a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout,
 generalized to grouped queries, gated layers and experts; fused attention stores no scores. In flight on pipeline
 rank r: min(m, p - r) microbatches with 1F1B, and on the first rank, with v stages per rank, 1 + (p - 1) / (p v) times
-as much (Narayanan et al. 2021, section 2.2.2). With V-shaped placement, min(m, p) on each rank, as zero-bubble V
-(DualPipeV: one stage's activations more).
+as much (Narayanan et al. 2021, section 2.2.2). With V-shaped placement, min(m, p) on each rank, as in zero-bubble V;
+DualPipeV has one stage's activations more.
 """
 
 from dataclasses import dataclass

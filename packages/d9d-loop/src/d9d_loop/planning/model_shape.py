@@ -130,7 +130,7 @@ def _is_attention(operation: Operation) -> bool:
 
 
 def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:
-    """Return the sizes of a layer's matrices without attention and of its experts, and the number of experts.
+    """Return the parameters in a layer's matrices without attention and in its experts, and the number of experts.
 
     If most parameters of a layer are frozen, only these are counted: the trainable parameters are adapters.
     """

@@ -1,11 +1,12 @@
 """Time of a pipeline of stages of different cost, in s.
 
-    t = sum over stages of (F_i + B_i) / v + (p - 1) 2 t_p2p + (m - 1) max_r (F_r + B_r) + exposed transfers
+    t = sum_r (F_r + B_r) / v + (p - 1) 2 t_p2p + (m - 1 / v) max_r (F_r + B_r) + exposed transfers
 
-F_r, B_r: forward and backward of one microbatch on pipeline rank r, over all its v stages. The first two terms are the
-path of the first microbatch; with v stages per rank, a rank waits for 1/v of this path. For equal stages this is 1F1B's
-and interleaved 1F1B's (m + (p - 1) / v)(F + B) (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, sections 2.2.1
-and 2.2.2). `tests/planning/test_pipeline_time.py` compares the equation with `d9d_pipeline.simulate`.
+F_r, B_r: forward and backward of one microbatch on pipeline rank r, over all its v stages. m: microbatches, p: pipeline
+ranks, t_p2p: time of a send. The first two terms are the path of the first microbatch through one stage of each rank.
+For equal stages and no transfers this is (m + (p - 1) / v)(F + B), as for 1F1B and interleaved 1F1B (Narayanan et al.
+2021, https://arxiv.org/abs/2104.04473, sections 2.2.1 and 2.2.2). `tests/planning/test_pipeline_time.py` compares the
+equation with `d9d_pipeline.simulate`.
 """
 
 from collections.abc import Sequence

@@ -21,14 +21,14 @@ class PlanLayout:
         dp: Data-parallel degree, without context parallelism.
         ep: Expert-parallel degree; uses the ranks of dp x cp x tp.
         stages_per_rank: Stages of each pipeline rank (interleaving).
-        placement: Ranks of stages: stage s on rank s modulo `pp` (loop), or every second round reversed (v).
-        virtual_layers: Numbers of layers that the embedding and the head count as when layers are split over stages.
+        placement: Ranks of stages: stage s on rank s modulo `pp` (loop), or with every second round reversed (v).
+        virtual_layers: Weights of the embedding and of the head, in layers, when layers are split over stages.
         microbatch_size: Samples of a microbatch of one data-parallel rank.
         num_microbatches: Microbatches of a step on each data-parallel rank.
         length: Tokens of a sample.
-        recompute: Activations that the backward pass computes again: none, those of attention's core and of pointwise
+        recompute: Activations that the backward pass recomputes: none, the outputs of attention's core and of pointwise
             operators (selective), or whole layers (full).
-        recompute_every: Recomputation of every n-th layer only.
+        recompute_every: n, if only every n-th layer is recomputed.
         saved_products: Share of the matrix products whose outputs selective recomputation saves; the other products are
             recomputed.
         sharding: State that is sharded over data-parallel ranks (ZeRO 0 to 3).
@@ -45,7 +45,7 @@ class PlanLayout:
         groups_experts: True if one kernel multiplies all experts of a rank; False if each expert has its own.
         deduplicates_nodes: True if a token is sent to a node once, even if several ranks of the node have an expert for
             it.
-        adjacent_experts: True if the experts of a token are consecutive, as those of a benchmark's router can be.
+        adjacent_experts: True if the experts of a token are consecutive, as a benchmark's router may choose them.
         captured: True if kernels run as a captured graph, so that the host does not limit the step time.
         overlaps_experts: True if the all-to-alls of experts overlap another microbatch's computation.
         overlaps_pipeline: True if sends between stages overlap computation.
@@ -162,7 +162,7 @@ class PlanLayout:
 
     @property
     def sharding_ranks(self) -> int:
-        """Number of ranks that share the state of a dense parameter."""
+        """Number of ranks over which the state of a dense parameter is sharded."""
         if self.sharding == "replicated":
             return 1
         return self.shard_ranks or self.dp * self.cp

@@ -64,7 +64,7 @@ def report(plan: ClusterPlan) -> str:
     ]
     sections = [
         verdict(plan),
-        "Memory in GiB (exact, but for the reserve)\n" + _table(("rank", *_MEMORY, "total"), memory),
+        "Memory in GiB (exact, except for the reserve)\n" + _table(("rank", *_MEMORY, "total"), memory),
     ]
     if not isinstance(plan.timing, str):
         sections += _time_sections(plan)

@@ -2,9 +2,10 @@
 
     t = m T_max (M / B),  T_max: seconds of one microbatch on the slowest rank
 
-M: makespan of the simulated program, B: busy time of its busiest rank, both with each stage's own seconds. The backward
-pass of zero-bubble schedules has two halves: input gradients with recomputation, and weight gradients, which are half
-of the backward pass's matrix products. Overlapped forward and backward passes take the sum of their times.
+m: microbatches, M: makespan of the simulated program, B: busy time of its busiest rank, both with each stage's own
+seconds. The backward pass of zero-bubble schedules has two halves: input gradients with recomputation, and weight
+gradients, which are half of the backward pass's matrix products. Overlapped forward and backward passes take the sum of
+their times.
 """
 
 from dataclasses import dataclass, replace

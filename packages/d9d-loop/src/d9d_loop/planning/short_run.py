@@ -2,11 +2,11 @@
 
     C = C(4) + k R
 
-C(4): cost of a step with four repeats (`layer_repeats.py`). R: cost of the third repeat, k: number of dropped ones. All
-repeats between the second and the last have the same operators, collectives, parameters and saved activations. The
+C(4): cost of a step with four repeats (`layer_repeats.py`). R: cost of the third repeat, k: number of dropped repeats.
+All repeats between the second and the last have the same operators, collectives, parameters and saved activations. The
 backward pass of the second repeat has different collectives, because FSDP2 prefetches the weights of the first repeat
-elsewhere. `RepeatMarks` mark the parts of a step that belong to the third repeat, and the record counts these parts k
-more times.
+at another point. `RepeatMarks` mark the parts of a step that belong to the third repeat, and the record counts these
+parts k more times.
 """
 
 import warnings

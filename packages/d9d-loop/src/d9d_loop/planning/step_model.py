@@ -18,7 +18,7 @@ from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_loop.planning.plan_layout import PlanLayout, Sharding
 
 MICROBATCH_OPERATORS = 24
-"""Operators that the host launches for each microbatch beside the model: data, masks, loss scaling and logging."""
+"""Operators that the host launches per microbatch outside of the model: data, masks, loss scaling and logging."""
 
 PARTS = ("compute", "recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
 """Names of the parts of a step."""
@@ -34,7 +34,7 @@ class StepTime:
         recompute: Forward operators that run again.
         launch: Time that the device waits for the host.
         tensor: Exposed tensor-parallel collectives.
-        expert: All-to-alls of experts.
+        expert: Exposed all-to-alls of experts.
         context: Exposed collectives of context parallelism.
         bubble: Time that the slowest rank waits for other pipeline ranks.
         data: Exposed collectives of data parallelism.
@@ -74,8 +74,8 @@ class ParameterGroup:
         modules: Number of modules that are gathered and reduced separately: each layer, and the rest.
         sharding: State that is sharded.
         ranks: Number of ranks with the same parameters.
-        shards: Number of these ranks that share the state.
-        stride: Difference between consecutive global ranks that share the state.
+        shards: Number of these ranks over which the state is sharded.
+        stride: Difference between consecutive global ranks over which the state is sharded.
     """
 
     size: float
@@ -102,11 +102,11 @@ class _RankTime:
 
 
 LAYER_SETTINGS = ("tp", "cp", "ep", "microbatch_size", "length", "recompute", "recompute_every")
-"""Settings of a job that the times of a layer depend on. The traits of its implementation are further ones."""
+"""Settings of a job on which the times of a layer depend. They also depend on the traits of the implementation."""
 
 
 def layer_times(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[LayerTime, LayerTime]:
-    """Return the times of a dense and of a sparse layer; for a dense model, both are those of a dense layer."""
+    """Return the times of a dense and of a sparse layer; for a dense model, both are the times of a dense layer."""
     dense = layer_time(shape, layout, hardware, sparse=False)
     return dense, layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
 
@@ -185,7 +185,7 @@ def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int
     ranks, modules = layout.dp * layout.cp, num_dense + num_sparse + 1
     groups = [ParameterGroup(size, modules, layout.sharding, ranks, layout.sharding_ranks, layout.tp)]
     if num_sparse:
-        # Tensor parallelism does not split experts: its ranks have different tokens, and so copies of the experts.
+        # Tensor parallelism does not split experts: its ranks have different tokens, and hold copies of the experts.
         copies = max(1, ranks * layout.tp // layout.ep)
         sharding, shards = layout.sharding, max(1, min(copies, layout.sharding_ranks * layout.tp // layout.ep))
         if layout.shards_experts:

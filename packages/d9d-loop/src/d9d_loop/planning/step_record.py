@@ -189,7 +189,7 @@ class StepRecorder(TorchDispatchMode):
         self._part_start = (0, 0, 0)
 
     def start_block(self) -> Callable[[int], bool]:
-        """Start a block of `d9d_dist.each_block`; return a function that ends it and records equal further blocks."""
+        """Start a block of `d9d_dist.each_block`; return a function that ends it and records further equal blocks."""
         start = self._place()
 
         def end(num_equal: int) -> bool:
@@ -314,7 +314,7 @@ def answered() -> Generator[None]:
 
 
 def _answer(tensor: Tensor) -> float | bool:
-    """Return a substitute for the value of a fake scalar: numbers are finite and not 0."""
+    """Return a substitute for the value of a fake scalar: False for a bool, 1.0 for a float, 0 for an integer."""
     return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
 
 
@@ -324,7 +324,7 @@ def _zeros(shape: tuple[int, ...]) -> Any:
 
 
 class _EqualParts(list[Tensor]):
-    """Sequence of equal parts of a tensor, which repeats one view."""
+    """List of `num` equal chunks of a tensor; every element is the view of the first chunk."""
 
     def __init__(self, whole: Tensor, num: int, dim: int) -> None:
         super().__init__([whole.narrow(dim, 0, whole.shape[dim] // num)] * num)
@@ -361,7 +361,7 @@ def _equal_chunks() -> Generator[None]:
 
 @contextmanager
 def _answered_lists() -> Generator[None]:
-    """Make `tolist` of fake tensors return zeros, such as flags of bad steps; torch's reads one scalar at a time."""
+    """Make `tolist` of fake tensors return zeros, for flags of bad steps; torch's `tolist` reads scalars one by one."""
     original = FakeTensor.tolist
     FakeTensor.tolist = lambda tensor: _zeros(tuple(tensor.shape))  # ty: ignore[invalid-assignment]
     try:

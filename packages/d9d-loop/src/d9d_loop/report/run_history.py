@@ -3,9 +3,9 @@
     ratio = sum over lives of (training time x kept steps / completed steps) / total time
 
 A life is the time from one start to the next start. Steps are kept if the next life resumes after them. The training
-time of a life begins when the model is built and restored. The total time lasts from there in the first life to the
-last record, so it excludes the start-up of the first life and includes the start-up of later lives. The ratio is the
-ETTR of Kokolis et al. 2024 (arXiv:2410.21680).
+time of a life begins when the model is built and restored. The total time lasts from this moment of the first life
+to the last record. It excludes the start-up of the first life, and includes the start-up of later lives. The ratio is
+the ETTR of Kokolis et al. 2024 (arXiv:2410.21680).
 """
 
 import json
@@ -154,7 +154,7 @@ def _interruption(life: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
 
 
 def _cause(failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-    """Return the failed rank and the cause that most records name; a record without a rank names its own rank."""
+    """Return the failed rank and the cause that most records name; without a named rank, the record's own rank."""
     named: Counter[tuple[int, str]] = Counter()
     for failure in failures:
         found = _CULPRIT.search(failure["cause"])

@@ -1,4 +1,4 @@
-"""Skipping of bad steps: those with a non-finite loss or gradient norm, without weight, or with a loss spike.
+"""Skipping of bad steps: steps with a non-finite loss or gradient norm, without weight, or with a loss spike.
 
 All ranks decide together. On an accelerator, the optimizer step is skipped on the device, and the host reads the
 decision one step later, without host-device synchronization. This requires an optimizer that accepts a flag on the
@@ -64,7 +64,7 @@ class StepGuard:
         self._rolled_back_from: set[int] = set()
         self._in_a_row = self._num_rollbacks = 0
         self.has_applied = False
-        """True once an update was applied, as far as `poll` has returned."""
+        """True if an update was applied in one of the steps that `poll` has covered."""
 
     def step(
         self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor, weight: torch.Tensor | None = None
@@ -227,7 +227,7 @@ class StepGuard:
             return "report", "its update was applied."
         self._in_a_row += 1
         if self._in_a_row >= config.max_in_a_row:
-            return "stop", f"it is the {self._in_a_row}th in a row, so the job stops."
+            return "stop", f"it is bad step {self._in_a_row} in a row, so the job stops."
         return "skip", "its update was skipped."
 
     def _roll_back(self, step: int, kind: Kind) -> tuple[Decision, str]:

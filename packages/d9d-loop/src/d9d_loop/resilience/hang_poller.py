@@ -1,8 +1,8 @@
 """Communication of a rank's watchdog with the other ranks, through the job's store.
 
 Three keys of the store describe what happened. The first failure names a rank that raised, or whose process is gone.
-An alarm names a rank that made no progress. A roll call is started by a rank whose connection to another one broke,
-if no rank has reported a failure: the ranks that do not answer it are lost.
+An alarm names a rank that made no progress. A rank starts a roll call if its connection to another rank broke and no
+rank has reported a failure; the ranks that do not answer the roll call are lost.
 """
 
 import json
@@ -36,7 +36,7 @@ class HangPoller:
     """Communication with the other ranks, in its own thread, which may block on the store.
 
     Attributes:
-        alarm: Set by this rank's watcher when there was no progress for the timeout.
+        alarm: Set by this rank's watcher when there was no progress within the timeout.
         lost: Description of a rank that failed or whose process died, or `None`.
         text: Report of an alarm of any rank, valid after `wait_for_report`.
         interval: Polling interval in seconds.
@@ -93,8 +93,8 @@ class HangPoller:
     def explain(self, error: BaseException) -> None:
         """Find the rank that failed first if the error of this rank is a broken connection; note it in the error.
 
-        Other errors are published when the context is left: earlier, the other ranks would exit while this one still
-        finishes a save with them.
+        Other errors are published only when the context exits: before that, the other ranks would exit while this rank
+        still finishes a save with them.
         """
         if is_victim(error):
             within(2 * _ROLL_INTERVALS * self.interval, lambda: self._find_cause(error))

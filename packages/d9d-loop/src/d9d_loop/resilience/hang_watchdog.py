@@ -1,13 +1,13 @@
-"""Watchdog that ends a job without progress, and reports the missing rank, the location of the others, and all stacks.
+"""Watchdog that ends a job without progress, and reports the missing rank, the other ranks' locations and all stacks.
 
-When a collective times out, its error does not name the missing rank. So each rank runs two threads beside the main
+When a collective times out, its error does not name the missing rank. So each rank runs two threads besides the main
 thread. The *watcher* checks the clock and the results of the poller; it never uses the network. The *poller*
 communicates with the other ranks through the job's store. A rank without progress for its timeout raises an alarm in
 the store. Every poller then writes the location of its main thread. The rank that raised the alarm writes a report of
 the ranks that do not answer or are elsewhere.
 
 A process whose native code holds the interpreter lock can run neither thread. The other ranks report that it does not
-answer. The thread of `faulthandler`, which needs no interpreter lock, ends the process itself.
+answer. The thread of `faulthandler`, which needs no interpreter lock, ends this process.
 """
 
 import faulthandler

@@ -2,7 +2,7 @@
 
 Each device multiplies matrices of small integers, whose product is exact in float32 for any summation order, and writes
 and reads memory. For the links, each rank sends a message to the next rank of a ring, which measures each link
-separately. An all-reduce of the same size over all ranks follows; its time is that of the slowest link.
+separately. An all-reduce of the same size over all ranks follows; the slowest link determines its time.
 """
 
 import socket
@@ -55,7 +55,7 @@ class HealthReport:
     """Measurements of all ranks.
 
     Attributes:
-        slow: Descriptions of the measurements that exceed the median by `slow_factor`, by part and rank.
+        slow: Descriptions of the measurements that exceed `slow_factor` times the median, by part and rank.
     """
 
     ranks: tuple[RankHealth, ...]

@@ -4,13 +4,13 @@ A loss is a spike if it exceeds
 
     median + deviations * max(1.4826 * MAD, 0.01 * |median|)
 
-of a window of losses that ends two steps before it, and also the limit of the same form for the logarithms of the
-losses, if all losses of the window are positive. For losses that vary by a few percent both limits are about equal. The
-losses of small batches often have a long tail: values of several times the median are common, and the second limit
-grows with the tail. MAD is the median absolute deviation from the median (Leys et al.: "Detecting outliers", 2013).
-1.4826 MAD estimates the standard deviation of a normal distribution. The other term is a lower bound for plateaus,
-where MAD is close to 0. The window excludes the previous step, because the host of an accelerator does not know its
-loss yet.
+of a window of losses that ends two steps before it. If all losses of the window are positive, its logarithm must also
+exceed the limit of this formula for their logarithms, with 0.01 instead of 0.01 * |median|. For losses that vary by a
+few percent both limits are about equal. The losses of small batches often have a long tail: values of several times the
+median are common, and the second limit grows with the tail. MAD is the median absolute deviation from the median (Leys
+et al.: "Detecting outliers", 2013). 1.4826 MAD estimates the standard deviation of a normal distribution. The other
+term is a lower bound for plateaus, where MAD is close to 0. The window excludes the previous step, because the host of
+an accelerator does not know its loss yet.
 """
 
 import math
@@ -108,7 +108,7 @@ def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
 
 
 def _least_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
-    """Return a number that is at most `spike_limit`, in constant time; most losses are below it.
+    """Return a lower bound of `spike_limit`, in constant time; most losses are below it.
 
     Indices q to q + n // 2 hold more than half of the losses. So MAD is at least the distance from the median to the
     nearer of the losses at these two indices.

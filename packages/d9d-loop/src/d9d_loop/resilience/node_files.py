@@ -1,4 +1,4 @@
-"""Files by which the agent of `d9d-torchrun` and the ranks of its node inform each other, without the network.
+"""Files through which the agent of `d9d-torchrun` and the ranks of its node communicate, without the network.
 
 The agent writes which host is lost: a connection to a host without power does not break for minutes, but the agents
 notice the missing keep-alive within seconds. It also writes whether a spare host waits. The ranks write that their own

@@ -4,7 +4,7 @@ Replicas are bitwise equal unless there is a fault, since all ranks get the same
 arithmetic. So the ranks compare a checksum of 8 bytes per tensor.
 
 The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod 2^64. A change of a single word always
-changes it, because 2i + 1 is odd; most permutations of words change it too.
+changes the checksum, because 2i + 1 is odd; most permutations of words also change it.
 """
 
 from collections import Counter

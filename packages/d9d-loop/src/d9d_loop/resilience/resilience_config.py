@@ -55,7 +55,8 @@ class StopConfig(Section):
         description="Seconds from the first signal until the process exits, even if nothing was saved; null: no limit.",
     )
     repeat_seconds: PositiveFloat = Field(
-        default=2.0, description="A signal more than this many seconds after the first one ends the process at once."
+        default=2.0,
+        description="A signal more than this many seconds after the first one ends the process immediately.",
     )
 
     @property
@@ -70,7 +71,7 @@ class StopConfig(Section):
 
     @property
     def repeat(self) -> timedelta:
-        """Time after the first signal from which another signal ends the process at once."""
+        """Time after the first signal from which another signal ends the process immediately."""
         return timedelta(seconds=self.repeat_seconds)
 
 

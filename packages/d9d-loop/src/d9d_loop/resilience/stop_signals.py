@@ -41,8 +41,9 @@ class StopSignals:
     Args:
         every: Number of calls of `agreed` between two all-reduces; equal on all ranks.
         grace: Time from the first signal until the process exits, saved or not; `None` for no limit.
-        repeat: A signal at least this much later than the first one ends the process at once. An earlier one is taken
-            as a duplicate: a scheduler may signal the launcher and its ranks, and the launcher signals its ranks again.
+        repeat: A signal at least this much later than the first one ends the process immediately. An earlier signal
+            counts as a duplicate: a scheduler may signal the launcher and its ranks, and the launcher signals its ranks
+            again.
 
     Raises:
         UserError: If `every` is below 1.
@@ -203,7 +204,7 @@ def _run_fork_hook(signals: "weakref.ref[StopSignals]", do: Callable[[StopSignal
 
 
 def _restore_later(number: int, _frame: FrameType | None, *, before: _Handler, until: float) -> None:
-    """Ignore a signal until a time of `time.monotonic`; then restore the previous handler, and signal again."""
+    """Ignore a signal before `until`, a time of `time.monotonic`; later, restore the previous handler and resend it."""
     if time.monotonic() >= until:
         signal.signal(number, before)
         os.kill(os.getpid(), number)

@@ -52,8 +52,8 @@ class StragglerWatch:
         """Repeat the health check if it is due after a step; describe the ranks that have become stragglers.
 
         A rank is a straggler when the same part has been slow in `config.window` checks in a row. It is described once,
-        and again after a check in which it was not slow. Issues the collectives of `check_health`, and synchronizes
-        host and device.
+        and again only after a check in which it was not slow. Issues the collectives of `check_health`, and
+        synchronizes host and device.
 
         Raises:
             HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values.

@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = load_result(options.path, device=choose_device(options.device))
     if options.system is not None and (result.chat is None or options.plain):
         raise UserError(
-            f"--system needs a chat template, which the tokenizer of {result.folder} lacks or --plain disables; "
-            "expected none. Remove --system."
+            f"--system needs a chat template, but the tokenizer of {result.folder} has none, or --plain disables it. "
+            "Remove --system."
         )
     if options.prompt is not None:
         _answer(result, _opening(options), options.prompt, options)

@@ -19,8 +19,8 @@ class DistillationTask(PackedTask):
     """Distillation loss of packed rows, for a decoder whose forward takes `scores`.
 
     A batch has packed rows, `teacher_ids` [B, L, K], int64, the teacher's most probable next tokens, and
-    `teacher_log_probs` [B, L, K]. Positions whose label is -100 are not trained. The model gets `teacher_ids` as its
-    labels, and returns their log-probabilities [B, L, K]. Router losses of the model are added.
+    `teacher_log_probs` [B, L, K]. Positions whose label is -100 do not contribute to the loss. The model gets
+    `teacher_ids` as its labels, and returns their log-probabilities [B, L, K]. Router losses of the model are added.
 
     Args:
         loss: Loss of a position.
@@ -36,7 +36,7 @@ class DistillationTask(PackedTask):
         return packed_inputs(batch, labels=batch["teacher_ids"], scores=True)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the trained positions."""
+        """Return the sum of the losses of the positions with a label."""
         return self._loss(
             outputs["log_probs"],
             teacher_log_probs_BLK=batch["teacher_log_probs"],

@@ -16,8 +16,8 @@ from d9d_pipeline import Inputs
 class NextTokenTask(PackedTask):
     """Cross entropy of the labels of packed rows, for a decoder that returns the loss of each token.
 
-    Rows of a `ChatStream` have labels only in answers. The metric `perplexity` is the perplexity of the labels. The
-    model's outputs include its router losses, so the loss and the metric include them too.
+    Rows packed from a `ChatStream` have labels only in answers. The metric `perplexity` is the perplexity of the
+    labels. The model's outputs include its router losses, so the loss and the metric include them too.
     """
 
     weight_unit = "tokens"

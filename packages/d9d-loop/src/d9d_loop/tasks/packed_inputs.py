@@ -1,4 +1,4 @@
-"""Inputs of a decoder from packed rows, and the base class of their tasks."""
+"""Inputs of a decoder from packed rows, and the base class of tasks on packed rows."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: b
     """Return the arguments of d9d's decoders: token ids, labels, position ids and document ids.
 
     `labels` replaces the labels of the batch; without labels, the decoder returns logits. With `scores`, it returns the
-    log-probabilities of the labels apart from auxiliary losses; see `score_arguments`. If the batch has
+    log-probabilities of the labels, and auxiliary losses separately; see `score_arguments`. If the batch has
     `expert_indices` [B, L, layers, A], the routers of a sparse decoder replay them.
     """
     optional: dict[str, Any] = {"expert_indices": batch["expert_indices"]} if "expert_indices" in batch else {}
@@ -60,5 +60,5 @@ def mesh_of(batch: PackedBatch) -> DeviceMesh | None:
 
 
 def trained(batch: PackedBatch) -> Tensor:
-    """Return a mask [B, L] of the positions whose label is trained."""
+    """Return a mask [B, L] of the positions that contribute to the loss."""
     return batch["labels"] != IGNORED_LABEL

@@ -1,4 +1,4 @@
-"""Task of preference pairs: DPO and its relatives."""
+"""Task of preference pairs: DPO, SimPO, IPO and SLiC."""
 
 from collections.abc import Mapping
 from typing import Any, final

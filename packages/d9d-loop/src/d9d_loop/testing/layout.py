@@ -44,7 +44,7 @@ def parse_layout(text: str) -> Layout:
 
     Args:
         text: Comma-separated `axis=degree` for the axes pp, dp_replicate, dp_shard, cp_shard, cp_replicate, tp and ep
-            (default 1), `microbatch=size`, and `schedule=` with its name in the configuration.
+            (default 1), `microbatch=size`, and `schedule=` with the name of a pipeline schedule.
 
     Raises:
         UserError: If an item has an unknown name, a repeated axis, or a value that is not a positive integer or a

@@ -1,6 +1,6 @@
-"""Comparison of the Trainer's values in a distributed layout with those of a single process.
+"""Comparison of training in a distributed layout with training in a single process.
 
-In float64, two layouts differ by rounding only, by a relative error of about 1e-15. A wrong factor, a missing reduction
+In float64, two layouts differ only by rounding, a relative error of about 1e-15. A wrong factor, a missing reduction
 or a double count causes a difference that is larger by many orders of magnitude, far above the tolerance.
 """
 
