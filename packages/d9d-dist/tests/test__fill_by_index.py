@@ -190,7 +190,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample("2 shards", "columns over tp")
-def test_all_ways_to_write_give_the_values_of_one_process(layout: str) -> None:
+def test_sharded_initialization_equals_one_process_for_every_kind_of_write(layout: str) -> None:
     kind, degrees = LAYOUTS[layout]
     seed = 1 if " x rows" in layout else 2  # if several axes split a dim, they must divide it
     expected = _values("one", {}, seed)
@@ -204,7 +204,7 @@ def test_all_ways_to_write_give_the_values_of_one_process(layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("operator", sorted(ELEMENTWISE, key=str), ids=str)
-def test_listed_operators_give_an_element_the_same_bits_on_any_shard(
+def test_listed_operators_compute_bitwise_equal_elements_on_any_shard(
     operator: torch._ops.OpOverload, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -532,7 +532,7 @@ def _returned_parameters(num_ranks: int) -> tuple[list[torch.Tensor], dict[str, 
         return [output.detach() for output in outputs], full_gradients(model)
 
 
-def test_returned_parameters_outlive_the_gathered_ones_in_any_memory_format() -> None:
+def test_returned_parameters_stay_valid_after_resharding_in_any_memory_format() -> None:
     expected = run_ranks(_returned_parameters, 1, world_size=1)[0]
     for found in run_ranks(_returned_parameters, 2, world_size=2):
         assert_trees_close(found, expected, rtol=1e-5)

@@ -136,7 +136,7 @@ class _Norm(torch.nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
+def test_gate_and_partial_rotation_equal_qwen3_next_of_transformers() -> None:
     # Here, not above: the ranks of other tests import this file.
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
@@ -162,7 +162,7 @@ def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_sinks_and_window_as_in_gpt_oss(window: int | None) -> None:
+def test_sinks_and_window_equal_gpt_oss_of_transformers(window: int | None) -> None:
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
@@ -223,7 +223,7 @@ def _nothing(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Te
     return 0 * q_BLHK
 
 
-def test_attention_without_options_is_plain() -> None:
+def test_only_attention_without_options_is_standard_sdpa() -> None:
     plain = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8)
     chosen = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, backends=["eager"])
     for attention, is_standard_sdpa in ((plain, True), (chosen, False), (_everything(), False)):
@@ -236,7 +236,7 @@ def test_attention_without_options_is_plain() -> None:
     assert not plain(x, tables).any()
 
 
-def test_the_environment_decides_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_is_read_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D9D_ATTENTION", "sdpa")
     attention = _everything()
     monkeypatch.delenv("D9D_ATTENTION")

@@ -176,7 +176,7 @@ def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "seed"), _seeds())
-def test_weights_and_config_survive_both_directions(tmp_path: Path, name: str, seed: int) -> None:
+def test_weights_and_config_round_trip_through_transformers(tmp_path: Path, name: str, seed: int) -> None:
     import transformers
 
     family = FAMILIES[name]

@@ -73,7 +73,7 @@ def _in_float64(reference: Any) -> Any:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_classifier_is_that_of_transformers(tmp_path: Path, pooling: Any) -> None:
+def test_a_classifier_equals_transformers(tmp_path: Path, pooling: Any) -> None:
     reference = _reference("ModernBertForSequenceClassification", replace(PARAMS, classifier_pooling=pooling))
     reference.save_pretrained(tmp_path / "theirs")
     reference = _in_float64(reference)
