@@ -120,7 +120,9 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.sample("tensor")
-def test_float32_adapters_of_a_bfloat16_model(tmp_path: Path, mesh: dict[str, int], alone: dict[str, Any]) -> None:
+def test_float32_adapters_of_a_bfloat16_model_train_equally_in_every_layout_and_resume_bitwise(
+    tmp_path: Path, mesh: dict[str, int], alone: dict[str, Any]
+) -> None:
     for result in run_ranks(trained, tmp_path, mesh, world_size=2):
         assert result["straight"].keys() == alone["straight"].keys()
         for name, expected in alone["straight"].items():

@@ -67,7 +67,7 @@ def test_tokens_cross_the_network_once_for_each_node() -> None:
 
 
 @pytest.mark.parametrize("length", [4096, 16])
-def test_overlapped_experts_hide_behind_the_computation_that_there_is(length: int) -> None:
+def test_expert_transfers_overlap_with_the_computation_of_the_layer(length: int) -> None:
     """Transfers of long samples slow the computation down; those of few experts' small products exceed it."""
     shape = SPARSE if length > 1000 else replace(SPARSE, num_heads=1, num_kv_heads=1, expert_size=64, top_k=64)
     layout = replace(LAYOUT, length=length, groups_experts=True)

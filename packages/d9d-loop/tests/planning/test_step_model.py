@@ -133,7 +133,7 @@ def test_eager_pointwise_operators_move_twice_the_bytes_of_fused_ones() -> None:
     assert compiled - gaps == pytest.approx(0.6 * (fused - gaps), rel=0.01)
 
 
-def test_virtual_layers_take_places_of_the_first_and_last_stage() -> None:
+def test_virtual_layers_reduce_the_layers_of_the_first_and_last_stage() -> None:
     layout = replace(LAYOUT, pp=4, virtual_layers=(1, 2))
     assert [layers_of(replace(SHAPE, num_layers=10), layout, rank)[0] for rank in range(4)] == [3, 3, 3, 1]
 
@@ -156,7 +156,7 @@ def test_experts_of_all_ranks_are_neither_gathered_nor_reduced() -> None:
         assert sparse == pytest.approx(step_time(dense, replace(layout, ep=1), HARDWARE).data, rel=0.02)
 
 
-def test_shared_cores_overlap_nothing_and_sharding_costs_copies() -> None:
+def test_on_a_device_without_overlap_transfers_and_copies_of_shards_are_exposed() -> None:
     """On a CPU the gathers and scatters of 48 layers and the rest take their whole time, beside hooks and copies."""
     layout = PlanLayout(dp=4, length=2048, num_microbatches=2, reduces_each_microbatch=True)
     device = HARDWARE.device.model_copy(update={"overlaps": False, "shard_seconds": 1e-3})

@@ -26,7 +26,7 @@ def test_one_process_has_no_links(ctx: DistributedContext) -> None:
     assert "health of 1 ranks" in str(report)
 
 
-def test_a_device_that_miscalculates_is_named(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_device_that_miscalculates(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     matmul = torch.Tensor.__matmul__
 
     def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _out_of_memory(*_: object) -> torch.Tensor:
     raise torch.OutOfMemoryError("out of memory")
 
 
-def test_all_ranks_are_measured() -> None:
+def test_the_health_check_passes_on_several_ranks() -> None:
     assert run_ranks(_check, None, world_size=3) == [""] * 3
 
 
