@@ -1,4 +1,4 @@
-"""Float8 in every layout that it is allowed in, emulated: losses, gradients and updates equal one process."""
+"""Emulated float8 in every layout that supports it: losses, gradients and updates equal one process."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""A job that ends after any step and is started again ends with the same bits as an uninterrupted one.
+"""A job that ends after any step and is started again gives results bitwise equal to an uninterrupted one.
 
 Covers every optimizer, every schedule, and every source and wrapper of data. Each job is resumed from the checkpoint of
 each step, which is the state after a kill between that checkpoint and the next. `test_killed_jobs.py` kills jobs at any

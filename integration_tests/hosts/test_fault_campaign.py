@@ -1,4 +1,4 @@
-"""A short campaign of faults, and a job that continues with fewer replicas: both have the curve of a calm run."""
+"""A short campaign of faults, and a job that continues with fewer replicas: losses equal a run without faults."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""A job over three hosts whose memory holds the steps: a host loses its memory, and the job ends with the same bits."""
+"""A job over three hosts that keep steps in memory: a host loses its memory, and the results are bitwise equal."""
 
 from typing import Any
 

@@ -99,7 +99,7 @@ WAYS: dict[str, Write] = {
 
 
 class _Written(nn.Module):
-    """Fills every tensor, and then writes to it in some of the ways."""
+    """Fills every tensor, and then writes to the weight in the given `WAYS`."""
 
     def __init__(self, ways: list[str], rows: int, columns: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Parent(nn.Module):
 
 
 def _build(seed: int) -> nn.Sequential:
-    """Build a model whose modules write in all ways, in random combinations."""
+    """Build a model that uses each of the `WAYS` to write, some in random combinations."""
     generator = random.Random(seed)  # noqa: S311
     models: list[nn.Module] = []
     for way in WAYS:

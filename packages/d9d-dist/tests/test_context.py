@@ -192,7 +192,7 @@ def test_a_collective_fails_after_the_last_timeout_set(group_kind: str, tmp_path
 
 
 def _timeouts_of_groups() -> list[float]:
-    """Return the timeout of an axis group at start-up, then those of it and of two later groups, in seconds."""
+    """Return the timeout in seconds of a group at start-up, and then those of this group and of two new groups."""
     with MeshConfig(data_parallel_shard=2, tensor_parallel=2).build(timeouts=Timeouts(timedelta(minutes=5))) as ctx:
         groups = [ctx.group_for("regular", "dp_shard")]
         at_startup = [_timeout_of(groups[0], ctx.device)]

@@ -58,7 +58,7 @@ def test_the_four_words_of_16_bits_are_uniform_and_independent() -> None:
     bits = random_bits_at(torch.arange(num), 5)
     draws = torch.stack([(bits >> 16 * number) & 0xFFFF for number in range(4)]).double()
     uniform = draws / 65536 - 0.5
-    # The mean of n values has a standard deviation of sqrt(1 / 12 n), that of products of two one of 1 / 12 sqrt(n).
+    # Standard deviation of the mean of n values: sqrt(1 / (12 n)); of the mean of n products of two: 1 / (12 sqrt(n)).
     assert uniform.mean(dim=1).abs().max() < 4.5 * (1 / 12 / num) ** 0.5
     products = uniform @ uniform.T / num
     assert (products - products.diag().diag()).abs().max() < 4.5 / 12 / num**0.5

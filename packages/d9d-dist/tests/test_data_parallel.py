@@ -407,7 +407,7 @@ def test_replicated_parameters_can_be_used_outside_their_module(degrees: dict[st
 
 
 class _Writes(nn.Linear):
-    """A layer whose forward casts the layer, or clamps, halves, replaces or freezes its weight, from a call on."""
+    """A layer whose forward casts it, or clamps, halves, replaces or freezes its weight, from the given call on."""
 
     def __init__(self, how: str, first_call: int) -> None:
         super().__init__(4, 4)
@@ -431,7 +431,7 @@ class _Writes(nn.Linear):
 
 
 def _forward_that(how: str, first_call: int) -> tuple[int, str]:
-    """Return the number of complete calls, and the message."""
+    """Return the number of calls before the error, and the error message."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         model = nn.Sequential(nn.Linear(4, 4), _Writes(how, first_call))
         parallelize_fsdp(model, ctx.mesh_for("dense")["dp_cp_shard"])
@@ -469,7 +469,7 @@ def test_a_forward_that_changes_sharded_parameters_is_refused(
 
 
 def _later_writes_to_rows() -> float:
-    """Return the largest norm of a row after a compared forward that clipped it."""
+    """Return the largest norm of a row after a forward that clips rows while writes are looked for."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         model = nn.Sequential(nn.EmbeddingBag(3, 4, max_norm=1.0), nn.Linear(4, 4))
         synchronize_embeddings(model, ctx.group_for("batch", "dp", "cp"))

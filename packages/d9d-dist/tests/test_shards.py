@@ -100,7 +100,7 @@ def _random_case(draws: random.Random, mesh: DeviceMesh) -> tuple[tuple[int, ...
     placements: list[Placement] = []
     for axis in range(mesh.ndim):
         dim = draws.randrange(len(shape))
-        # A later axis that shards the same dim undoes the strides of FSDP2 over tensor parallelism; others stay.
+        # Only the first axis is strided: a later axis may shard the same dim, as FSDP2 over tensor parallelism does.
         strided = _StridedShard(dim, split_factor=draws.choice((2, 3)))
         placements.append(draws.choice([Replicate(), Shard(dim), Shard(dim), strided if axis == 0 else Shard(dim)]))
     return shape, placements
@@ -127,7 +127,9 @@ def _check_random_cases(mesh_shape: tuple[int, ...]) -> dict[str, int]:
             case = f"{shape} {placements} at {coordinate}"
             assert [places.tolist() for places in local_positions(tensor)] == [list(e) for e in expected], case
             assert torch.equal(local_part(full, tensor), held), case
-            if not any(isinstance(placement, _StridedShard) for placement in placements):  # torch gathers few of them
+            if not any(
+                isinstance(placement, _StridedShard) for placement in placements
+            ):  # torch gathers only few strided shards
                 assert torch.equal(full_tensor(from_local(held, tensor)), full), case
             copied = from_local(torch.zeros_like(held), tensor)
             copy_from_full_(copied, full)

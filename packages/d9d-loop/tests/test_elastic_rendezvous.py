@@ -114,7 +114,7 @@ def test_a_slow_node_changes_places_with_a_spare_one() -> None:
         assert not first.has_spare()  # that node was slow
         for node in (first, spare):
             node.shutdown()
-        # The job has ended without it. It has noticed that, so no node needs to keep the store for it.
+        # The job has ended without that node, and the node knows it. So no other node must keep the store open.
         assert isinstance(waits_again.exception(_SECONDS), RendezvousGracefulExitError)
         spare._state_holder.sync()
         assert not spare._state_holder.state.redundancy_list

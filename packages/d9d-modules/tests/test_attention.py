@@ -31,7 +31,7 @@ from d9d_modules.rope import RotaryLayout
 
 
 def _by_hand(attention: GroupedQueryAttention, x: Tensor, position_ids: Tensor, *, theta: float) -> Tensor:
-    """One query head and one position at a time."""
+    """Compute attention for one query head and one position at a time."""
     head_dim = attention.head_dim
     tables = rotary_tables(position_ids, head_dim=head_dim, theta=theta)
     q, k, v = (
@@ -89,7 +89,7 @@ def test_indivisible_numbers_of_heads_raise() -> None:
 
 
 def _mask(length: int, window: int | None) -> Tensor:
-    """Additive attention mask: 0 for visible positions."""
+    """Return an additive attention mask: 0 for visible positions."""
     positions = torch.arange(length)
     distances = positions.unsqueeze(-1) - positions
     seen = (distances >= 0) & (distances < (window or length))
@@ -106,7 +106,7 @@ def _assert_same(
 ) -> None:
     """Compare outputs and input gradients; `pairs` are the shared weights by their names in d9d.
 
-    Theirs takes each angle so many times.
+    The rotary tables of `theirs` contain each angle `copies` times.
     """
     for name, weight in pairs.items():
         ours.get_parameter(name).data = weight.detach().clone()

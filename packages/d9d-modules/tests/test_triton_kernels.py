@@ -1,7 +1,7 @@
 """Triton kernels compared with float64 references: on an accelerator, and on the CPU through Triton's interpreter.
 
 Triton selects the interpreter at import, so a separate process runs the tests of this file.
-Its conversion to bfloat16 cuts off instead of rounding, so 16-bit results may be off by one unit in the last place.
+The interpreter truncates to bfloat16 instead of rounding, so 16-bit results may be off by one unit in the last place.
 """
 
 import os

@@ -125,7 +125,7 @@ def _train(schedules: list[tuple[Schedule, int]]) -> list[tuple[dict[str, Tensor
 
 
 def _cases(num_ranks: int) -> list[tuple[Schedule, int]]:
-    """Covers fewer, equal, more, and no multiple of the number of ranks as microbatches, if the schedule allows it."""
+    """Return schedules with numbers of microbatches below, equal to and above the number of ranks, if supported."""
     numbers = (1, num_ranks, 2 * num_ranks + 1)
     anywhere: list[Schedule] = [
         GPipe(),

@@ -85,7 +85,7 @@ def test_long_conversations_are_truncated_or_dropped(too_long: TooLong, count: i
     samples = IndexedStream([chat("a", "b" * 300), chat("a", "b"), chat("a" * 300, "b")], seed=0, epochs=1)
     stream = ChatStream(samples, chat_tokenizer(), max_length=100, too_long=too_long)
     entries = stream.cursor().take(10)
-    assert len(entries) == count  # a conversation without trained tokens after truncation is dropped
+    assert len(entries) == count  # a conversation without labels after truncation is dropped
     assert max(map(stream.length, entries)) == (100 if count == 2 else min(map(stream.length, entries)))
 
 

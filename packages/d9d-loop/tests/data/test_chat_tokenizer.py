@@ -169,7 +169,7 @@ def _templates() -> Iterator[Any]:
 
 
 def test_masks_of_published_templates_equal_transformers() -> None:
-    """The text is the same, and so is the mask, except that transformers also trains newlines after a stop token."""
+    """Texts and masks are equal, except that the mask of transformers also includes newlines after a stop token."""
     transformers = pytest.importorskip("transformers")
     count = 0
     for name, source, marking in _templates():

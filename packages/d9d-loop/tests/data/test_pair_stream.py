@@ -25,7 +25,7 @@ def _stream(**options: Any) -> PairStream:
 
 
 def _documents(row: dict[str, torch.Tensor]) -> list[str]:
-    """Return the trained text of each document of a row."""
+    """Return the text of the labels of each document of a row."""
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     kept = [row["labels"][(row["documents"] == n) & (row["labels"] >= 0)] for n in range(int(row["documents"].max()))]
     return [tokenizer.decode(each.tolist()) for each in kept]

@@ -135,7 +135,7 @@ def _trainer(folder: Path, *, evaluate: bool = False, **sections: Any) -> Traine
 
 
 def _weights(trainer: Trainer) -> tuple[TrainResult, dict[str, torch.Tensor]]:
-    """Train, and keep the results."""
+    """Train; return the result and the trained weights."""
     found: dict[str, torch.Tensor] = {}
     trainer.events.on(Finished, lambda done: found.update(done.model.state_dict()))
     result = trainer.train()

@@ -1,4 +1,4 @@
-"""Every optimizer makes the same updates in every layout, and resumes from a checkpoint with the same bits."""
+"""Every optimizer makes the same updates in every layout, and resumes bitwise from a checkpoint."""
 
 from pathlib import Path
 from typing import Any

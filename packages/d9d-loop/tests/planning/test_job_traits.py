@@ -1,4 +1,4 @@
-"""Traits of jobs that the planner reads from their dry run, and the names of those that it does not model."""
+"""Traits that the planner reads from the dry run of a job, and the list of traits that it does not model."""
 
 from pathlib import Path
 from typing import Any, Literal

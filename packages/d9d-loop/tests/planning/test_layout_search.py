@@ -1,4 +1,4 @@
-"""Search of layouts: what is legal, what fits, and the order."""
+"""Layout search: which layouts are valid, which fit into memory, and their order."""
 
 from dataclasses import replace
 from itertools import pairwise

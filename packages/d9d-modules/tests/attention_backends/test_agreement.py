@@ -118,7 +118,7 @@ def test_sdpa_agrees_with_eager(case: Case) -> None:
     _compare(SdpaBackend(), case, "cpu")
 
 
-# Each case is traced again, without code generation. torch has no backward of it on the CPU.
+# Each case is traced again, without code generation. torch has no backward of FlexAttention on the CPU.
 @pytest.mark.parametrize(
     "case",
     [
