@@ -137,7 +137,7 @@ def test_float32_adapters_of_a_bfloat16_model_train_equally_in_every_layout_and_
     assert not any("adapter" in name for name in exported)
 
 
-def test_one_process_resumes_with_the_same_bits_and_moves_every_element(alone: dict[str, Any]) -> None:
+def test_one_process_resumes_bitwise_and_updates_every_element(alone: dict[str, Any]) -> None:
     for name, value in alone["straight"].items():
         assert torch.equal(value, alone["resumed"][name]), name
     b = alone["straight"]["trained 0.adapter.lora_b"]

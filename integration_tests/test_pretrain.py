@@ -160,7 +160,7 @@ _MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
-def test_a_user_error_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: str) -> None:
+def test_a_user_error_gives_one_message_and_writes_no_files(tmp_path: Path, mistake: str) -> None:
     extra, message = _MISTAKES[mistake]
     (tmp_path / "file").touch()
     arguments = [word.format(file=tmp_path / "file" / "runs") for word in extra]

@@ -326,7 +326,7 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.sample("adamw", "muon", "schedule-free", "stochastic, bfloat16 averages", "annealed, packed and shuffled")
-def test_a_job_resumed_after_any_step_ends_with_the_same_bits(tmp_path: Path, row: _Row) -> None:
+def test_a_job_resumed_after_any_step_gives_bitwise_equal_results(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
     assert len(set(whole.losses.values())) == STEPS
     for step in range(1, STEPS):
@@ -346,7 +346,7 @@ def _left_after(step: int, whole: Path, folder: Path) -> None:
     ("optimizer", "schedule"), [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule-free", "waits two steps")]
 )
 @pytest.mark.sample("adamw-wsd", "schedule-free-waits two steps")
-def test_job_offloaded_after_every_step_or_rolled_back_ends_with_the_same_bits(
+def test_a_job_offloaded_after_every_step_or_rolled_back_gives_bitwise_equal_results(
     tmp_path: Path, optimizer: str, schedule: str
 ) -> None:
     row = _Row(optimizer=optimizer, schedule=schedule)

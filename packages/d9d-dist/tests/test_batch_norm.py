@@ -16,7 +16,7 @@ SPLITS = (slice(0, 5), slice(5, 8))
 
 
 class WithActivation(nn.BatchNorm2d):
-    """As timm's `BatchNormAct2d`: its own forward calls `F.batch_norm` on the layer's input."""
+    """Batch norm whose own forward calls `F.batch_norm` on the input, as timm's `BatchNormAct2d`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         factor = 0.0 if self.momentum is None else self.momentum

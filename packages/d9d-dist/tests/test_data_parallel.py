@@ -469,7 +469,7 @@ def test_a_forward_that_changes_sharded_parameters_is_refused(
 
 
 def _later_writes_to_rows() -> float:
-    """Return the largest norm of a row after a forward that clips rows while writes are looked for."""
+    """Return the largest norm of a row after a forward that clips rows while its writes are compared."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         model = nn.Sequential(nn.EmbeddingBag(3, 4, max_norm=1.0), nn.Linear(4, 4))
         synchronize_embeddings(model, ctx.group_for("batch", "dp", "cp"))

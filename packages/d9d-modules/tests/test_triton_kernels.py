@@ -175,7 +175,7 @@ def test_a_frozen_weight_gets_no_gradient_and_equal_inputs_give_equal_bits(devic
 
 
 @pytest.mark.parametrize("part", ["inputs", "weights"])
-def test_each_part_of_a_split_backward_works_alone(device: torch.device, part: str) -> None:
+def test_input_and_weight_gradients_can_be_computed_separately(device: torch.device, part: str) -> None:
     from d9d_modules import _triton_rms_norm  # noqa: PLC0415
 
     x, weight = _draw((9, 24), torch.float32, device), _draw((24,), torch.float32, device)

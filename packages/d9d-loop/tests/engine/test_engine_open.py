@@ -26,7 +26,7 @@ def test_a_learning_rate_stays_set_until_it_is_changed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "an engine that saves nothing writes nothing"
 
 
-def test_a_loaded_engine_continues_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_loaded_engine_continues_bitwise(tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         assert engine.load() is None
         take_step(engine, 0.05)

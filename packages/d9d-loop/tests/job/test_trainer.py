@@ -189,7 +189,7 @@ def test_training_learns(tmp_path: Path) -> None:
     assert losses[-1] < 0.3 * start
 
 
-def test_the_same_job_gives_the_same_bits_and_another_seed_does_not(tmp_path: Path) -> None:
+def test_equal_jobs_give_bitwise_equal_weights_and_another_seed_does_not(tmp_path: Path) -> None:
     runs = [_weights(_trainer(tmp_path / name, seed=seed))[1] for name, seed in [("a", 0), ("b", 0), ("c", 1)]]
     _assert_same_bits(runs[0], runs[1])
     assert not torch.equal(runs[0]["up.weight"], runs[2]["up.weight"])
@@ -216,7 +216,7 @@ def test_a_job_trains_on_the_samples_in_the_global_order(tmp_path: Path) -> None
     assert seen[:20] != seen[20:]
 
 
-def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+def test_evaluations_do_not_change_the_trained_weights(tmp_path: Path) -> None:
     with_evaluation, without = (_weights(_trainer(tmp_path / str(on), evaluate=on))[1] for on in (True, False))
     _assert_same_bits(with_evaluation, without)
 

@@ -68,7 +68,7 @@ def test_tokens_cross_the_network_once_for_each_node() -> None:
 
 @pytest.mark.parametrize("length", [4096, 16])
 def test_expert_transfers_overlap_with_the_computation_of_the_layer(length: int) -> None:
-    """Long samples hide the transfers, which slow them down; for small experts, transfers exceed the computation."""
+    """Transfers hide behind the computation of long samples, but slow it down; for small experts, they exceed it."""
     shape = SPARSE if length > 1000 else replace(SPARSE, num_heads=1, num_kv_heads=1, expert_size=64, top_k=64)
     layout = replace(LAYOUT, length=length, groups_experts=True)
     bare, hidden = (

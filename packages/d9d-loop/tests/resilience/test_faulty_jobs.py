@@ -139,7 +139,7 @@ def test_a_non_finite_gradient_on_one_rank_is_reported_by_all() -> None:
 
 
 @pytest.mark.full
-def test_a_tracker_that_is_down_is_named_without_delay() -> None:
+def test_the_error_names_a_tracker_that_is_down_without_delay() -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard, which is optional")
     ended = _run("tracker is down", 0, trackers=[{"kind": "tensorboard"}])
     assert [rank.code for rank in ended] == [0, 0], ended

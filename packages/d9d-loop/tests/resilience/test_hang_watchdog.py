@@ -65,7 +65,7 @@ def test_the_report_names_a_rank_whose_process_is_stopped() -> None:
         assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", report)
 
 
-def test_a_rank_that_holds_the_gil_is_named_and_exits() -> None:
+def test_the_report_names_a_rank_that_holds_the_gil_and_the_rank_exits() -> None:
     ended = run_forked(watched, "holds the interpreter", 1)
     (report,) = _reports(ended, 1)
     assert re.search(r"Rank 1 is missing: it does not answer; its process \d+ on \S+ holds the GIL", report)
