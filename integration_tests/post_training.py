@@ -234,7 +234,7 @@ def _local_mesh(batch: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _unsplit_reference() -> Generator[None]:
-    """Every context-parallel rank takes the first reference log-probabilities."""
+    """Every context-parallel rank uses the first part of the reference log-probabilities."""
     real = ContextSplit.split
 
     def split(self: ContextSplit, tree: Any, *, dim: int = 1) -> Any:

@@ -9,7 +9,7 @@ from snippets import MAIN_GUARD, blocks, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
 _WITHOUT_SNIPPETS = {"comparison.md", "decisions.md", "glossary.md", "releasing.md"}
-_WITH_OTHER_LIBRARIES = {"coming_from.md"}  # their code is shown beside ours, and does not run
+_WITH_OTHER_LIBRARIES = {"coming_from.md"}  # shows code of other libraries, which does not run
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in _WITHOUT_SNIPPETS)
 PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("README.md"))]
 

@@ -370,7 +370,7 @@ def test_an_error_in_a_step_shows_the_users_lines_first(tmp_path: Path, capsys: 
     class Late(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.sum().item() != 12345:
-                raise RuntimeError("numpy is required")  # a word that the rehearsal leaves to the first step
+                raise RuntimeError("numpy is required")  # the rehearsal ignores errors with this word
             return x
 
     with pytest.raises(RuntimeError, match="numpy is required"), cli_main():

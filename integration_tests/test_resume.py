@@ -257,7 +257,7 @@ class _Row:
             "resilience": {"health": off, "watchdog": off, "bad_steps": {"non_finite": "roll_back"}},
             "host": {
                 "collect_garbage_every": None
-            },  # its first collection of all objects would take longer than the job
+            },  # the first garbage collection of all objects would take longer than the job
             "export": False,
         }
         dtype = torch.bfloat16 if self.optimizer.startswith("stochastic") else torch.float64

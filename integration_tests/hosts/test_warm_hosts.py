@@ -1,4 +1,4 @@
-"""`d9d-torchrun --warm` over hosts with a spare one: a rank and then a host are lost, and the job goes on."""
+"""`d9d-torchrun --warm` over hosts with a spare one: a rank and then a host are lost, and the job continues."""
 
 import signal
 

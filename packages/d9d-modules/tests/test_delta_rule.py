@@ -220,7 +220,9 @@ class _Kernels(ModuleType):
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str = "0.6.0") -> None:
-    from transformers.models.qwen3_next import modeling_qwen3_next  # first: it would take the stand-in for the package
+    from transformers.models.qwen3_next import (
+        modeling_qwen3_next,
+    )  # imported before the stand-in is installed, which it would use
 
     package, kernels = ModuleType("fla"), _Kernels("fla.ops.gated_delta_rule")
     kernels.reference = modeling_qwen3_next

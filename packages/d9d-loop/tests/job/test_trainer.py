@@ -700,7 +700,7 @@ def test_failure_after_a_rollback_is_at_the_step_of_the_checkpoint(tmp_path: Pat
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """A stopped job leaves signals ignored, because its process will exit."""
+    """Restore signal handlers: a stopped job ignores signals until its process exits."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in before.items():

@@ -14,7 +14,7 @@ from d9d_loop.losses.importance import ImportanceLevel
 
 
 class Sampled:
-    """Packed answers with everything that a policy loss takes."""
+    """Packed answers with all arguments of a policy loss."""
 
     def __init__(self) -> None:
         self.rows: Rows = packed_rows()
@@ -92,7 +92,7 @@ def test_losses_and_gradients_equal_trl(ours: PolicyLoss, theirs: dict[str, Any]
 
 
 def test_the_gradient_of_rloo_equals_that_of_trl() -> None:
-    """On the policy's own samples: trl's ratio is that of the sequence, and ours that of each token."""
+    """The samples are the policy's own. trl uses the ratio of the sequence, and d9d the ratio of each token."""
     rloo = pytest.importorskip("trl.trainer.rloo_trainer")
     sampled = Sampled()
     policy, mask = sampled.rows.padded(sampled.policy), sampled.rows.padded(torch.ones_like(sampled.policy)).long()

@@ -145,7 +145,7 @@ def test_a_faster_attention_kernel_takes_less_time() -> None:
 
 
 def test_each_tensor_parallel_rank_reads_a_whole_shared_expert() -> None:
-    """With few tokens, a product takes the time to read its weight, which is four times a split one."""
+    """With few tokens, a product takes the time to read its weight: four times the bytes of a split one."""
     layout = PlanLayout(tp=4, length=64)
     without = layer_time(SPARSE, layout, HARDWARE, sparse=True).forward.matmul
     shape = replace(SPARSE, shared_size=2**16)

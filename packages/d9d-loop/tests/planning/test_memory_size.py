@@ -86,7 +86,7 @@ def test_gathered_logits_are_not_divided_by_the_tensor_parallel_degree() -> None
 
 @pytest.mark.parametrize(("tp", "ep", "shard_ranks"), [(1, 1, 16), (1, 4, 4), (4, 1, 4), (4, 8, 1), (2, 32, 2)])
 def test_each_expert_weight_is_stored_once_in_a_job(tp: int, ep: int, shard_ranks: int) -> None:
-    """All ranks with the same experts shard them, whatever shards the other parameters."""
+    """All ranks with the same experts shard them, however the other parameters are sharded."""
     layout = PlanLayout(dp=16, tp=tp, ep=ep, shard_ranks=shard_ranks, length=64)
     sparse, dense = (memory_of(each, layout, 0).parameters for each in (SPARSE, replace(SPARSE, expert_size=0)))
     assert (sparse - dense) * layout.world_size == pytest.approx(8 * SPARSE.expert_parameters * 4)

@@ -28,7 +28,7 @@ def _run(
 
 def _is_in_time(rank: Rank) -> bool:
     assert rank.seconds is not None, "there was no fault"
-    return 0 <= rank.seconds <= STARTUP_SECONDS / 2  # a busy machine takes longer than the limit of a step
+    return 0 <= rank.seconds <= STARTUP_SECONDS / 2  # on a busy machine the exit may take longer than the step timeout
 
 
 @pytest.mark.parametrize(

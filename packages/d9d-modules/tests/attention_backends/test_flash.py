@@ -1,4 +1,4 @@
-"""The kernels need GPUs, so stand-ins take the calls and compute with the eager backend."""
+"""The kernels need GPUs, so stand-ins replace the packages and compute with the eager backend."""
 
 import inspect
 import sys

@@ -117,7 +117,7 @@ def test_padding_and_packed_documents_are_not_attended_to() -> None:
 
 
 def test_folders_of_other_heads_are_read(tmp_path: Path) -> None:
-    """A classifier takes the transform of a masked language model; embedding models have names without a prefix."""
+    """A classifier loads the transform of a masked language model; embedding models have names without a prefix."""
     reference = _reference("ModernBertForMaskedLM")
     reference.save_pretrained(tmp_path)
     found = from_pretrained_config(tmp_path, head="classification", num_classes=2)

@@ -228,7 +228,7 @@ def _reference(params: DeepseekV3Params) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)
     for module in model.modules():
-        match module:  # it rounds to float32 inside its norm and its router, whatever it is given
+        match module:  # its norm and its router round to float32 for any input dtype
             case DeepseekV3RMSNorm():
                 module.forward = partial(_norm, module)
             case DeepseekV3TopkRouter():
