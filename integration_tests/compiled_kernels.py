@@ -284,7 +284,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 SPILLING = "norm of 32768 in float32, which does not fit into registers"
-"""Case of a size that the norm leaves to torch, to show that spills are seen."""
+"""Case of a norm that is otherwise computed by torch, to show that spills are detected."""
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

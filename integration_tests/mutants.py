@@ -229,7 +229,7 @@ def the_weight_leaves_out_context_parallel_ranks() -> AbstractContextManager[obj
 @caught_by("dense,tp=2,dp_shard=2", is_nightly=True)
 @contextmanager
 def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
-    """The loss is correct, and gradients are too small."""
+    """Count tokens once per tensor-parallel rank: the loss is correct, but gradients are too small."""
 
     def doubled(totals: Tensor, **kwargs: Any) -> None:
         dist.all_reduce(totals, group=kwargs["group"])

@@ -89,7 +89,7 @@ def parse_cell(name: str) -> Cell:
 
 @cache
 def cells(grid: Grid) -> tuple[Cell, ...]:
-    """Return each axis alone, for the first model and the grid's families, then cells that cover all pairs."""
+    """Return each single axis, for the first model and the grid's families, then cells that cover all pairs."""
     model, *_ = grid.factors["model"]
     alone = [parse_cell(f"{model},{axis}={degree}") for axis in DEGREES for degree in grid.factors[axis][1:]]
     for family in grid.alone:

@@ -1,9 +1,9 @@
-"""Comparison of dry_runs with real runs: collectives, and bytes of parameters, gradients and optimizer state.
+"""Comparison of dry runs with real runs: collectives, and bytes of parameters, gradients and optimizer state.
 
     python integration_tests/planning_layouts.py --count 200 --seed 1
 
 draws random models and layouts from the factors of the oracle's grid, with expert parallelism, and runs each twice: on
-real gloo ranks, and rehearsed in one process for a random rank of each class. It prints each one that differs, and
+real gloo ranks, and rehearsed in one process for a random rank of each class. It prints each layout that differs, and
 exits with 1 if there is one. `compare` is one such comparison. Ranks are processes that all layouts share. A layout
 costs 5 to 15 s of processor time, half of it for the real ranks; `--skip` splits the layouts over several calls.
 """

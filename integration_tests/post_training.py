@@ -36,9 +36,9 @@ LENGTH, NUM_CANDIDATES, NUM_EXPERTS, TOP_K = 32, 3, 6, 2
 
 
 def rows(*, num_layers: int | None = None) -> list[dict[str, Tensor]]:
-    """Return packed pairs, with documents that span context-parallel ranks, and all that the losses take.
+    """Return packed pairs, with documents that span context-parallel ranks, and all arguments of the losses.
 
-    With `num_layers`, they have recorded experts; every fourth token has none.
+    With `num_layers`, tokens have recorded experts, except every fourth token.
     """
     draws = torch.Generator().manual_seed(0)
     samples = []
@@ -234,7 +234,7 @@ def _local_mesh(batch: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _unsplit_reference() -> Generator[None]:
-    """Every context-parallel rank takes the first reference log-probabilities."""
+    """Every context-parallel rank uses the first part of the reference log-probabilities."""
     real = ContextSplit.split
 
     def split(self: ContextSplit, tree: Any, *, dim: int = 1) -> Any:

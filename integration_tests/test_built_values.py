@@ -250,7 +250,7 @@ def _differences_are_not_compared() -> Generator[None]:
 
 
 @pytest.mark.parametrize(("bug", "is_told"), [(nullcontext, True), (_differences_are_not_compared, False)])
-def test_ranks_that_build_different_values_are_noticed(tmp_path: Path, bug: Bug, is_told: bool) -> None:
+def test_values_of_rank_0_are_used_if_ranks_build_different_values(tmp_path: Path, bug: Bug, is_told: bool) -> None:
     first, second = run_ranks(_train, tmp_path, {"data_parallel_replicate": 2}, bug, _unseeded, world_size=2)
     assert first["printed"] is is_told
     assert all(torch.equal(first["after"][name], value) for name, value in second["after"].items())

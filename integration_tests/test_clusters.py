@@ -18,7 +18,7 @@ def _flags(file: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", ["slurm.sh", "kubernetes.yaml"])
-def test_a_job_file_carries_a_mesh_for_its_ranks(file: str) -> None:
+def test_the_mesh_flags_of_a_job_file_match_its_ranks(file: str) -> None:
     flags = _flags(file)
     assert "--mesh.data_parallel_shard" in flags
     config = PretrainConfig.from_cli(ROOT / "examples" / "pretrain.toml", flags)

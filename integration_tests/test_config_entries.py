@@ -273,7 +273,7 @@ def _outcome(family: Family, config: dict[str, Any], edited: list[str]) -> str:
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sample("qwen3-False", "qwen3-True")
-def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
+def test_every_edit_is_applied_or_refused_with_the_name_of_the_entry(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
     files = family.files
     if sliding and (name == "gpt_oss" or "sliding_window" not in files.used):
@@ -295,7 +295,7 @@ def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_combinations_are_applied_or_refused_by_name(name: str) -> None:
+def test_random_combinations_of_edits_are_applied_or_refused(name: str) -> None:
     """Three edits at once, of entries that the family reads; each edit alone is applied."""
     family, draw = FAMILIES[name], random.Random(0)  # noqa: S311
     base = _base(name, sliding=False)

@@ -1,4 +1,4 @@
-"""The script for a day on an accelerator runs to its end on a CPU, and goes on after an interruption."""
+"""The script for a day on an accelerator runs to its end on a CPU, and continues after an interruption."""
 
 import json
 import runpy

@@ -9,7 +9,7 @@ from snippets import MAIN_GUARD, blocks, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
 _WITHOUT_SNIPPETS = {"comparison.md", "decisions.md", "glossary.md", "releasing.md"}
-_WITH_OTHER_LIBRARIES = {"coming_from.md"}  # their code is shown beside ours, and does not run
+_WITH_OTHER_LIBRARIES = {"coming_from.md"}  # shows code of other libraries, which does not run
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in _WITHOUT_SNIPPETS)
 PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("README.md"))]
 
@@ -33,7 +33,7 @@ def test_every_guide_has_snippets_and_all_of_them_run(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["find_your_way.md", "decisions.md"])
-def test_named_files_exist_and_define_the_names(page: str) -> None:
+def test_files_that_a_page_names_exist_and_define_the_names(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     sources = [*ROOT.glob("packages/*/src/**/*"), *ROOT.glob("integration_tests/**/*.py")]
     files = set(re.findall(r"`([\w/*]+\.(?:py|cpp))`", text))
@@ -45,7 +45,7 @@ def test_named_files_exist_and_define_the_names(page: str) -> None:
         assert name.rpartition(".")[2] in defined, f"{file} does not define {name}"
 
 
-def test_there_are_pages() -> None:
+def test_guides_and_other_pages_are_found() -> None:
     assert len(GUIDES) >= 12
     assert len(PAGES) >= len(GUIDES) + 9
 

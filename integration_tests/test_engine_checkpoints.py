@@ -73,7 +73,7 @@ def test_a_checkpoint_is_loaded_in_another_layout(layouts: str, tmp_path: Path) 
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "pipeline_parallel"])
 @pytest.mark.sample("data_parallel_shard")
-def test_restarted_ranks_resume_from_memory_with_the_same_bits(axis: str, tmp_path: Path) -> None:
+def test_restarted_ranks_resume_bitwise_from_memory(axis: str, tmp_path: Path) -> None:
     mesh = {axis: 2}
     expected = run_ranks(_uninterrupted, tmp_path / "one", mesh)
     with RankPool() as pool:

@@ -101,13 +101,13 @@ def _difference_of_shards(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample("sharded")
-def test_equals_one_process(layout: str) -> None:
+def test_the_engine_equals_one_process(layout: str) -> None:
     assert _first_difference(*LAYOUTS[layout]) is None
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", MORE_LAYOUTS)
-def test_more_layouts_equal_one_process(layout: str) -> None:
+def test_the_engine_equals_one_process_in_more_layouts(layout: str) -> None:
     assert _first_difference(*MORE_LAYOUTS[layout]) is None
 
 
@@ -141,7 +141,7 @@ def _adapters_in_one_process() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "layout", ["sharded", *(pytest.param(name, marks=pytest.mark.full) for name in list(ADAPTER_LAYOUTS)[1:])]
 )
-def test_the_reference_is_the_model_without_its_adapters(layout: str) -> None:
+def test_the_reference_of_an_adapted_model_equals_the_model_without_adapters(layout: str) -> None:
     assert _difference_of_adapters(ADAPTER_LAYOUTS[layout]) is None
     (one,) = _adapters_in_one_process()
     assert next(differences(one["trained"], one["reference"], rtol=1e-3), None), "the adapters must be trained"

@@ -28,7 +28,7 @@ def _finetune(runs: Path, name: str, pretrained: Path, more: dict[str, Any], wor
 
 
 @pytest.mark.full
-def test_ranks_agree_and_peft_and_transformers_read_the_result(tmp_path: Path, pretrained: Path) -> None:
+def test_losses_equal_on_four_ranks_and_peft_and_transformers_load_the_result(tmp_path: Path, pretrained: Path) -> None:
     import peft
     import transformers
 
@@ -52,7 +52,7 @@ def test_ranks_agree_and_peft_and_transformers_read_the_result(tmp_path: Path, p
     assert (after - before).abs().max() > 1e-4
 
 
-def test_a_checkpoint_of_only_adapters_resumes_with_the_same_bits(tmp_path: Path, pretrained: Path) -> None:
+def test_a_job_resumes_bitwise_from_a_checkpoint_of_only_adapters(tmp_path: Path, pretrained: Path) -> None:
     adapters_only = {"checkpoint.trainable_only": "true", "checkpoint.every": 5, "checkpoint.background": "false"}
     _finetune(tmp_path, "run", pretrained, adapters_only, 1)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_only_adapters_resumes_with_the_same_bits(tmp_path: Path
         assert (again / folder).read_bytes() == (tmp_path / "run" / folder).read_bytes()
 
 
-def test_without_a_pretrained_model(tmp_path: Path) -> None:
+def test_without_a_pretrained_model_the_error_names_the_script_to_run(tmp_path: Path) -> None:
     (ended,) = on_ranks("finetune_lora", options({"initial_weights": tmp_path / "none", "run.folder": tmp_path}))
     assert ended.code == 2
     assert ended.errors.endswith("none does not exist; run examples/pretrain.py first.\n")

@@ -1,4 +1,4 @@
-"""Float8 in every layout that it is allowed in, emulated: losses, gradients and updates equal one process."""
+"""Emulated float8 in every layout that supports it: losses, gradients and updates equal one process."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -57,13 +57,13 @@ def one_process(recipe: Float8Recipe | None) -> dict[str, Any]:
     ["dp_shard=2,microbatch=2", "dp_replicate=2,cp_shard=2", "pp=2,dp_shard=2,schedule=zb1p,microbatch=1"],
 )
 @pytest.mark.sample("dp_shard=2,microbatch=2")
-def test_a_row_equals_one_process(layout: str) -> None:
+def test_each_layout_equals_one_process(layout: str) -> None:
     expected = one_process("rowwise_with_gw_hp")
     found = list(differences(trace(InFloat8("rowwise_with_gw_hp", "full"), layout), expected, rtol=RTOL))
     assert not found, f"{len(found)} differences. First: {found[0]}"
 
 
-def test_float8_rounds() -> None:
+def test_float8_changes_the_loss_by_rounding() -> None:
     losses = {recipe: one_process(recipe)["step 1"]["loss"] for recipe in (None, "rowwise_with_gw_hp")}
     assert 1e-5 < abs(losses["rowwise_with_gw_hp"] / losses[None] - 1) < 0.05
 

@@ -133,7 +133,7 @@ def _lock(source: dict[str, str], *urls: str) -> dict[str, Any]:
         (_lock({"editable": "."}, "https://user:word@a.invalid/1.whl"), "expected https and a plain public host name"),
     ],
 )
-def test_the_lock_check_finds(lock: dict[str, Any], problem: str) -> None:
+def test_the_lock_check_finds_each_problem(lock: dict[str, Any], problem: str) -> None:
     found = list(_check_lock().problems(lock, "https://index.invalid/simple"))
     assert len(found) == 1
     assert problem in found[0]
@@ -180,7 +180,7 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def test_no_lazy_name_is_that_of_a_module_of_its_package() -> None:
+def test_no_lazy_name_equals_a_module_of_its_package() -> None:
     """Importing such a module would replace the name."""
     lazy = {}
     for path in (path for path in SOURCES if path.name == "__init__.py"):

@@ -1,4 +1,4 @@
-"""The main job, killed at any moment, resumes with the same bits on the same ranks, and also on other ranks."""
+"""The main job, killed at any moment, resumes bitwise on the same ranks, and also resumes on other ranks."""
 
 import random
 import shutil

@@ -244,7 +244,7 @@ def _train(folder: Path, parts: dict[str, Any], arguments: list[str]) -> TrainRe
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_message(
+def test_each_mistake_gives_one_message(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts, arguments, message = MISTAKES[name]
@@ -280,12 +280,12 @@ def _named(argument: str) -> Task:
     return Named()
 
 
-def test_the_list_is_long_enough() -> None:
+def test_at_least_forty_mistakes_are_tested() -> None:
     assert len(MISTAKES) >= 40
 
 
 @pytest.mark.parametrize("model", [Mlp(), Mlp, lambda: Mlp(4), lambda stage: Mlp()])
-def test_accepted_forms_of_a_model(model: Any, tmp_path: Path) -> None:
+def test_a_model_may_be_a_module_or_a_function(model: Any, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()} if isinstance(model, Mlp) else {}
     assert _train(tmp_path, {"model": model}, []).steps == 3
     for name, value in before.items():
@@ -338,7 +338,7 @@ class _OnDevices(Mlp):
 
 
 @pytest.mark.parametrize("change", [{"task": _OverRanks()}, {"model": _OnDevices()}], ids=["process group", "kernel"])
-def test_the_rehearsal_passes_code_that_needs_the_job(change: dict[str, Any], tmp_path: Path) -> None:
+def test_the_rehearsal_accepts_code_that_needs_the_job(change: dict[str, Any], tmp_path: Path) -> None:
     assert _train(tmp_path, change, []).steps == 3
 
 
@@ -347,7 +347,9 @@ class _MaskedOut(Regression):
         return Loss(outputs.sum() * 0, weight=(batch["y"] > 1e9).sum())
 
 
-def test_a_weight_of_zero_in_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_weight_of_zero_in_the_first_step_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended, cli_main():
         _train(tmp_path, {"task": _MaskedOut()}, [])
     assert ended.value.code == 2
@@ -368,7 +370,7 @@ def test_an_error_in_a_step_shows_the_users_lines_first(tmp_path: Path, capsys: 
     class Late(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.sum().item() != 12345:
-                raise RuntimeError("numpy is required")  # a word that the rehearsal leaves to the first step
+                raise RuntimeError("numpy is required")  # the rehearsal ignores errors with this word
             return x
 
     with pytest.raises(RuntimeError, match="numpy is required"), cli_main():

@@ -245,7 +245,7 @@ ROWS = [
     "deepseek,ep=2,cp_shard=2,cp_replicate=2,replicas whole",
     "skewed,ep=2,dp_shard=4,replicas whole",
 )
-def test_equals_one_process(row: Row) -> None:
+def test_expert_parallelism_equals_one_process(row: Row) -> None:
     found = _differences(row)
     assert not found, f"{len(found)} differences. First: {found[:4]}"
 

@@ -18,7 +18,7 @@ CHECKS = (
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 @pytest.mark.sample(*(mutant.name for mutant in ALL if not mutant.is_nightly))
-def test_is_caught(mutant: Mutant) -> None:
+def test_the_oracle_detects_each_mutant(mutant: Mutant) -> None:
     assert _first_difference(mutant) is not None, f"{mutant.cell} does not notice it"
 
 
@@ -35,5 +35,5 @@ def _first_difference(mutant: Mutant) -> str | None:
         return str(error)
 
 
-def test_there_are_enough_mutants() -> None:
+def test_at_least_sixty_mutants_have_different_names() -> None:
     assert len({mutant.name for mutant in ALL}) == len(ALL) >= 60

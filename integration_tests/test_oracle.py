@@ -30,7 +30,7 @@ CELLS = {**_caught_by((*MUTANTS, *DECODER_MUTANTS)), **{cell.name: cell for cell
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 @pytest.mark.sample(*_caught_by(mutant for mutant in (*MUTANTS, *DECODER_MUTANTS) if not mutant.is_nightly))
-def test_equals_one_process(cell: Cell) -> None:
+def test_each_cell_equals_one_process(cell: Cell) -> None:
     found = list(cell.differences())
     assert not found, f"{len(found)} differences. First: {found[0]}"
 

@@ -120,7 +120,9 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.sample("tensor")
-def test_float32_adapters_of_a_bfloat16_model(tmp_path: Path, mesh: dict[str, int], alone: dict[str, Any]) -> None:
+def test_float32_adapters_of_a_bfloat16_model_train_equally_in_every_layout_and_resume_bitwise(
+    tmp_path: Path, mesh: dict[str, int], alone: dict[str, Any]
+) -> None:
     for result in run_ranks(trained, tmp_path, mesh, world_size=2):
         assert result["straight"].keys() == alone["straight"].keys()
         for name, expected in alone["straight"].items():
@@ -135,7 +137,7 @@ def test_float32_adapters_of_a_bfloat16_model(tmp_path: Path, mesh: dict[str, in
     assert not any("adapter" in name for name in exported)
 
 
-def test_one_process_resumes_with_the_same_bits_and_moves_every_element(alone: dict[str, Any]) -> None:
+def test_one_process_resumes_bitwise_and_updates_every_element(alone: dict[str, Any]) -> None:
     for name, value in alone["straight"].items():
         assert torch.equal(value, alone["resumed"][name]), name
     b = alone["straight"]["trained 0.adapter.lora_b"]

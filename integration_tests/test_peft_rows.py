@@ -138,7 +138,7 @@ def one_process(method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("method", "layout"), [*ROWS, *FAMILY_ROWS])
 @pytest.mark.sample("dora-tp=2", "experts-ep=2,dp_shard=2", "ends-pp=4,microbatch=4")
-def test_a_row_equals_one_process(method: str, layout: str) -> None:
+def test_fine_tuning_in_a_layout_equals_one_process(method: str, layout: str) -> None:
     expected = one_process(method)
     found = list(differences(trace(method, layout), expected, rtol=RTOL))
     assert not found, f"{len(found)} differences. First: {found[0]}"

@@ -53,7 +53,9 @@ ROWS: tuple[tuple[str, str, str, ContextMethod], ...] = (
     "dpo-moe with losses-ep=2,dp_shard=2,microbatch=2-all_gather",
     "distill-dense-pp=2,cp_shard=2,schedule=zb1p,microbatch=1-ring",
 )
-def test_a_row_equals_one_process(task: str, model: str, layout: str, method: ContextMethod) -> None:
+def test_post_training_in_a_layout_equals_one_process(
+    task: str, model: str, layout: str, method: ContextMethod
+) -> None:
     found = list(differences(in_layout(task, layout, model=model, method=method), one_process(task, model), rtol=RTOL))
     assert not found, f"{len(found)} differences. First: {found[0]}"
 

@@ -160,7 +160,7 @@ _MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
-def test_a_user_error_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: str) -> None:
+def test_a_user_error_gives_one_message_and_writes_no_files(tmp_path: Path, mistake: str) -> None:
     extra, message = _MISTAKES[mistake]
     (tmp_path / "file").touch()
     arguments = [word.format(file=tmp_path / "file" / "runs") for word in extra]
@@ -179,7 +179,7 @@ def test_an_expert_parallel_degree_without_experts_is_refused(tmp_path: Path) ->
         assert "mesh.expert_parallel = 2, but the model provider's parallelize shards no experts" in ended.errors
 
 
-def test_a_data_folder_without_text(tmp_path: Path) -> None:
+def test_a_data_folder_without_text_is_refused(tmp_path: Path) -> None:
     arguments = _tiny(tmp_path, "run", steps=2, text__folder=tmp_path / "empty")
     for files, found in (([], "has 0 files json/*.py"), (["a.py"], "has 1 files json/*.py")):
         (tmp_path / "empty" / "json").mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def test_rows_are_packed_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_preset_is_the_same_job(tmp_path: Path) -> None:
+def test_a_preset_gives_the_losses_of_the_script(tmp_path: Path) -> None:
     """`d9d-train` with the preset has the curve of the script, and counts bytes without padding."""
     settings = {"run.folder": tmp_path, "logging.every": 1, "steps": 4, "evaluation.every": 2}
     _run(_tiny(tmp_path, "script", steps=4, evaluation__every=2))
@@ -229,7 +229,7 @@ def test_a_preset_is_the_same_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _run(_tiny(tmp_path, "run", steps=2))
     before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
     (ended,) = on_ranks("pretrain", [*_tiny(tmp_path, "run", steps=2), "--model.num_layers", "3"])

@@ -109,7 +109,7 @@ def test_a_release_outside_of_the_ranges_names_packages_to_release_with_it(relea
     )
 
 
-def test_a_new_range_is_an_entry_beside_the_others(released: Path) -> None:
+def test_a_new_dependency_range_is_listed_in_the_changelog(released: Path) -> None:
     _change(released, "d9d-state", "New.")
     _change(released, "d9d-loop", "Fixed.")
     _write(plan_release(released, ["d9d-state=minor", "d9d-loop=minor", "d9d=patch"], TODAY), released)
@@ -118,7 +118,7 @@ def test_a_new_range_is_an_entry_beside_the_others(released: Path) -> None:
     )
 
 
-def test_ranges_of_test_groups_move_without_a_release(released: Path) -> None:
+def test_dependency_ranges_of_test_groups_are_updated_without_a_release(released: Path) -> None:
     path = released / "packages" / "d9d-dist" / "pyproject.toml"
     path.write_text(f'{path.read_text()}[dependency-groups]\ntest = ["d9d-loop>=0.1,<0.2"]\n')
     _change(released, "d9d-loop", "New.")

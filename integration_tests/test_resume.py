@@ -1,4 +1,4 @@
-"""A job that ends after any step and is started again ends with the same bits as an uninterrupted one.
+"""A job that ends after any step and is started again gives results bitwise equal to an uninterrupted one.
 
 Covers every optimizer, every schedule, and every source and wrapper of data. Each job is resumed from the checkpoint of
 each step, which is the state after a kill between that checkpoint and the next. `test_killed_jobs.py` kills jobs at any
@@ -257,7 +257,7 @@ class _Row:
             "resilience": {"health": off, "watchdog": off, "bad_steps": {"non_finite": "roll_back"}},
             "host": {
                 "collect_garbage_every": None
-            },  # its first collection of all objects would take longer than the job
+            },  # the first garbage collection of all objects would take longer than the job
             "export": False,
         }
         dtype = torch.bfloat16 if self.optimizer.startswith("stochastic") else torch.float64
@@ -326,7 +326,7 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.sample("adamw", "muon", "schedule-free", "stochastic, bfloat16 averages", "annealed, packed and shuffled")
-def test_a_job_resumed_after_any_step_ends_with_the_same_bits(tmp_path: Path, row: _Row) -> None:
+def test_a_job_resumed_after_any_step_gives_bitwise_equal_results(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
     assert len(set(whole.losses.values())) == STEPS
     for step in range(1, STEPS):
@@ -346,7 +346,7 @@ def _left_after(step: int, whole: Path, folder: Path) -> None:
     ("optimizer", "schedule"), [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule-free", "waits two steps")]
 )
 @pytest.mark.sample("adamw-wsd", "schedule-free-waits two steps")
-def test_job_offloaded_after_every_step_or_rolled_back_ends_with_the_same_bits(
+def test_a_job_offloaded_after_every_step_or_rolled_back_gives_bitwise_equal_results(
     tmp_path: Path, optimizer: str, schedule: str
 ) -> None:
     row = _Row(optimizer=optimizer, schedule=schedule)

@@ -269,7 +269,7 @@ def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path, exh
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout])
 @pytest.mark.sample("tp=2")
-def test_job_that_lost_the_memory_of_a_host_ends_with_the_same_bits(tmp_path: Path, layout: str) -> None:
+def test_a_job_that_lost_the_memory_of_a_host_resumes_bitwise(tmp_path: Path, layout: str) -> None:
     calm, lost = tmp_path / "calm", tmp_path / LOST
     (whole, _) = _courses([(layout, calm), (layout, lost)])
     assert not list((lost / "run" / "checkpoints").glob("step-*"))

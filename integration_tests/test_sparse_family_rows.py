@@ -229,7 +229,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.sample("gpt_oss,ep=2,dp_shard=2", "qwen3_next,cp_shard=2", "mtp,pp=2,microbatch=2", "glm,tp=2")
-def test_equals_one_process(row: Row) -> None:
+def test_each_family_equals_one_process(row: Row) -> None:
     found = _differences(row)
     assert not found, f"{len(found)} differences. First: {found[:4]}"
 

@@ -115,14 +115,14 @@ def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None
     assert "2 run only with --all: 2 in the lane jobs of .ci/nightly" in result.outlines
 
 
-def test_one_flag_runs_everything(suite_without_torch: pytest.Pytester) -> None:
+def test_the_flag_all_runs_every_test(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--all", "-v")
     result.assert_outcomes(passed=8, skipped=4)
     assert "::test_full " in next(line for line in result.outlines if "::" in line), "long tests run first"
 
 
 @pytest.mark.full
-def test_a_lane_is_all_its_cases(suite_without_torch: pytest.Pytester) -> None:
+def test_a_lane_runs_all_its_cases(suite_without_torch: pytest.Pytester) -> None:
     suite_without_torch.runpytest_subprocess("-n2", "--lane", "jobs").assert_outcomes(passed=8, skipped=4)
     suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--lane", "oracle").assert_outcomes()
 

@@ -65,7 +65,7 @@ def _stop_after_fifth(event: Event) -> None:
 
 
 @pytest.mark.full
-def test_resumed_from_an_older_checkpoint(tmp_path: Path) -> None:
+def test_a_job_resumed_from_an_older_checkpoint_has_every_step_once_in_each_tracker(tmp_path: Path) -> None:
     with pytest.raises(_Stopped):
         _trained(tmp_path, on_step=_stop_after_fifth)
     run = tmp_path / "run"

@@ -208,5 +208,5 @@ def test_library_modules_train_as_in_a_plain_loop(of_libraries: tuple[str, ...],
         print(f"{name} is not in the zoo: {why}")
 
 
-def test_few_are_refused() -> None:
+def test_at_most_five_percent_of_torch_modules_are_refused() -> None:
     assert len(REFUSED) <= 0.05 * len(TORCH)

@@ -1,4 +1,4 @@
-"""Random faults in training jobs over three hosts: no wrong bits, always resumable, and every culprit named.
+"""Random faults in training jobs over three hosts: values stay bitwise equal, jobs resume, and logs name the culprits.
 
     PYTHONPATH=integration_tests python -m hosts.fault_campaign --count 30 --seed 1 --seconds 420
 
@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """True if the job resumed with the same bits, and the culprit is named."""
+        """True if the job resumed bitwise, and a log names the culprit."""
         is_same = not self.wrong_steps and not self.wrong_checkpoints
         return self.seconds is not None and self.detection is not None and is_same
 

@@ -1,4 +1,4 @@
-"""A short campaign of faults, and a job that continues with fewer replicas: both have the curve of a calm run."""
+"""A short campaign of faults, and a job that continues with fewer replicas: losses equal a run without faults."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def _outcomes(layout: str, faults: list[str], seed: int) -> list[Outcome]:
     return list(campaign(layout, faults, seed))
 
 
-def test_three_faults_leave_the_bits_and_are_named() -> None:
+def test_after_three_faults_values_are_bitwise_equal_and_logs_name_the_culprits() -> None:
     faults = [FAULTS[0], "host without power", "rank killed in a recovery"]
     (outcomes,) = warm_process().run(_outcomes, "dp_replicate=3,dp_shard=2,ep=2", faults, 3, world_size=1, timeout=900)
     assert [each.fault for each in outcomes] == [*faults, END]
@@ -72,7 +72,7 @@ def _wait(job: ElasticJob, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_continues_with_fewer_replicas_until_the_host_is_back_on_the_same_curve() -> None:
+def test_a_job_continues_with_fewer_replicas_and_the_same_losses_until_the_host_is_back() -> None:
     ((calm, steps, history),) = warm_process().run(_continue_with_fewer, world_size=1, timeout=900)
     assert {each.num_ranks for each in calm} == {6}
     assert sorted({each.num_ranks for each in steps}) == [4, 6]

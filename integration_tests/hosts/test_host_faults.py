@@ -40,7 +40,7 @@ def _assert_all_match(ended: list[Rank], pattern: str, *, without: int | None = 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.sample("2")
-def test_a_killed_rank_is_named_by_all_although_it_was_alone_on_its_host(culprit: int) -> None:
+def test_every_log_names_a_killed_rank_that_was_alone_on_its_host(culprit: int) -> None:
     ended = _run("is killed", culprit)
     assert ended[culprit].code == -9
     assert {rank.code for number, rank in enumerate(ended) if number != culprit} <= {1, ExitCode.PEER_LOST}
@@ -51,7 +51,7 @@ def test_a_killed_rank_is_named_by_all_although_it_was_alone_on_its_host(culprit
 
 
 @pytest.mark.full
-def test_a_killed_rank_is_named_with_its_process_if_another_one_is_on_its_host() -> None:
+def test_the_error_names_the_process_of_a_killed_rank_if_another_rank_is_on_its_host() -> None:
     ended = _run("is killed", 3, num_hosts=3, ranks_per_host=2)
     named = r"[Rr]ank 3 failed( before this rank)?: its process \d+ on host1 is gone\."
     _assert_all_match(ended, named, without=3)
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_with_its_process_if_another_one_is_on_its_host()
 
 @pytest.mark.full
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_an_exception_is_named_by_all_although_its_rank_hosts_the_store(culprit: int) -> None:
+def test_every_log_has_the_exception_of_a_rank_even_if_it_hosts_the_store(culprit: int) -> None:
     ended = _run("task raises", culprit)
     assert ended[culprit].code == 1
     assert {rank.code for rank in ended} <= {1, ExitCode.PEER_LOST}
@@ -69,7 +69,7 @@ def test_an_exception_is_named_by_all_although_its_rank_hosts_the_store(culprit:
 
 @pytest.mark.full
 @pytest.mark.parametrize("culprit", [1, 2])
-def test_a_host_that_is_cut_off_is_named_and_the_network_mentioned(culprit: int) -> None:
+def test_the_errors_name_a_host_that_is_cut_off_and_mention_the_network(culprit: int) -> None:
     with Hosts(3) as hosts, forked(hosts, trains, "waits", culprit, **sections()) as job:
         job.wait_for("fault")
         hosts.cut(culprit)
@@ -100,7 +100,7 @@ def test_a_cut_shorter_than_the_time_limit_changes_nothing() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_never_starts_is_named_with_its_host(culprit: int) -> None:
+def test_the_errors_name_a_rank_that_never_starts_and_its_host(culprit: int) -> None:
     with Hosts(3) as hosts, forked(hosts, stays_away, culprit, **sections(startup_seconds=15)) as job:
         ended = job.ended()
     others = [rank for number, rank in enumerate(ended) if number != culprit]
@@ -113,7 +113,7 @@ def test_a_rank_that_never_starts_is_named_with_its_host(culprit: int) -> None:
 
 
 @pytest.mark.full
-def test_folders_that_are_not_shared_are_named_before_the_first_step() -> None:
+def test_folders_that_are_not_shared_are_refused_before_the_first_step() -> None:
     with Hosts(3) as hosts, forked(hosts, trains, "nothing", 0, run={"folder": hosts.local}, **sections()) as job:
         ended = job.ended()
     assert [rank.code for rank in ended] == [ExitCode.USER_ERROR] * 3, ended

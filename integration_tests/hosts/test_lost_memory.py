@@ -1,4 +1,4 @@
-"""A job over three hosts whose memory holds the steps: a host loses its memory, and the job ends with the same bits."""
+"""A job over three hosts that keep steps in memory: a host loses its memory, and the results are bitwise equal."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def _train(hosts: Hosts, name: str, fault: str = "nothing", culprit: int = 0) ->
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_job_resumes_from_the_memory_of_other_hosts_with_the_same_bits(lost: int) -> None:
+def test_a_job_resumes_bitwise_from_the_memory_of_other_hosts(lost: int) -> None:
     with Hosts(3) as hosts:
         assert [rank.code for rank in _train(hosts, "calm")] == [0] * 6
         ended = _train(hosts, "lost", "is killed", culprit=2 * lost)

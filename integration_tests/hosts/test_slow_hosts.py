@@ -1,4 +1,4 @@
-"""`d9d-torchrun` over hosts with a spare one: a slow host changes places with it, and the bits stay the same."""
+"""`d9d-torchrun` over hosts with a spare one: a slow host changes places with it, and the results are bitwise equal."""
 
 from dataclasses import replace
 

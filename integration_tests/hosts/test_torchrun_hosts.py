@@ -92,7 +92,7 @@ def test_the_batch_script_for_slurm_trains_over_two_nodes(tmp_path: Path) -> Non
                 job.kill()
 
 
-def test_a_user_error_of_all_ranks_is_the_exit_code_of_the_launcher() -> None:
+def test_the_launcher_exits_with_the_code_of_a_user_error_on_all_ranks() -> None:
     with Hosts(1) as hosts:
         launcher = (sys.executable, "-m", "d9d_loop.torchrun", "--nproc-per-node", "2")
         job = hosts.start(0, *launcher, "examples/quickstart.py", "--steps", "-5")
@@ -114,7 +114,7 @@ def _path(*folders: Path) -> dict[str, str]:
     return {"PATH": os.pathsep.join(found)}
 
 
-def test_a_host_that_loses_its_power_is_survived_by_the_other_two() -> None:
+def test_two_hosts_finish_the_job_after_the_third_loses_power() -> None:
     with Hosts(3, sysctls=IMPATIENT) as hosts, forked(hosts, agent, "waits", 2, **sections()) as job:
         job.wait_for("fault")
         hosts.power_off(2)

@@ -1,4 +1,4 @@
-"""`d9d-torchrun --warm` over hosts with a spare one: a rank and then a host are lost, and the job goes on."""
+"""`d9d-torchrun --warm` over hosts with a spare one: a rank and then a host are lost, and the job continues."""
 
 import signal
 
@@ -11,7 +11,7 @@ from hosts.recovery_time import start_agent, wait_for
 pytestmark = pytest.mark.full
 
 
-def test_warm_ranks_go_on_after_a_killed_rank_and_on_a_spare_host_after_a_lost_one() -> None:
+def test_a_job_of_warm_ranks_continues_after_a_killed_rank_and_after_a_lost_host() -> None:
     sections = {"checkpoint": {"every": 1000, "memory_every": 1, "replicas": 1}}
     settings = Settings("dp_shard=2", 24, 1, (2, 2), 20.0, sections)
     with Hosts(3, sysctls=IMPATIENT) as hosts:

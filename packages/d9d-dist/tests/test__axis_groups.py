@@ -38,7 +38,7 @@ def _axes() -> dict[str, tuple[list[int], int]]:
 
 
 @pytest.mark.world_size(8)
-def test_axes_equal_torch_and_their_groups_work(device: Device) -> None:
+def test_axes_equal_the_meshes_of_torch_and_their_groups_communicate(device: Device) -> None:
     ranks = run_ranks(_axes, world_size=8, device=device)
     assert ranks[5]["expert.ep_shard"] == ([4, 5], 1)
     assert ranks[5]["dense.dp_cp_shard"] == ([5, 7], 0)
@@ -106,5 +106,5 @@ def _slices_have_one_root() -> bool:
         return all(root is dense for root in roots)
 
 
-def test_slices_of_a_domain_have_one_root_and_flatten() -> None:
+def test_slices_of_a_domain_share_a_root_mesh_and_can_be_flattened() -> None:
     assert all(run_ranks(_slices_have_one_root, world_size=8))

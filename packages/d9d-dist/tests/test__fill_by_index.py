@@ -99,7 +99,7 @@ WAYS: dict[str, Write] = {
 
 
 class _Written(nn.Module):
-    """Fills every tensor, and then writes to it in some of the ways."""
+    """Fills every tensor, and then writes to the weight in the given `WAYS`."""
 
     def __init__(self, ways: list[str], rows: int, columns: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Parent(nn.Module):
 
 
 def _build(seed: int) -> nn.Sequential:
-    """Build a model whose modules write in all ways, in random combinations."""
+    """Build a model that uses each of the `WAYS` to write, some in random combinations."""
     generator = random.Random(seed)  # noqa: S311
     models: list[nn.Module] = []
     for way in WAYS:
@@ -190,7 +190,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample("2 shards", "columns over tp")
-def test_all_ways_to_write_give_the_values_of_one_process(layout: str) -> None:
+def test_sharded_initialization_equals_one_process_for_every_kind_of_write(layout: str) -> None:
     kind, degrees = LAYOUTS[layout]
     seed = 1 if " x rows" in layout else 2  # if several axes split a dim, they must divide it
     expected = _values("one", {}, seed)
@@ -204,7 +204,7 @@ def test_all_ways_to_write_give_the_values_of_one_process(layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("operator", sorted(ELEMENTWISE, key=str), ids=str)
-def test_listed_operators_give_an_element_the_same_bits_on_any_shard(
+def test_listed_operators_compute_bitwise_equal_elements_on_any_shard(
     operator: torch._ops.OpOverload, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)

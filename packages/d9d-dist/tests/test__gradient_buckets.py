@@ -40,13 +40,13 @@ def test_buckets_hold_every_gradient_once(mesh: DeviceMesh, sizes: list[tuple[in
     assert lasts == sorted(lasts, reverse=True), "in the order in which backward completes them"
 
 
-def test_buckets_are_filled(mesh: DeviceMesh) -> None:
+def test_buckets_are_filled_in_reverse_order_up_to_the_byte_limit(mesh: DeviceMesh) -> None:
     slots = [_slot(mesh, size) for size in (1, 2, 50, 3, 4, 5)]
     buckets = plan_buckets(slots, bucket_bytes=40)
     assert [[slot.shape.numel() for slot in bucket] for bucket in buckets] == [[5, 4], [50], [3, 2, 1]]
 
 
-def test_sums_are_accumulated(mesh: DeviceMesh) -> None:
+def test_reduced_gradients_are_added_to_the_gradients_set_aside(mesh: DeviceMesh) -> None:
     slot = _slot(mesh, 2)
     for value in (1.0, 2.0):
         slot.parameter.grad = DTensor.from_local(torch.full((2,), value), mesh, (Replicate(),), run_check=False)

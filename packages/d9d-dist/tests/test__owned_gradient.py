@@ -89,7 +89,7 @@ def test_gradients_of_ordinary_layers_have_the_same_values(function: Function) -
         assert torch.equal(found, expected)
 
 
-def test_compiled_code_also_copies() -> None:
+def test_compiled_code_copies_shared_gradients() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (own_gradient(a) + own_gradient(b)) * FACTORS

@@ -29,7 +29,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
 
 
-def test_ranks_that_do_not_start_are_named_with_their_nodes_on_all_others() -> None:
+def test_the_error_on_each_rank_names_the_ranks_that_did_not_start_and_their_nodes() -> None:
     store = dist.HashStore()
     publish_self(store, 1)
     with pytest.raises(StartupTimeoutError) as caught:
@@ -52,7 +52,7 @@ def test_all_ranks_start_together() -> None:
     wait_for_ranks(store, _launch(0, world_size=2), SHORT)
 
 
-def test_a_store_that_is_unreachable_is_named_with_its_host(port: int) -> None:
+def test_the_error_for_an_unreachable_store_names_the_host_of_the_store(port: int) -> None:
     expected = rf"rank 3 on \S+ did not reach the job's store within 0.3 s. rank 0 on 127.0.0.1:{port} hosts it"
     with pytest.raises(StartupTimeoutError, match=expected):
         connect_store(_launch(3), SHORT)

@@ -16,7 +16,7 @@ SPLITS = (slice(0, 5), slice(5, 8))
 
 
 class WithActivation(nn.BatchNorm2d):
-    """As timm's `BatchNormAct2d`: its own forward calls `F.batch_norm` on the layer's input."""
+    """Batch norm whose own forward calls `F.batch_norm` on the input, as timm's `BatchNormAct2d`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         factor = 0.0 if self.momentum is None else self.momentum
@@ -100,7 +100,7 @@ def _traces() -> dict[str, dict[str, Tensor]]:
     return traces
 
 
-def test_two_ranks_equal_one_with_both_batches() -> None:
+def test_two_ranks_equal_one_process_with_both_batches() -> None:
     first, second = run_ranks(_traces, world_size=2)
     for name in LAYERS:
         layer, x = _layer(name)
@@ -176,7 +176,7 @@ def _recomputed(layer: nn.Module, x: Tensor, part: slice, use_reentrant: bool) -
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recompute_behaves_like_torch(use_reentrant: bool) -> None:
+def test_recomputation_gives_the_gradients_and_statistics_of_one_process(use_reentrant: bool) -> None:
     (first, buffers), (second, _) = run_ranks(_checkpointed, use_reentrant, world_size=2)
     expected, expected_buffers = _recomputed(*_layer("2d channels last"), slice(None), use_reentrant)
     torch.testing.assert_close(first + second, expected)
@@ -195,7 +195,7 @@ def _refused() -> list[str]:
     return messages
 
 
-def test_a_layer_with_other_statistics_is_refused_by_name() -> None:
+def test_layers_that_compute_statistics_in_another_way_are_refused() -> None:
     for messages in run_ranks(_refused, world_size=2):
         for name, message in zip(("OfHalves", "OfItsOwn"), messages, strict=True):
             assert message.startswith(f"{name} does not compute the statistics of its input with one call of F.batch")

@@ -83,13 +83,13 @@ def _failing_cases(dtype: torch.dtype) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_one_process(dtype: torch.dtype, device: Device) -> None:
+def test_collectives_equal_one_process(dtype: torch.dtype, device: Device) -> None:
     assert run_ranks(_failing_cases, dtype, device=device) == [{}] * 2
 
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_equals_one_process_on_other_numbers_of_ranks(world_size: int, device: Device) -> None:
+def test_collectives_equal_one_process_for_other_world_sizes(world_size: int, device: Device) -> None:
     assert run_ranks(_failing_cases, torch.float64, world_size=world_size, device=device) == [{}] * world_size
 
 
@@ -118,7 +118,7 @@ def _as_lists(tensors: list[Tensor] | None) -> list[list[int]] | None:
 
 
 @pytest.mark.world_size(4)
-def test_ranks_are_group_ranks(device: Device) -> None:
+def test_collectives_count_ranks_within_the_group(device: Device) -> None:
     for rank, found in enumerate(run_ranks(_in_groups, world_size=4, device=device)):
         low, high = rank % 2, rank % 2 + 2
         is_last = rank == high
@@ -356,5 +356,5 @@ def _refusals() -> None:
             all_reduce_scalars({"loss": x})
 
 
-def test_refuses_sizes_that_do_not_fit() -> None:
+def test_shapes_and_sizes_that_do_not_match_are_refused() -> None:
     run_ranks(_refusals)

@@ -35,7 +35,7 @@ def _gathered() -> tuple[bool, list[Any], list[Any], list[Any]]:
 
 
 @pytest.mark.world_size(3)
-def test_values_are_those_of_all_ranks(device: Device) -> None:
+def test_every_rank_gathers_the_values_of_all_ranks(device: Device) -> None:
     for rank, found in enumerate(run_ranks(_gathered, world_size=3, device=device)):
         assert found == (True, [None, 1, None], [rank], [None] * 3)
 
@@ -47,7 +47,7 @@ def _gathered_in_groups() -> list[int]:
 
 
 @pytest.mark.world_size(4)
-def test_values_are_those_of_the_group(device: Device) -> None:
+def test_values_are_gathered_only_within_the_group(device: Device) -> None:
     assert run_ranks(_gathered_in_groups, world_size=4, device=device) == [[0, 2], [1, 3]] * 2
 
 
@@ -103,13 +103,13 @@ def _agree(problems: list[str | UserError | None]) -> str | None:
         ([UserError("theirs"), "broken", None], "_OtherError: rank 0: theirs; rank 1: broken"),
     ],
 )
-def test_problem_of_any_rank_raises_on_all(
+def test_a_problem_on_any_rank_raises_on_all_ranks(
     problems: list[str | UserError | None], expected: str | None, device: Device
 ) -> None:
     assert run_ranks(_agree, problems, world_size=3, device=device) == [expected] * 3
 
 
-def test_one_process_agrees_with_itself() -> None:
+def test_agreement_and_gathering_work_in_one_process() -> None:
     agree()
     agree(same={"x": "1"})
     assert gather_json((1, None)) == [[1, None]]
@@ -147,7 +147,7 @@ def test_every_rank_names_the_ranks_that_differ(values: list[str | bytes], expec
     assert run_ranks(_messages, values, world_size=3, device=device) == [message] * 3
 
 
-def test_a_long_list_of_ranks_is_cut() -> None:
+def test_a_long_list_of_ranks_is_shortened() -> None:
     assert re.search(
         r": ranks 10, 11, 12, 13, 14, 15, 16, 17 and 2 more differ", _describe_difference("x", ["0"] * 10 + ["1"] * 10)
     )
@@ -160,6 +160,6 @@ def _build_with(shard_on_rank: list[int]) -> str:
     return str(caught.value)
 
 
-def test_ranks_with_other_degrees_are_named_before_meshes_are_made() -> None:
+def test_differing_mesh_degrees_are_reported_before_meshes_are_built() -> None:
     for message in run_ranks(_build_with, [2, 2, 4, 2], world_size=4):
         assert message.startswith("the mesh differs between the 4 ranks: rank 2 differs from rank 0;")

@@ -57,14 +57,14 @@ def _order(ranks_of_nodes: list[int], folder: str, local: bool) -> tuple[int, li
         return ctx.num_nodes, seen
 
 
-def test_main_process_goes_first(tmp_path: Path) -> None:
+def test_the_main_process_runs_the_body_first(tmp_path: Path) -> None:
     seen = [names for _, names in run_ranks(_order, [2, 1], str(tmp_path), False, world_size=3)]
     assert seen[0] == []
     assert all("0" in names for names in seen[1:])
 
 
 @pytest.mark.parametrize("nodes", [[2, 2], [1, 3], [1, 1, 1, 1]])
-def test_the_first_rank_of_every_node_goes_first(nodes: list[int], tmp_path: Path) -> None:
+def test_the_first_rank_of_every_node_runs_the_body_first(nodes: list[int], tmp_path: Path) -> None:
     ranks = run_ranks(_order, nodes, str(tmp_path), True, world_size=4)
     assert [num_nodes for num_nodes, _ in ranks] == [len(nodes)] * 4
     first = {sum(nodes[:node]) for node in range(len(nodes))}
@@ -192,7 +192,7 @@ def test_a_collective_fails_after_the_last_timeout_set(group_kind: str, tmp_path
 
 
 def _timeouts_of_groups() -> list[float]:
-    """Return the timeout of an axis group at start-up, then those of it and of two later groups, in seconds."""
+    """Return the timeout in seconds of a group at start-up, and then those of this group and of two new groups."""
     with MeshConfig(data_parallel_shard=2, tensor_parallel=2).build(timeouts=Timeouts(timedelta(minutes=5))) as ctx:
         groups = [ctx.group_for("regular", "dp_shard")]
         at_startup = [_timeout_of(groups[0], ctx.device)]

@@ -7,7 +7,7 @@ N = 1 << 20
 _MASK = 2**64 - 1
 
 
-def test_any_slice_equals_the_slice_of_the_whole() -> None:
+def test_numbers_of_a_slice_equal_the_slice_of_all_numbers() -> None:
     index = torch.arange(1000)
     for draw in (uniform_at, normal_at):
         whole = draw(index, stream_key(0, "weight"))
@@ -23,7 +23,7 @@ def test_uniform_numbers_fill_the_interval_evenly() -> None:
     assert chi_squared < 63 + 5 * (2 * 63) ** 0.5
 
 
-def test_normal_numbers_have_the_moments_of_a_normal() -> None:
+def test_normal_numbers_have_the_moments_of_a_normal_distribution() -> None:
     values = normal_at(torch.arange(N), stream_key("normal"))
     sigma = N**-0.5
     assert abs(values.mean().item()) < 5 * sigma
@@ -46,7 +46,7 @@ def _splitmix(index: int, key: int) -> int:
     return bits ^ (bits >> 31)
 
 
-def test_bits_are_those_of_the_paper() -> None:
+def test_random_bits_equal_splitmix64() -> None:
     indices, key = [0, 1, 2, 12345, 2**40 + 7], 2**62 + 12345
     found = random_bits_at(torch.tensor(indices), key)
     expected = [_splitmix(index, key) for index in indices]
@@ -58,7 +58,7 @@ def test_the_four_words_of_16_bits_are_uniform_and_independent() -> None:
     bits = random_bits_at(torch.arange(num), 5)
     draws = torch.stack([(bits >> 16 * number) & 0xFFFF for number in range(4)]).double()
     uniform = draws / 65536 - 0.5
-    # The mean of n values has a standard deviation of sqrt(1 / 12 n), that of products of two one of 1 / 12 sqrt(n).
+    # Standard deviation of the mean of n values: sqrt(1 / (12 n)); of the mean of n products of two: 1 / (12 sqrt(n)).
     assert uniform.mean(dim=1).abs().max() < 4.5 * (1 / 12 / num) ** 0.5
     products = uniform @ uniform.T / num
     assert (products - products.diag().diag()).abs().max() < 4.5 / 12 / num**0.5

@@ -407,7 +407,7 @@ def test_replicated_parameters_can_be_used_outside_their_module(degrees: dict[st
 
 
 class _Writes(nn.Linear):
-    """A layer whose forward casts the layer, or clamps, halves, replaces or freezes its weight, from a call on."""
+    """A layer whose forward casts it, or clamps, halves, replaces or freezes its weight, from the given call on."""
 
     def __init__(self, how: str, first_call: int) -> None:
         super().__init__(4, 4)
@@ -431,7 +431,7 @@ class _Writes(nn.Linear):
 
 
 def _forward_that(how: str, first_call: int) -> tuple[int, str]:
-    """Return the number of complete calls, and the message."""
+    """Return the number of calls before the error, and the error message."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         model = nn.Sequential(nn.Linear(4, 4), _Writes(how, first_call))
         parallelize_fsdp(model, ctx.mesh_for("dense")["dp_cp_shard"])
@@ -469,7 +469,7 @@ def test_a_forward_that_changes_sharded_parameters_is_refused(
 
 
 def _later_writes_to_rows() -> float:
-    """Return the largest norm of a row after a compared forward that clipped it."""
+    """Return the largest norm of a row after a forward that clips rows while its writes are compared."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         model = nn.Sequential(nn.EmbeddingBag(3, 4, max_norm=1.0), nn.Linear(4, 4))
         synchronize_embeddings(model, ctx.group_for("batch", "dp", "cp"))
@@ -532,7 +532,7 @@ def _returned_parameters(num_ranks: int) -> tuple[list[torch.Tensor], dict[str, 
         return [output.detach() for output in outputs], full_gradients(model)
 
 
-def test_returned_parameters_outlive_the_gathered_ones_in_any_memory_format() -> None:
+def test_returned_parameters_stay_valid_after_resharding_in_any_memory_format() -> None:
     expected = run_ranks(_returned_parameters, 1, world_size=1)[0]
     for found in run_ranks(_returned_parameters, 2, world_size=2):
         assert_trees_close(found, expected, rtol=1e-5)

@@ -107,13 +107,13 @@ def _check(name: str, dim: int, other: int, world_size: int, device: Device) -> 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_one_process(name: str, dim: int, device: Device) -> None:
+def test_functions_and_gradients_equal_one_process(name: str, dim: int, device: Device) -> None:
     _check(name, dim, (dim + 1) % 3, 2, device)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.world_size(4)
-def test_equals_one_process_on_more_ranks(name: str, device: Device) -> None:
+def test_functions_and_gradients_equal_one_process_on_more_ranks(name: str, device: Device) -> None:
     _check(name, -2, 0, 4, device)
 
 
@@ -202,7 +202,7 @@ def _compiled_and_not() -> list[Tensor]:
 
 
 @pytest.mark.full
-def test_compiles_in_one_graph() -> None:
+def test_differentiable_collectives_compile_to_one_graph() -> None:
     for loss, gradient, compiled_loss, compiled_gradient in run_ranks(_compiled_and_not):
         assert torch.equal(compiled_loss, loss)
         assert torch.equal(compiled_gradient, gradient)
@@ -214,7 +214,7 @@ def _identity_on_one_rank() -> list[bool]:
         return [_operation(name, 0, 1)(x, mesh) is x for name in NAMES]
 
 
-def test_one_rank_returns_its_tensor() -> None:
+def test_functions_return_their_input_on_a_single_rank() -> None:
     (are_same,) = run_ranks(_identity_on_one_rank, world_size=1)
     assert are_same == [True] * len(NAMES)
 
@@ -245,7 +245,7 @@ def _dtypes() -> list[torch.dtype]:
         return [_operation(name, 0, 1)(x, mesh).dtype for name in NAMES]
 
 
-def test_dtype_is_kept(device: Device) -> None:
+def test_outputs_keep_the_dtype_of_the_input(device: Device) -> None:
     assert run_ranks(_dtypes, device=device) == [[torch.bfloat16] * len(NAMES)] * 2
 
 
@@ -291,7 +291,7 @@ def _sums_of_random_sizes(num_sums: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [3, 5, 6, 7])
-def test_sums_have_the_same_bits_on_all_ranks(world_size: int) -> None:
+def test_sums_are_bitwise_equal_on_all_ranks(world_size: int) -> None:
     """Replicas must not diverge, also for sizes that the number of ranks does not divide."""
     first, *others = run_ranks(_sums_of_random_sizes, 24, world_size=world_size)
     for other in others:

@@ -98,7 +98,7 @@ def _train(
         ({"tensor_parallel": 2, "expert_parallel": 1}, False, "hsdp", 1),
     ],
 )
-def test_gradients_and_norm_are_those_of_one_process(
+def test_gradients_and_norm_equal_one_process(
     mesh: dict[str, int], shard_replicas: bool, outer: str, placements: int
 ) -> None:
     num_ranks = mesh.get("data_parallel_shard", 1) * mesh.get("tensor_parallel", 1)

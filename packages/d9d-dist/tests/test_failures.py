@@ -79,7 +79,9 @@ def test_the_host_of_the_store_waits_until_all_other_ranks_have_read_or_ended() 
     assert not host.is_alive()
 
 
-def test_a_victim_without_a_known_cause_is_no_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_connection_of_unknown_cause_is_not_recorded_as_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     error = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection reset by peer")
@@ -91,7 +93,7 @@ def test_a_victim_without_a_known_cause_is_no_first_failure(monkeypatch: pytest.
     ]
 
 
-def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_note_names_the_host_of_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", mock.Mock(side_effect=ValueError))
     error = dist.DistNetworkError("reset")
     report_failure(error, rank=1, world_size=2, store_place="rank 0 on a:1")

@@ -102,6 +102,6 @@ def test_indivisible_followers_are_refused_and_replicated_ones_unchanged() -> No
     run_ranks(refuse, world_size=2)
 
 
-def test_protocol_is_structural() -> None:
+def test_a_module_with_the_methods_of_follows_weight_is_an_instance() -> None:
     assert isinstance(Gain(nn.Linear(2, 2)), FollowsWeight)
     assert not isinstance(nn.Linear(2, 2), FollowsWeight)

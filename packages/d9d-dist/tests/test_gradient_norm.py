@@ -124,7 +124,7 @@ def _everything(norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_all_kinds_of_axes_together(norm_type: float) -> None:
+def test_the_norm_equals_one_process_over_all_kinds_of_axes(norm_type: float) -> None:
     whole = [24 * stage + seed for stage in range(2) for seed in (0, 1, 2, 3, 5, 6, 8, 9)]
     halves = [_full(24 * stage + 11).chunk(2)[0].flatten() for stage in range(2)]
     expected = torch.linalg.vector_norm(torch.cat([*(_full(seed).flatten() for seed in whole), *halves]), norm_type)
@@ -193,7 +193,7 @@ def test_norms_of_low_precision_gradients_are_float32(norm_type: float, dtype: t
     assert part.item() == pytest.approx(exact, rel=2**-18)
 
 
-def test_no_gradients_have_norm_zero() -> None:
+def test_the_norm_without_gradients_is_zero() -> None:
     with MeshConfig().build() as ctx:
         assert global_grad_norm(nn.Linear(2, 2).parameters(), ctx=ctx).item() == 0.0
         assert global_grad_norm([], ctx=ctx).item() == 0.0

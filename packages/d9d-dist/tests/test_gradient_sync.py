@@ -227,7 +227,7 @@ def _locals(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
 
 
-def test_gradients_keep_their_buffers() -> None:
+def test_small_gradients_share_a_bucket_and_a_large_one_is_reduced_in_place() -> None:
     num_parameters = 64 * 64 + 64 * 4 + 4 + 4 * 4 + 4
     for num_storages, reduced_bytes, in_place in run_ranks(_memory):
         assert num_storages == 2, "one bucket of small gradients, and a large one alone"
@@ -297,7 +297,7 @@ def _samples(seed: int) -> torch.Tensor:
     return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_two_axes_at_once_are_one_collective() -> None:
+def test_gradients_of_two_axes_are_reduced_by_one_collective() -> None:
     model = nn.Sequential(nn.LayerNorm(6), nn.LayerNorm(6)).double()
     for rank in range(4):
         model[0](_samples(rank)).square().sum().backward()
@@ -324,7 +324,7 @@ def _unplanned() -> tuple[torch.Tensor, torch.Tensor]:
         return found["weight"], found["bias"]
 
 
-def test_partial_gradients_of_other_origin_are_reduced() -> None:
+def test_partial_gradients_without_local_parameter_hooks_are_reduced() -> None:
     for weight, bias in run_ranks(_unplanned):
         assert torch.equal(weight, torch.full((2, 3), 3.0))
         assert torch.equal(bias, torch.ones(2))

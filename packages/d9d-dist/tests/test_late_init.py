@@ -167,7 +167,7 @@ def _sizes_that_do_not_fit(rows: int) -> str:
         return "fits"
 
 
-def test_a_size_with_misleading_placements_is_refused() -> None:
+def test_shards_that_contradict_their_placements_are_refused() -> None:
     # tp splits 7 rows into 4 + 3, and FSDP these into 2 + 2 + 0 and 1 + 1 + 1. A strided shard of 7 is split otherwise.
     messages = run_ranks(_sizes_that_do_not_fit, 7, world_size=6)
     assert any(message != "fits" for message in messages)
@@ -261,7 +261,7 @@ def _refusal(through_list: bool) -> str:
         return ""
 
 
-def test_a_write_that_would_be_lost_is_refused_by_name() -> None:
+def test_writes_that_sharded_parameters_would_lose_are_refused() -> None:
     for message in run_ranks(_refusal, True):
         assert message.startswith(
             "0.reset_parameters accesses the sharded 0.weight through a reference that is not an attr"
@@ -279,7 +279,7 @@ class _Drawn(nn.Module):
         self.weight.data.normal_()
 
 
-def test_writes_through_data_count_as_set() -> None:
+def test_values_written_through_data_are_kept() -> None:
     with torch.device("meta"):
         model = _Drawn()
     materialize(model, device=CPU, seed=0)

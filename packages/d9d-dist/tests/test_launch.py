@@ -10,7 +10,7 @@ def test_without_a_launcher_there_is_one_process() -> None:
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 
 
-def test_reads_torchrun() -> None:
+def test_variables_of_torchrun_are_read() -> None:
     assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, 1, 2, has_launcher=True)
     assert read_launch({**TORCHRUN, "D9D_DEVICE": "cpu"}).device == "cpu"
 
@@ -19,7 +19,7 @@ def test_reads_torchrun() -> None:
     ("changes", "num_nodes"),
     [({}, 2), ({"GROUP_WORLD_SIZE": "3"}, 3), ({"WORLD_SIZE": "9"}, 3), ({"LOCAL_WORLD_SIZE": "8"}, 1)],
 )
-def test_counts_the_nodes(changes: dict[str, str], num_nodes: int) -> None:
+def test_the_number_of_nodes_is_computed(changes: dict[str, str], num_nodes: int) -> None:
     assert read_launch({**TORCHRUN, **changes}).num_nodes == num_nodes
 
 
@@ -38,7 +38,7 @@ SLURM = {
 }
 
 
-def test_reads_slurm() -> None:
+def test_variables_of_slurm_are_read() -> None:
     assert read_launch(SLURM) == Launch(3, 4, 1, 2, 1, 2, has_launcher=True)
 
 

@@ -89,7 +89,7 @@ def test_digests_depend_on_every_bit() -> None:
     assert {name for name in first if first[name] != third[name]} == {"frozen", "positions"}
 
 
-def test_a_model_on_meta_is_the_model_without_values() -> None:
+def test_moving_a_model_to_meta_keeps_everything_but_the_values() -> None:
     model = _build()
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -151,7 +151,7 @@ def test_sparse_buffers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_are_refused(register: str) -> None:
+def test_hooks_on_parameters_are_refused(register: str) -> None:
     model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
     getattr(model[1].weight, register)(lambda gradient: None)
     with pytest.raises(UserError, match=r"1\.weight have hooks \(register_hook\); expected none"):
@@ -159,7 +159,7 @@ def test_hooks_of_parameters_are_refused(register: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_scripts_are_refused() -> None:
+def test_modules_of_torch_jit_are_refused() -> None:
     model = nn.Sequential(nn.Identity(), torch.jit.trace(nn.Linear(2, 2), torch.ones(2)))
     with pytest.raises(UserError, match=r"1 is a module of torch\.jit; expected Python modules"):
         move_to_meta(model)
@@ -294,7 +294,7 @@ def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], de
         (_replicate, {"data_parallel_replicate": 2}, [0, 576]),
     ],
 )
-def test_rows_that_are_split_over_all_ranks_are_sent_only_to_their_ranks(
+def test_rows_sharded_over_all_ranks_are_sent_only_to_the_ranks_that_own_them(
     parallelize: Callable[[nn.Module, DistributedContext], None], degrees: dict[str, int], expected: list[int]
 ) -> None:
     assert run_ranks(_sent_bytes, parallelize, degrees, world_size=2) == [expected] * 2

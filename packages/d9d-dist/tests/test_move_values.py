@@ -26,7 +26,7 @@ def test_values_are_kept_and_other_tensors_are_allocated() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_missing_values_are_refused_by_name_unless_ignored() -> None:
+def test_the_error_names_parameters_without_values() -> None:
     with pytest.raises(UserError, match=r"built without values for 0\.weight; expected real tensors"):
         built_values(_partly_built())
 

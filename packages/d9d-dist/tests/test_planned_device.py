@@ -16,7 +16,7 @@ def test_blocks_cover_the_range() -> None:
     assert list(each_block(0, 3)) == []
 
 
-def test_a_recorder_runs_blocks_until_one_counts_for_those_that_follow() -> None:
+def test_equal_blocks_are_skipped_once_the_recorder_returns_true() -> None:
     counted = []
 
     def end(num_equal: int) -> bool:

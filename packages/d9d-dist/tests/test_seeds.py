@@ -45,7 +45,7 @@ def _kept_by_dropout() -> list[tuple[tuple[int, ...], list[bool]]]:
 
 
 @pytest.mark.world_size(8)
-def test_dropout_differs_between_all_ranks_but_those_of_one_tensor_parallel_group(device: Device) -> None:
+def test_dropout_is_equal_only_within_a_tensor_parallel_group(device: Device) -> None:
     ranks = run_ranks(_kept_by_dropout, world_size=8, device=device)
     for degrees, *mesh in zip(DROPOUT_DEGREES, *ranks, strict=True):
         masks: dict[tuple[int, ...], set[tuple[bool, ...]]] = {}

@@ -30,7 +30,7 @@ from d9d_dist import (
 from d9d_dist.testing import run_ranks
 
 
-def test_whole() -> None:
+def test_a_whole_region_covers_its_shape() -> None:
     region = Region.whole((2, 3))
     assert region == Region((0, 0), (2, 3))
     assert region.num_elements == 6
@@ -39,7 +39,7 @@ def test_whole() -> None:
     assert Region.whole(()).num_elements == 1
 
 
-def test_within() -> None:
+def test_a_region_is_within_a_shape_if_no_offset_or_end_exceeds_it() -> None:
     assert Region((1, 0), (1, 3)).is_within((2, 3))
     assert Region((2, 0), (0, 3)).is_within((2, 3))
     assert not Region((1, 0), (2, 3)).is_within((2, 3))
@@ -47,7 +47,7 @@ def test_within() -> None:
     assert not Region((0,), (1,)).is_within((2, 3))
 
 
-def test_of_a_tensor_is_a_view() -> None:
+def test_the_region_of_a_tensor_is_a_view() -> None:
     tensor = torch.arange(12).view(3, 4)
     view = Region((1, 2), (2, 2)).of(tensor)
     assert view.tolist() == [[6, 7], [10, 11]]
@@ -100,7 +100,7 @@ def _random_case(draws: random.Random, mesh: DeviceMesh) -> tuple[tuple[int, ...
     placements: list[Placement] = []
     for axis in range(mesh.ndim):
         dim = draws.randrange(len(shape))
-        # A later axis that shards the same dim undoes the strides of FSDP2 over tensor parallelism; others stay.
+        # Only the first axis is strided: a later axis may shard the same dim, as FSDP2 over tensor parallelism does.
         strided = _StridedShard(dim, split_factor=draws.choice((2, 3)))
         placements.append(draws.choice([Replicate(), Shard(dim), Shard(dim), strided if axis == 0 else Shard(dim)]))
     return shape, placements
@@ -127,7 +127,9 @@ def _check_random_cases(mesh_shape: tuple[int, ...]) -> dict[str, int]:
             case = f"{shape} {placements} at {coordinate}"
             assert [places.tolist() for places in local_positions(tensor)] == [list(e) for e in expected], case
             assert torch.equal(local_part(full, tensor), held), case
-            if not any(isinstance(placement, _StridedShard) for placement in placements):  # torch gathers few of them
+            if not any(
+                isinstance(placement, _StridedShard) for placement in placements
+            ):  # torch gathers only few strided shards
                 assert torch.equal(full_tensor(from_local(held, tensor)), full), case
             copied = from_local(torch.zeros_like(held), tensor)
             copy_from_full_(copied, full)
@@ -151,7 +153,7 @@ def _check_random_cases(mesh_shape: tuple[int, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (2, 1, 2)], ids=str)
-def test_random_parts_are_those_of_torch(mesh_shape: tuple[int, ...]) -> None:
+def test_random_shards_equal_splits_and_gathers_of_torch(mesh_shape: tuple[int, ...]) -> None:
     found = run_ranks(_check_random_cases, mesh_shape, world_size=4)
     assert all(sum(seen[kind] for seen in found) > 10 for kind in ("empty", "gaps", "uneven"))
 

@@ -180,7 +180,7 @@ def test_frozen_weights_defer_nothing(change: Callable[..., Any]) -> None:
     torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(2, 3))
 
 
-def test_autocast_is_not_split() -> None:
+def test_weight_gradients_under_autocast_are_not_deferred() -> None:
     linear = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)
     split = SplitBackward()
@@ -257,7 +257,7 @@ def test_a_deferred_computation_may_return_a_shared_tensor() -> None:
     assert weight.grad.tolist() == [3.0, 3.0, 3.0]
 
 
-def test_vectors_are_not_split() -> None:
+def test_weight_gradients_of_1d_inputs_are_correct() -> None:
     linear, latent = nn.Linear(3, 2), torch.ones(3, requires_grad=True)
     split = SplitBackward()
     with split.forward():

@@ -30,11 +30,11 @@ def test_first_and_last_stages() -> None:
     assert not StageInfo(0, 2).is_last
 
 
-def test_refuses_an_index_outside() -> None:
+def test_a_stage_index_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stage index = 2; expected 0 <= index < count = 2"):
         StageInfo(2, 2)
 
 
-def test_refuses_too_few_layers() -> None:
+def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3 layers \(\+ 0 virtual\) are too few for 4 pipeline stages; use at most 3"):
         StageInfo(0, 4).layers(3)

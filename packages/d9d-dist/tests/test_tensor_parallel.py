@@ -166,7 +166,9 @@ _ON_FOUR = {"tensor_parallel": 2, "data_parallel_shard": 2}
     ids=str,
 )
 @pytest.mark.parametrize("sequence", [False, True])
-def test_equals_one_process(sequence: bool, degrees: dict[str, int], options: dict[str, bool], device: Device) -> None:
+def test_tensor_parallel_training_equals_one_process(
+    sequence: bool, degrees: dict[str, int], options: dict[str, bool], device: Device
+) -> None:
     ((logits, gradients, _),) = run_ranks(_train, None, {}, options, world_size=1)
     world_size = 2 * degrees.get("data_parallel_shard", 1)
     for found in run_ranks(_train, _plan(sequence=sequence), degrees, options, world_size=world_size, device=device):
@@ -223,7 +225,7 @@ def _refusal(plan: dict[str, TensorStyle], options: dict[str, bool], degree: int
     ],
     ids=["no match", "two matches", "uneven", "half a head", "vocabulary"],
 )
-def test_refuses_a_plan_that_does_not_fit(plan: dict[str, TensorStyle], message: str) -> None:
+def test_a_plan_that_does_not_match_the_model_is_refused(plan: dict[str, TensorStyle], message: str) -> None:
     assert run_ranks(_refusal, plan, {}, 3, world_size=3) == [message] * 3
 
 
@@ -258,7 +260,7 @@ def test_refuses_a_plan_that_does_not_fit(plan: dict[str, TensorStyle], message:
     ],
     ids=["no loss", "no embedding", "no weight", "tied", "tied to an unnamed one"],
 )
-def test_refuses_a_style_that_does_not_fit(plan: dict[str, TensorStyle], message: str) -> None:
+def test_a_style_that_does_not_suit_the_module_is_refused(plan: dict[str, TensorStyle], message: str) -> None:
     assert run_ranks(_refusal, plan, {"tied": True}, 2) == [message] * 2
 
 
@@ -278,7 +280,7 @@ def _partial_or_not() -> dict[str, bool]:
         }
 
 
-def test_submodules_below_a_style_follow_it() -> None:
+def test_submodules_of_a_module_with_a_style_have_partial_gradients() -> None:
     first, *_ = run_ranks(_partial_or_not)
     partial = {name for name, is_partial in first.items() if is_partial}
     outside = {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.scale", "blocks.1.norm.weight"}
@@ -342,7 +344,7 @@ def _applied_again() -> list[str]:
     return messages
 
 
-def test_must_be_called_once_and_first() -> None:
+def test_parallelize_tensor_must_be_called_once_and_first() -> None:
     again = (
         "up is already tensor parallel; expected parallelize_tensor to name each submodule once. Remove it from this "
         "plan."

@@ -5,7 +5,7 @@ from d9d_dist import UserError
 from d9d_dist.token_ids import check_token_ids
 
 
-def test_ids_out_of_range_are_named() -> None:
+def test_the_error_states_the_range_of_invalid_token_ids() -> None:
     check_token_ids(torch.tensor([[0, 4], [-100, 2]]), 5, what="labels", ignored=-100)
     check_token_ids(torch.empty(0, 3, dtype=torch.int64), 5, what="labels")
     check_token_ids(torch.empty(2, 3, dtype=torch.int64, device="meta"), 5, what="labels")

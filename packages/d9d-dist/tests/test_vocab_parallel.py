@@ -48,7 +48,7 @@ def test_losses_and_gradients_equal_torch(world_size: int, device: Device) -> No
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-13, atol=1e-13)
 
 
-def test_low_precision_keeps_its_dtype(device: Device) -> None:
+def test_losses_of_low_precision_logits_keep_the_dtype(device: Device) -> None:
     expected = F.cross_entropy(_logits(), _labels(), reduction="none")
     for losses, gradient in run_ranks(_losses_on_ranks, torch.bfloat16, device=device):
         assert losses.dtype == gradient.dtype == torch.bfloat16

@@ -36,7 +36,7 @@ def _model(kind: str, **changes: Any) -> Any:
         return model_class(model_class.config_class(**{**_SIZES, **changes}))
 
 
-def test_heads_of_queries_keys_and_values_stay_whole() -> None:
+def test_attention_heads_stay_whole_in_split_projections() -> None:
     plan = tensor_plan(_model("Qwen3ForCausalLM"), 2).styles
     attention = {name.rpartition(".")[2]: style for name, style in plan.items() if "self_attn" in name}
     assert attention == {
@@ -67,7 +67,7 @@ def test_a_head_that_is_tied_to_a_replicated_module_stays_replicated() -> None:
     assert "lm_head" not in tensor_plan(model, 2).styles
 
 
-def test_blocks_with_unknown_styles_stay_whole() -> None:
+def test_blocks_with_unknown_styles_are_replicated() -> None:
     model = _model("LlamaForCausalLM")
     model.tp_plan["model.layers.*.mlp.up_proj"] = "diagonal"
     model.tp_plan["model.layers.*.mlp.down_proj.weight"] = "packed_rowwise"
@@ -87,7 +87,7 @@ def test_blocks_with_unknown_styles_stay_whole() -> None:
     assert whole.keys() == {"model.layers.*.mlp", "model.layers.*.self_attn"}
 
 
-def test_layers_that_the_plan_does_not_name_stay_whole() -> None:
+def test_layers_outside_the_plan_are_replicated() -> None:
     styles, whole = tensor_plan(_model("DiffLlamaForCausalLM"), 2)
     assert styles.keys() == {"lm_head"}
     assert whole == {"the layers of DiffLlamaForCausalLM": ["a plan that names only lm_head"]}
@@ -188,7 +188,7 @@ def _styles(kind: str, name: str, **changes: Any) -> TensorStyle:
     return tensor_plan(_model(kind, **changes), 2).styles[f"model.layers.0.{name}"]
 
 
-def test_plans_of_parameters_without_a_layer() -> None:
+def test_expert_parameters_without_a_layer_are_sharded_by_the_plan() -> None:
     sorted_experts = _styles("Llama4ForCausalLM", "feed_forward.experts", num_local_experts=2, moe_layers=[0])
     assert sorted_experts.placements() == {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
     shared = _styles("InklingForCausalLM", "mlp.shared_experts", n_shared_experts=1, mlp_layer_types=["sparse"])

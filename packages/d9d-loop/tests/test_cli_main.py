@@ -11,7 +11,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
-def test_success_is_not_intercepted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_successful_body_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
     with cli_main():
         print("done")
     assert capsys.readouterr() == ("done\n", "")
@@ -24,7 +24,7 @@ def test_success_is_not_intercepted(capsys: pytest.CaptureFixture[str]) -> None:
         (KeyboardInterrupt(), 130, "d9d: interrupted.\n"),
     ],
 )
-def test_one_message_and_an_exit_code(
+def test_an_error_gives_one_message_and_an_exit_code(
     error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for local_rank, shown in (("0", text), ("1", "")):

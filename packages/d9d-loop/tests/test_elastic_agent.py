@@ -31,7 +31,7 @@ def _agent(folder: Path, *scripts: str) -> QuickAgent:
         envs={rank: {} for rank in range(len(scripts))},
         logs_specs=DefaultLogsSpecs(),
     )
-    with mock.patch.object(signal, "signal"):  # handlers for a launcher, which nobody would remove from this process
+    with mock.patch.object(signal, "signal"):  # the agent would install signal handlers in this process
         context.start()
     while len(list(folder.iterdir())) < len(scripts):
         os.sched_yield()

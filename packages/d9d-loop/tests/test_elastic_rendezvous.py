@@ -64,7 +64,7 @@ def test_operations_do_not_inspect_the_stack_for_events(monkeypatch: pytest.Monk
     assert names == []
 
 
-def test_a_spare_node_joins_only_if_a_node_is_lost_which_is_named() -> None:
+def test_a_spare_node_joins_only_after_a_node_is_lost_and_the_others_know_which() -> None:
     store = dist.HashStore()
     first, second, spare = (_node(store, name) for name in ("host0", "host1", "host2"))
     with _threads() as join:
@@ -114,7 +114,7 @@ def test_a_slow_node_changes_places_with_a_spare_one() -> None:
         assert not first.has_spare()  # that node was slow
         for node in (first, spare):
             node.shutdown()
-        # The job has ended without it. It has noticed that, so no node needs to keep the store for it.
+        # The job has ended without that node, and the node knows it. So no other node must keep the store open.
         assert isinstance(waits_again.exception(_SECONDS), RendezvousGracefulExitError)
         spare._state_holder.sync()
         assert not spare._state_holder.state.redundancy_list
@@ -137,7 +137,7 @@ def test_a_slow_node_joins_again_if_no_spare_node_takes_its_place(monkeypatch: p
             node.shutdown()
 
 
-def test_a_node_that_leaves_a_round_waits_for_the_next_one_from_the_same_moment_on() -> None:
+def test_a_node_that_leaves_a_round_counts_as_waiting_for_the_next_one_at_once() -> None:
     store = dist.HashStore()
     first, second = (_node(store, name) for name in ("host0", "host1"))
     with _threads() as join:

@@ -23,7 +23,7 @@ from d9d_loop import (
 )
 
 
-def test_handlers_get_their_kind_in_order_of_subscription() -> None:
+def test_handlers_get_events_of_their_class_in_order_of_subscription() -> None:
     seen: list[str] = []
     events = Events()
     events.on(CheckpointSaved, lambda event: seen.append(f"a{event.step}"))

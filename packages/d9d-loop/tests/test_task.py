@@ -23,11 +23,11 @@ def test_a_task_needs_only_inputs_and_a_loss() -> None:
     task.update_metrics({}, outputs=None, batch=None, loss=Loss(torch.zeros(()), 1))
 
 
-def test_a_mapping_is_keyword_arguments() -> None:
+def test_a_mapping_is_passed_as_keyword_arguments() -> None:
     inputs = to_inputs(_Plain().inputs(3))
     assert (inputs.first, inputs.shared) == ((), {"x": 3})
 
 
-def test_inputs_pass_through() -> None:
+def test_inputs_objects_are_returned_unchanged() -> None:
     inputs = Inputs(1, y=2)
     assert to_inputs(inputs) is inputs

@@ -32,7 +32,7 @@ def _exit_code(error: Exception) -> object:
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, 2), (124, 124), (-signal.SIGKILL, 137)])
-def test_the_exit_code_is_that_of_the_rank_that_failed_first(code: int, expected: int, tmp_path: Path) -> None:
+def test_torchrun_exits_with_the_code_of_the_rank_that_failed_first(code: int, expected: int, tmp_path: Path) -> None:
     failures = {}
     for rank, (seconds, exit_code) in enumerate([(2, 1), (1, code), (3, 125)]):
         failure = ProcessFailure(rank, pid=7, exitcode=exit_code, error_file=str(tmp_path / "missing"))
@@ -47,7 +47,7 @@ def test_ranks_that_the_agent_ended_do_not_give_the_exit_code(tmp_path: Path) ->
     assert _exit_code(ChildFailedError("train.py", failures)) == 2
 
 
-def test_the_exit_code_of_a_signal_is_that_of_a_shell() -> None:
+def test_after_a_signal_the_exit_code_is_128_plus_its_number() -> None:
     assert _exit_code(SignalException("stop", signal.SIGTERM)) == 143
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from d9d_loop import warm_rank
 
-# The process of the tests may have the late modules, or take seconds to import them.
+# The test process may have imported the late modules already, or would need seconds to import them.
 _imports_no_job = mock.patch.multiple(warm_rank, _LATE_IMPORTS=(), gc=mock.Mock())
 
 

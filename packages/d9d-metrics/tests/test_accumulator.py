@@ -9,7 +9,7 @@ from d9d_metrics.accumulator import Reduction
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("sum", 6.0), ("max", 4.0), ("min", -1.0)])
-def test_combines_numbers_and_tensors_of_any_dtype(reduction: Reduction, expected: float) -> None:
+def test_an_accumulator_combines_numbers_and_tensors_of_any_dtype(reduction: Reduction, expected: float) -> None:
     accumulator = Accumulator(reduction)
     accumulator.update(3)
     accumulator.update(torch.tensor(4, dtype=torch.int32))
@@ -37,7 +37,7 @@ def test_nan_propagates(reduction: Reduction, nan: float | torch.Tensor) -> None
     assert accumulator.value.isnan()
 
 
-def test_keeps_no_graph() -> None:
+def test_an_accumulator_detaches_values_from_the_graph() -> None:
     accumulator = Accumulator("sum")
     accumulator.update(torch.tensor(2.0, requires_grad=True) * 3)
     assert not accumulator.value.requires_grad

@@ -33,7 +33,7 @@ def test_weighted_mean_propagates_nan() -> None:
     assert metric.compute().isnan()
 
 
-def test_extremes_of_numbers_tensors_and_empty_tensors() -> None:
+def test_max_and_min_accept_numbers_tensors_and_empty_tensors() -> None:
     largest, smallest = Max(), Min()
     for values in (2.0, torch.tensor([[-1.0, 5.0]]), torch.empty(0)):
         largest.update(values)

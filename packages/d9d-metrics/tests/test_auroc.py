@@ -20,7 +20,7 @@ def drawn(seed: int, num_samples: int, *, num_values: int | None = None) -> tupl
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(2, 60), num_values=st.sampled_from([None, 4]))
-def test_exact_while_the_samples_fit(seed: int, num_samples: int, num_values: int | None) -> None:
+def test_the_value_is_exact_while_all_samples_are_stored(seed: int, num_samples: int, num_values: int | None) -> None:
     from sklearn.metrics import roc_auc_score
 
     logits, targets = drawn(seed, num_samples, num_values=num_values)
@@ -39,7 +39,7 @@ def test_exact_while_the_samples_fit(seed: int, num_samples: int, num_values: in
     num_bins=st.sampled_from([4, 64, 4096]),
     logits=st.booleans(),
 )
-def test_the_error_is_within_its_bound(seed: int, num_samples: int, num_bins: int, logits: bool) -> None:
+def test_the_error_is_within_the_reported_bound(seed: int, num_samples: int, num_bins: int, logits: bool) -> None:
     from sklearn.metrics import roc_auc_score
 
     scores, targets = drawn(seed, num_samples)
@@ -94,7 +94,7 @@ def test_one_class_or_nan_gives_nan(exact_samples: int) -> None:
     assert metric.compute()["error_bound"].isnan()
 
 
-def test_state_of_several_ranks_combines() -> None:
+def test_combined_states_of_ranks_give_the_exact_value() -> None:
     whole, parts = BinaryAUROC(exact_samples=8, logits=True), []
     for seed in range(2):
         logits, targets = drawn(seed, 4)

@@ -12,7 +12,7 @@ from d9d_metrics.flops import _peak_by_name
 
 @settings(max_examples=10)
 @given(layers=st.integers(1, 3), heads=st.integers(1, 3), head_dim=st.sampled_from([4, 8]), length=st.integers(2, 9))
-def test_equals_the_flop_count_of_torch(layers: int, heads: int, head_dim: int, length: int) -> None:
+def test_flops_equal_the_count_of_torch(layers: int, heads: int, head_dim: int, length: int) -> None:
     width = heads * head_dim
     weights = [torch.randn(4, width, width, requires_grad=True) for _ in range(layers)]
     head = torch.randn(width, 11, requires_grad=True)
@@ -62,7 +62,7 @@ def test_a_causal_mask_counts_the_pairs_that_it_allows() -> None:
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
-def test_peak_rate_is_found_by_device_name(name: str, known: str) -> None:
+def test_the_peak_rate_is_looked_up_by_device_name(name: str, known: str) -> None:
     assert _peak_by_name(name, PEAK_FLOPS) == PEAK_FLOPS[known]
 
 

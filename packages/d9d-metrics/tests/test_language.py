@@ -23,6 +23,6 @@ def test_perplexity_pools_tokens_before_the_exponential() -> None:
     assert metric.compute().item() == pytest.approx(4.0, rel=1e-15)
 
 
-def test_values_without_data() -> None:
+def test_without_data_bits_per_byte_is_zero_and_perplexity_is_one() -> None:
     assert BitsPerByte().compute().item() == 0.0
     assert Perplexity().compute().item() == 1.0

@@ -5,7 +5,7 @@ from d9d_metrics import PeakMemory
 from d9d_metrics.peak_memory import peak_bytes
 
 
-def test_on_cpu_the_peak_is_that_of_the_process() -> None:
+def test_on_cpu_the_peak_memory_of_the_process_is_measured() -> None:
     metric = PeakMemory()
     assert metric.compute().item() == 0.0
     held = torch.ones(2**25 // 4)

@@ -87,7 +87,7 @@ def test_without_matplotlib_the_error_names_the_command(tmp_path: Path, monkeypa
         plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
 
 
-def test_leaves_no_figure_in_matplotlibs_global_state(tmp_path: Path) -> None:
+def test_plots_are_not_registered_in_matplotlibs_global_state(tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=2, values=("loss",))
     plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert "matplotlib.pyplot" not in sys.modules

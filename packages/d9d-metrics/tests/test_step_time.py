@@ -38,7 +38,7 @@ def test_step_time_is_a_mean_whose_parts_add_up() -> None:
     assert values == {"seconds": 8.0, "data_wait": 0.5, "communication": 3.0, "compute": 4.5, "slowest": 10.0}
 
 
-def test_without_data_all_times_are_zero() -> None:
+def test_without_data_all_times_and_the_throughput_are_zero() -> None:
     assert {value.item() for value in StepTime().compute().values()} == {0.0}
     assert Throughput().compute().item() == 0.0
 

@@ -112,7 +112,7 @@ def computed_on_ranks(cases: list[list[Values]]) -> list[dict[str, float]]:
 @settings(max_examples=4)
 @given(data=st.data())
 @pytest.mark.sample("1", "2")
-def test_equals_one_process_for_any_split_of_the_data(world_size: int, data: st.DataObject) -> None:
+def test_synced_values_equal_one_process_for_any_split_of_the_data(world_size: int, data: st.DataObject) -> None:
     values = st.lists(st.floats(-1e3, 1e3, width=32), max_size=6)
     split = st.lists(values, min_size=world_size, max_size=world_size)
     cases = data.draw(st.lists(split, min_size=3, max_size=12))
@@ -165,7 +165,7 @@ def sync_thrice_over_a_mesh() -> tuple[list[float], float, float, bool]:
     return both, row, total.compute().item(), bool(synced["largest"].compute().isnan())
 
 
-def test_over_a_mesh_repeatedly_in_any_order_with_nan() -> None:
+def test_repeated_syncs_over_a_mesh_accept_metrics_in_any_order() -> None:
     results = run_ranks(sync_thrice_over_a_mesh, world_size=4)
     assert [result[0] for result in results] == [[1111.0, 1111.0]] * 4
     assert [result[1] for result in results] == [11.0, 11.0, 1100.0, 1100.0]
@@ -201,7 +201,7 @@ def work_of_uneven_ranks() -> list[dict[str, float]]:
     return [before, compute_metrics(metrics, dist.group.WORLD)]
 
 
-def test_rates_are_the_work_of_all_ranks_over_the_longest_time() -> None:
+def test_rates_divide_the_work_of_all_ranks_by_the_longest_time() -> None:
     for before, after in run_ranks(work_of_uneven_ranks, world_size=3):
         expected = {"throughput": 120 / 5, "flops/flops_per_second": 120 / 5, "flops/mfu": 120 / (100 * (1 + 5))}
         assert before == pytest.approx(expected, rel=1e-12)

@@ -21,7 +21,9 @@ def _values() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_losses_and_gradients_equal_those_of_all_logits(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_gradients_equal_a_computation_from_all_logits(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(d9d_modules._chunked_token_loss, "_CHUNK_LOGITS", 3 * VOCAB)
     hidden, weight, labels, upstream = _values()
     logits = hidden @ weight.T
@@ -33,7 +35,7 @@ def test_losses_and_gradients_equal_those_of_all_logits(softcap: float | None, m
     assert_close(*gradients)
 
 
-def test_parts_of_a_vocabulary_are_concatenated() -> None:
+def test_losses_over_a_split_vocabulary_equal_the_concatenated_one() -> None:
     _, _, labels, _ = _values()
     head = LanguageModelHead(6, {"one": 5, "other": 7}).double()
     hidden = torch.randn(2, 5, 6, dtype=torch.float64)
@@ -50,7 +52,7 @@ def _of_a_rank() -> list[torch.Tensor]:
     return [found.detach(), *torch.autograd.grad(found, (hidden, own), upstream)]
 
 
-def test_a_sharded_vocabulary_gives_the_same() -> None:
+def test_losses_and_gradients_over_a_sharded_vocabulary_equal_one_process() -> None:
     hidden, weight, labels, upstream = _values()
     expected = language_model_head(hidden, weight, labels=labels)
     grad_hidden, grad_weight = torch.autograd.grad(expected, (hidden, weight), upstream)

@@ -31,7 +31,7 @@ from d9d_modules.rope import RotaryLayout
 
 
 def _by_hand(attention: GroupedQueryAttention, x: Tensor, position_ids: Tensor, *, theta: float) -> Tensor:
-    """One query head and one position at a time."""
+    """Compute attention for one query head and one position at a time."""
     head_dim = attention.head_dim
     tables = rotary_tables(position_ids, head_dim=head_dim, theta=theta)
     q, k, v = (
@@ -89,7 +89,7 @@ def test_indivisible_numbers_of_heads_raise() -> None:
 
 
 def _mask(length: int, window: int | None) -> Tensor:
-    """Additive attention mask: 0 for visible positions."""
+    """Return an additive attention mask: 0 for visible positions."""
     positions = torch.arange(length)
     distances = positions.unsqueeze(-1) - positions
     seen = (distances >= 0) & (distances < (window or length))
@@ -106,7 +106,7 @@ def _assert_same(
 ) -> None:
     """Compare outputs and input gradients; `pairs` are the shared weights by their names in d9d.
 
-    Theirs takes each angle so many times.
+    The rotary tables of `theirs` contain each angle `copies` times.
     """
     for name, weight in pairs.items():
         ours.get_parameter(name).data = weight.detach().clone()
@@ -136,7 +136,7 @@ class _Norm(torch.nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
+def test_gate_and_partial_rotation_equal_qwen3_next_of_transformers() -> None:
     # Here, not above: the ranks of other tests import this file.
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
@@ -162,7 +162,7 @@ def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_sinks_and_window_as_in_gpt_oss(window: int | None) -> None:
+def test_sinks_and_window_equal_gpt_oss_of_transformers(window: int | None) -> None:
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
@@ -223,7 +223,7 @@ def _nothing(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Te
     return 0 * q_BLHK
 
 
-def test_attention_without_options_is_plain() -> None:
+def test_only_attention_without_options_is_standard_sdpa() -> None:
     plain = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8)
     chosen = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, backends=["eager"])
     for attention, is_standard_sdpa in ((plain, True), (chosen, False), (_everything(), False)):
@@ -236,7 +236,7 @@ def test_attention_without_options_is_plain() -> None:
     assert not plain(x, tables).any()
 
 
-def test_the_environment_decides_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_is_read_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D9D_ATTENTION", "sdpa")
     attention = _everything()
     monkeypatch.delenv("D9D_ATTENTION")

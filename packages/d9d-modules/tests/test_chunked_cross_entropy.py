@@ -54,7 +54,7 @@ def _reference(
     softcap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 2**16),
 )
-def test_losses_and_gradients_are_those_of_all_logits(
+def test_losses_and_gradients_equal_a_computation_from_all_logits(
     num_tokens: int, splits: list[int], loss: CrossEntropy, softcap: float | None, seed: int
 ) -> None:
     hidden, weights, labels, gradient = _draw(num_tokens, splits, seed)

@@ -15,7 +15,7 @@ def _margin(logits: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 3, 10, 100])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_any_loss_is_computed_in_chunks(
+def test_a_custom_loss_in_chunks_equals_the_loss_of_all_logits(
     monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int, softcap: float | None
 ) -> None:
     monkeypatch.setattr(module_under_test, "_CHUNK_LOGITS", tokens_per_chunk * 7)

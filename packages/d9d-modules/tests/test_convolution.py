@@ -24,7 +24,7 @@ def _by_hand(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("length", "width"), [(1, 4), (3, 4), (9, 4), (9, 1), (9, 2)])
-def test_values_and_gradients_are_those_of_a_loop(length: int, width: int, is_packed: bool) -> None:
+def test_outputs_and_gradients_equal_a_loop_over_positions(length: int, width: int, is_packed: bool) -> None:
     x = torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, width, dtype=torch.float64, requires_grad=True)
     documents = torch.tensor([[5, 5, 1, 5, 5, 5, 5, 2, 2], [0] * 4 + [1] * 5])[:, :length] if is_packed else None
@@ -48,7 +48,7 @@ def test_packed_bfloat16_is_rounded_once() -> None:
     assert torch.equal(causal_convolution(x, weight, document_ids_BL=documents), wide.bfloat16())
 
 
-def test_the_weight_is_initialized_like_that_of_torch() -> None:
+def test_the_weight_is_initialized_like_torch_conv1d() -> None:
     ours = CausalConvolution(5000, width=4)
     theirs = nn.Conv1d(5000, 5000, 4, groups=5000)
     nn.init.zeros_(ours.weight)

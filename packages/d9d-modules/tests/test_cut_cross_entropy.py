@@ -60,7 +60,7 @@ def test_an_installed_package_does_not_change_the_default(monkeypatch: pytest.Mo
     assert language_model_head(torch.randn(1, 3, 4), torch.randn(5, 4), labels=torch.ones(1, 3).long()).isfinite().all()
 
 
-def test_missing_entries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
     monkeypatch.setattr("d9d_modules._cut_cross_entropy.find_spec", lambda _: None)
     reason = why_not_cut_cross_entropy(torch.randn(2, 3), 1, CrossEntropy())

@@ -22,7 +22,7 @@ def test_bfloat16_is_computed_in_float32() -> None:
     assert torch.equal(gate(x), wide(x.float()))
 
 
-def test_rates_and_steps_start_in_their_ranges() -> None:
+def test_initial_decay_rates_and_step_sizes_are_in_their_ranges() -> None:
     gate = DecayGate(4000)
     for parameter in gate.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
@@ -36,7 +36,7 @@ def test_rates_and_steps_start_in_their_ranges() -> None:
     assert gate.bias.requires_grad
 
 
-def test_log_sigmoid_gate_is_the_equation() -> None:
+def test_the_log_sigmoid_gate_equals_its_equation() -> None:
     gate = LogSigmoidDecayGate(3, normalizer=4.0).double()
     assert gate.bias.eq(0).all()
     torch.nn.init.normal_(gate.bias)

@@ -60,7 +60,7 @@ def test_sandwich_norms_normalize_the_outputs_of_both_blocks() -> None:
     torch.testing.assert_close(layer(x, rotary), expected)
 
 
-def test_documents_reach_the_attention() -> None:
+def test_document_ids_are_passed_to_the_attention() -> None:
     layer = DecoderLayer(4, attention=_DocumentAttention(), feed_forward=_FeedForward()).double()
     rotary = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
     x = torch.randn(2, 3, 4, dtype=torch.float64)

@@ -123,7 +123,7 @@ def test_logits_equal_those_of_the_whole_context(mixer: str, multiple: int, mask
 
 
 @torch.no_grad()
-def test_padded_rows_get_the_logits_of_their_own_tokens() -> None:
+def test_padded_rows_generate_the_same_tokens_as_unpadded_ones() -> None:
     model = decoder(*MIXERS)
     got = generate(model, PROMPTS, prompt_mask=PADDED, max_new_tokens=5, max_context=30, temperature=0)
     for row, length in enumerate((2, 7, 6)):
@@ -144,7 +144,7 @@ def test_the_cache_computes_one_position_per_token() -> None:
     assert lengths == [7, 8, 9]
 
 
-def test_models_are_as_before_after_generation() -> None:
+def test_generation_does_not_change_the_model() -> None:
     model = decoder(*MIXERS)
     model.backbone.layers["0"].eval()
     before = model(PROMPTS)
@@ -173,7 +173,7 @@ def test_sliding_windows_keep_only_their_positions() -> None:
 
 
 @torch.no_grad()
-def test_log_probs_are_those_of_the_model() -> None:
+def test_log_probs_equal_a_forward_over_the_generated_text() -> None:
     model = decoder("full", "delta")
     got = generate(
         model, PROMPTS, max_new_tokens=5, max_context=30, temperature=2.0, generator=torch.Generator().manual_seed(0)
@@ -269,7 +269,7 @@ def _references() -> dict[str, tuple[Any, Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3"])
-def test_greedy_text_equals_that_of_transformers(family: str, tmp_path: Any) -> None:
+def test_greedy_text_equals_transformers(family: str, tmp_path: Any) -> None:
     torch.manual_seed(3)
     reference, params_of, mapper_of, build = _references()[family]
     reference = reference.double().eval()

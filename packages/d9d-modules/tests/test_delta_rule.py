@@ -74,7 +74,9 @@ def _with_gradients(function: Callable[..., tuple[Tensor, Tensor]], inputs: dict
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("backend", ["sequential", "chunked"])
 @pytest.mark.parametrize("length", [1, 4, 9])
-def test_outputs_states_and_gradients_are_those_of_the_paper(backend: Any, length: int, is_packed: bool) -> None:
+def test_outputs_states_and_gradients_equal_the_equation_of_the_paper(
+    backend: Any, length: int, is_packed: bool
+) -> None:
     inputs, documents = _inputs(length), _documents(length) if is_packed else None
     expected = _with_gradients(_by_the_paper, inputs, documents=documents)
     found = _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, backend=backend, chunk_size=4)
@@ -120,7 +122,7 @@ def test_documents_are_independent(backend: Any) -> None:
     torch.testing.assert_close(end, parts[-1][1])
 
 
-def test_small_decays_after_large_ones_keep_their_digits() -> None:
+def test_small_decays_after_large_ones_are_not_rounded_away() -> None:
     inputs = _inputs(64, dtype=torch.float32, largest_decay=1e-3)
     with torch.no_grad():
         inputs["log_decay_BLH"][:, 5:60:7] -= 3000.0
@@ -167,7 +169,7 @@ def test_memory_is_linear_in_the_length() -> None:
     assert made(128) < 2.05 * made(64)
 
 
-def test_shapes_are_known_without_values() -> None:
+def test_shapes_are_inferred_on_meta() -> None:
     inputs = {name: x.to("meta") for name, x in _inputs(9).items()}
     out, state = gated_delta_rule(**inputs, document_ids_BL=_documents(9).to("meta"), chunk_size=4)
     assert (out.shape, state.shape) == ((BATCH, 9, HEADS, VALUE_DIM), (BATCH, HEADS, KEY_DIM, VALUE_DIM))
@@ -218,7 +220,9 @@ class _Kernels(ModuleType):
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str = "0.6.0") -> None:
-    from transformers.models.qwen3_next import modeling_qwen3_next  # first: it would take the stand-in for the package
+    from transformers.models.qwen3_next import (
+        modeling_qwen3_next,
+    )  # imported before the stand-in is installed, which it would use
 
     package, kernels = ModuleType("fla"), _Kernels("fla.ops.gated_delta_rule")
     kernels.reference = modeling_qwen3_next
@@ -265,7 +269,7 @@ class _OnAccelerator:
         self.dtype, self.shape, self.device = dtype, shape, torch.device("cuda")
 
 
-def test_rejections_give_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejections_of_the_kernels_state_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not(values: Any, key_dim: int = 128) -> str | None:
         return why_not_fla(values, key_dim=key_dim)
 
@@ -283,7 +287,7 @@ def test_rejections_give_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_an_unavailable_package_raises_only_if_selected(
+def test_an_unavailable_package_is_an_error_only_if_selected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs = _inputs(3)

@@ -11,7 +11,7 @@ def test_looks_up_rows() -> None:
     assert torch.equal(embedding(torch.tensor([[3, 9]])), embedding.weight[torch.tensor([[3, 9]])])
 
 
-def test_starts_from_the_given_normal_distribution() -> None:
+def test_weights_are_drawn_from_the_given_normal_distribution() -> None:
     embedding = TokenEmbedding(500, 200, init_std=0.1)
     for _ in range(2):
         assert abs(embedding.weight.std().item() - 0.1) < 0.002
@@ -20,7 +20,7 @@ def test_starts_from_the_given_normal_distribution() -> None:
 
 
 @pytest.mark.parametrize("splits", [{"orig": 9}, {"orig": 6, "special": 3}, {"a": 1, "b": 2, "c": 6}])
-def test_a_split_vocabulary_is_one_vocabulary(splits: dict[str, int]) -> None:
+def test_an_embedding_with_named_splits_equals_one_table(splits: dict[str, int]) -> None:
     embedding = SplitTokenEmbedding(splits, 4)
     names = ["weight"] if len(splits) == 1 else [f"weight_{split}" for split in splits]
     assert list(embedding.state_dict()) == names

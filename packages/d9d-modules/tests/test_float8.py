@@ -54,7 +54,7 @@ def test_every_recipe_is_close_to_the_exact_product(ctx: DistributedContext, rec
     assert 0.005 < error < 0.1
 
 
-def test_names_classes_and_initial_values_stay(ctx: DistributedContext) -> None:
+def test_conversion_keeps_names_classes_and_initial_values(ctx: DistributedContext) -> None:
     def build() -> nn.ModuleDict:
         with torch.device("meta"):
             return nn.ModuleDict(
@@ -88,7 +88,9 @@ def test_a_device_without_float8_raises(ctx: DistributedContext) -> None:
 
 
 @pytest.mark.parametrize(("capability", "is_enough"), [((8, 6), False), ((8, 9), True), ((10, 0), True), ({}, False)])
-def test_the_device_capability_decides(ctx: DistributedContext, capability: object, is_enough: bool) -> None:
+def test_devices_below_compute_capability_8_9_are_refused(
+    ctx: DistributedContext, capability: object, is_enough: bool
+) -> None:
     device = mock.Mock(ctx, device=torch.device("xpu", 0), size=lambda *_: 1)
     model = nn.Sequential(nn.Linear(16, 16))
     with mock.patch.object(

@@ -56,7 +56,7 @@ def _in_their_layout(weights: Mapping[str, Tensor], config: Any) -> dict[str, Te
     length=st.integers(1, 130),
     seed=st.integers(0, 999),
 )
-def test_outputs_and_gradients_as_in_qwen3_next(
+def test_outputs_and_gradients_equal_qwen3_next_of_transformers(
     *, num_key_heads: int, group: int, key_dim: int, value_dim: int, conv_width: int, length: int, seed: int
 ) -> None:
     # Here, not above: the ranks of other tests import this file.
@@ -123,7 +123,7 @@ def test_attention_is_causal() -> None:
     assert same[0].tolist() == [True] * 5 + [False] * 4
 
 
-def test_empty_rows_and_shapes_without_values() -> None:
+def test_empty_rows_and_meta_tensors_have_the_right_shapes() -> None:
     assert _layer()(torch.zeros(2, 0, 12)).shape == (2, 0, 12)
     assert _layer().to("meta")(torch.zeros(2, 7, 12, device="meta")).shape == (2, 7, 12)
 

@@ -4,7 +4,7 @@ from torch.nn import functional as F
 from d9d_modules.gated_norm import GatedRMSNorm
 
 
-def test_values_and_gradients_are_those_of_torch() -> None:
+def test_outputs_and_gradients_equal_torch_rms_norm_times_silu() -> None:
     norm = GatedRMSNorm(6, eps=0.1).double()
     assert norm.weight.eq(1).all()
     torch.nn.init.normal_(norm.weight)

@@ -45,7 +45,7 @@ class _Norm(nn.Module):
 @pytest.mark.parametrize("q_rank", [None, 10])
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize(("value_dim", "is_scaled"), [(5, False), (8, True), (13, False)])
-def test_outputs_and_gradients_as_in_deepseek_v3(
+def test_outputs_and_gradients_equal_deepseek_v3_of_transformers(
     q_rank: int | None, layout: Any, value_dim: int, is_scaled: bool
 ) -> None:
     # Here, not above: the ranks of other tests import this file.

@@ -20,7 +20,7 @@ def test_a_bias_starts_at_zero() -> None:
     assert torch.equal(layer(x), x @ layer.weight.T)
 
 
-def test_starts_from_the_given_normal_distribution() -> None:
+def test_weights_are_drawn_from_the_given_normal_distribution() -> None:
     layer = Linear(300, 300, init_std=0.5)
     for _ in range(2):
         assert abs(layer.weight.std().item() - 0.5) < 0.01

@@ -41,7 +41,7 @@ def test_a_head_without_labels_returns_logits() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_losses_and_gradients_are_those_of_all_logits(softcap: float | None) -> None:
+def test_losses_and_gradients_equal_a_computation_from_all_logits(softcap: float | None) -> None:
     head = LanguageModelHead(4, 7, init_std=1.0, softcap=softcap).double()
     hidden = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([[0, 6, -100, 3, 2], [-100, -100, -100, 1, 1]])
@@ -78,7 +78,7 @@ def test_a_bias_is_added_to_the_logits() -> None:
         LanguageModelHead(4, {"orig": 5, "new": 2}, bias=True)
 
 
-def test_the_loss_can_be_another() -> None:
+def test_token_loss_replaces_the_cross_entropy() -> None:
     hidden, labels = torch.randn(1, 6, 4, dtype=torch.float64), torch.tensor([[0, 4, -100, 1, 1, 2]])
     smoothed = CrossEntropy(label_smoothing=0.3, z_loss=0.1)
     for loss in (smoothed, lambda logits, labels: 2.0 * smoothed(logits, labels)):
@@ -88,7 +88,7 @@ def test_the_loss_can_be_another() -> None:
 
 
 @pytest.mark.parametrize("splits", [{"orig": 7}, {"orig": 5, "special": 2}, {"a": 1, "b": 2, "c": 4}])
-def test_a_split_vocabulary_is_one_vocabulary(splits: dict[str, int]) -> None:
+def test_a_head_with_named_splits_equals_one_weight(splits: dict[str, int]) -> None:
     head = LanguageModelHead(4, splits, init_std=1.0, softcap=3.0).double()
     names = ["weight"] if len(splits) == 1 else [f"weight_{split}" for split in splits]
     assert list(head.state_dict()) == names
@@ -142,7 +142,7 @@ def _on_ranks(loss: CrossEntropy) -> tuple[Tensor, list[Tensor], int, str]:
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), CrossEntropy(z_loss=0.1, label_smoothing=0.2)])
-def test_ranks_that_share_the_vocabulary_never_hold_their_logits(loss: CrossEntropy) -> None:
+def test_vocabulary_parallel_ranks_never_hold_all_logits_of_their_shard(loss: CrossEntropy) -> None:
     ((losses, gradients, *_),) = run_ranks(_on_ranks, loss, world_size=1)
     for found_losses, found_gradients, largest, message in run_ranks(_on_ranks, loss, world_size=2):
         torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
@@ -173,7 +173,7 @@ def test_an_unsupported_backend_raises() -> None:
     assert head(torch.randn(1, 3, 4), labels=torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3)
 
 
-def test_a_softcap_is_above_zero() -> None:
+def test_a_softcap_of_zero_is_refused() -> None:
     with pytest.raises(UserError, match=r"softcap = 0.0; expected a number above 0, or None for no soft-cap"):
         LanguageModelHead(4, 5, softcap=0.0)
 

@@ -7,7 +7,7 @@ from d9d_modules import LayerNorm, RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_outputs_and_gradients_equal_torch_rms_norm(dtype: torch.dtype) -> None:
     norm = RMSNorm(24, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(3, 7, 24, dtype=dtype, requires_grad=True)
@@ -20,7 +20,7 @@ def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_norm_is_that_of_torch_with_a_residual(bias: bool) -> None:
+def test_a_layer_norm_equals_torch_and_adds_a_residual_first(bias: bool) -> None:
     norm, theirs = LayerNorm(24, eps=1e-3, bias=bias), torch.nn.LayerNorm(24, eps=1e-3, bias=bias)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter)

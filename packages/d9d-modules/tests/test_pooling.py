@@ -12,7 +12,9 @@ MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0,
 
 @pytest.mark.parametrize(("pooling", "position"), [("last", [2, 3, 3, None, 1]), ("first", [0, 2, 0, None, 1])])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_takes_the_token_at_the_end(pooling: Pooling, position: list[int | None], dtype: torch.dtype) -> None:
+def test_pooling_takes_the_first_or_last_token(
+    pooling: Pooling, position: list[int | None], dtype: torch.dtype
+) -> None:
     hidden = torch.randn(5, 4, 3)
     pooled = pool(hidden, MASK.to(dtype), pooling=pooling)
     for row, index in enumerate(position):
@@ -20,7 +22,7 @@ def test_takes_the_token_at_the_end(pooling: Pooling, position: list[int | None]
         assert torch.equal(pooled[row], expected)
 
 
-def test_takes_the_mean_of_the_tokens_in_float32() -> None:
+def test_the_mean_of_the_tokens_is_computed_in_float32() -> None:
     hidden = 100 + torch.randn(5, 4, 3).bfloat16()
     pooled = pool(hidden, MASK, pooling="mean")
     assert pooled.dtype == torch.bfloat16
@@ -36,7 +38,7 @@ def test_without_a_mask_every_position_is_a_token(pooling: Pooling) -> None:
     torch.testing.assert_close(pool(hidden, pooling=pooling), expected[pooling])
 
 
-def test_gradients_reach_the_pooled_tokens_alone() -> None:
+def test_only_pooled_tokens_have_gradients() -> None:
     hidden = torch.randn(5, 4, 3, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(pool(hidden, MASK, pooling="mean").sum(), hidden)
     counts = MASK.sum(1, keepdim=True).clamp(min=1)
@@ -53,7 +55,7 @@ def test_an_invalid_mask_or_pooling_raises() -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "first"])
-def test_rows_of_no_tokens_at_all_give_zeros(pooling: Any) -> None:
+def test_rows_of_length_zero_are_pooled_to_zeros(pooling: Any) -> None:
     hidden = torch.randn(2, 0, 4, requires_grad=True)
     pooled = pool(hidden, pooling=pooling)
     assert torch.equal(pooled, torch.zeros(2, 4))

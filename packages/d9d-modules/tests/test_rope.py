@@ -20,7 +20,7 @@ def test_rotation_is_a_complex_product() -> None:
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1), rtol=0, atol=rounding)
 
 
-def test_scores_depend_on_the_distance_alone() -> None:
+def test_scores_depend_only_on_the_distance() -> None:
     query, key = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).unbind()
 
     def score(query_position: int, key_position: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_interleaved_pairs_are_adjacent() -> None:
     torch.testing.assert_close(apply_rotary(x, tables, layout="interleaved"), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_layouts_differ_by_the_order_of_features_alone() -> None:
+def test_layouts_differ_only_in_the_order_of_features() -> None:
     tables = rotary_tables(torch.randint(0, 1000, (2, 5)), head_dim=8, theta=100.0)
     x = torch.randn(2, 5, 3, 8)
     halves_to_neighbours = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
@@ -97,7 +97,7 @@ def test_scaling_changes_angles_and_their_size() -> None:
     assert yarn.attention_factor > 1.1
 
 
-def test_a_given_length_makes_a_part_of_a_batch_equal_the_whole() -> None:
+def test_with_a_given_length_the_tables_do_not_depend_on_the_batch_length() -> None:
     scaling = DynamicNtkScaling(factor=4.0, original_max_positions=8)
     whole = rotary_tables(torch.arange(20).unsqueeze(0), head_dim=8, theta=100.0, scaling=scaling)
 

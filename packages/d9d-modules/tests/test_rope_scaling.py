@@ -65,7 +65,9 @@ def test_linear_scaling_agrees_with_transformers(factor: float, length: int, par
 @settings(max_examples=25)
 @example(factor=20.949544392486505, length=1, partial=0.25, original=100)  # 1 = 20.9 - 19.9 would cancel
 @given(factor=FACTORS, length=LENGTHS, partial=st.sampled_from([0.25, 1.0]), original=ORIGINAL)
-def test_dynamic_ntk(factor: float, length: int, partial: float, original: int) -> None:
+def test_dynamic_ntk_scaling_agrees_with_transformers(
+    factor: float, length: int, partial: float, original: int
+) -> None:
     expected = _expected("dynamic", {"factor": factor}, length=length, partial=partial, original=original)
     scaling = DynamicNtkScaling(factor=factor, original_max_positions=original)
     _compare(scaling, expected, length=length, partial=partial)
@@ -102,7 +104,7 @@ def test_dynamic_ntk(factor: float, length: int, partial: float, original: int) 
     truncate=False,
     factor=8.0,
 )  # both boundaries coincide
-def test_yarn(  # noqa: PLR0917  (drawn by name)
+def test_yarn_scaling_agrees_with_transformers(  # noqa: PLR0917  (drawn by name)
     factor: float,
     original: int,
     partial: float,
@@ -138,7 +140,7 @@ def test_yarn(  # noqa: PLR0917  (drawn by name)
 
 @settings(max_examples=25)
 @given(factor=FACTORS, original=ORIGINAL, low=st.floats(0.5, 2.0), width=st.floats(0.1, 8.0))
-def test_llama3(factor: float, original: int, low: float, width: float) -> None:
+def test_llama3_scaling_agrees_with_transformers(factor: float, original: int, low: float, width: float) -> None:
     parameters = {
         "factor": factor,
         "low_freq_factor": low,
@@ -164,7 +166,7 @@ def test_llama3(factor: float, original: int, low: float, width: float) -> None:
     factors=st.lists(st.floats(1.0, 60.0), min_size=32, max_size=32),
     attention_factor=st.sampled_from([None, 1.25]),
 )
-def test_longrope(
+def test_longrope_scaling_agrees_with_transformers(
     factor: float, length: int, original: int, factors: list[float], attention_factor: float | None
 ) -> None:
     parameters = {
@@ -185,7 +187,7 @@ def test_longrope(
     _compare(scaling, expected, length=length, partial=1.0)
 
 
-def test_deepseeks_temperature() -> None:
+def test_mscale_sets_the_temperature_as_in_deepseek() -> None:
     scaling = YarnScaling(factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0)
     assert scaling.attention_factor == 1.0
     assert scaling.temperature(1.0) == pytest.approx(1.3688879454113936)
@@ -280,7 +282,7 @@ def test_sizes_that_do_not_match_a_scaling_raise() -> None:
         ),
     ],
 )
-def test_a_configuration_selects_one_by_its_kind(written: dict[str, Any], scaling: RopeScaling) -> None:
+def test_a_configuration_selects_a_scaling_by_its_kind(written: dict[str, Any], scaling: RopeScaling) -> None:
     found = TypeAdapter(RopeScaling).validate_python(written)
     assert type(found) is type(scaling)
     assert found == scaling

@@ -18,7 +18,7 @@ def test_swiglu_equals_its_equation() -> None:
     assert expected.abs().max() > 0.1
 
 
-def test_geglu_is_the_equation() -> None:
+def test_geglu_equals_its_equation() -> None:
     block = GeGLU(6, 10, init_std=1.0).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     gate = x @ block.gate_proj.weight.T

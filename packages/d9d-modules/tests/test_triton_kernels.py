@@ -1,7 +1,7 @@
 """Triton kernels compared with float64 references: on an accelerator, and on the CPU through Triton's interpreter.
 
 Triton selects the interpreter at import, so a separate process runs the tests of this file.
-Its conversion to bfloat16 cuts off instead of rounding, so 16-bit results may be off by one unit in the last place.
+The interpreter truncates to bfloat16 instead of rounding, so 16-bit results may be off by one unit in the last place.
 """
 
 import os
@@ -175,7 +175,7 @@ def test_a_frozen_weight_gets_no_gradient_and_equal_inputs_give_equal_bits(devic
 
 
 @pytest.mark.parametrize("part", ["inputs", "weights"])
-def test_each_part_of_a_split_backward_works_alone(device: torch.device, part: str) -> None:
+def test_input_and_weight_gradients_can_be_computed_separately(device: torch.device, part: str) -> None:
     from d9d_modules import _triton_rms_norm  # noqa: PLC0415
 
     x, weight = _draw((9, 24), torch.float32, device), _draw((24,), torch.float32, device)

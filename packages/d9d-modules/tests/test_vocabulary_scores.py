@@ -48,7 +48,7 @@ def _reference(hidden: Tensor, weights: list[Tensor], labels: Tensor, softcap: f
     scale=st.sampled_from([1.0, 100.0]),
     seed=st.integers(0, 2**16),
 )
-def test_scores_are_those_of_all_logits(
+def test_scores_equal_a_computation_from_all_logits(
     num_tokens: int, splits: list[int], softcap: float | None, scale: float, seed: int
 ) -> None:
     hidden, weights, labels = _draw(num_tokens, splits, seed)

@@ -21,10 +21,10 @@ class Case:
     """Inputs of all ranks, in float64.
 
     Attributes:
-        num_tokens: Of each rank.
-        top_k: Experts of each token.
-        used: The experts that are chosen, at least `top_k`.
-        seed: Of the draws.
+        num_tokens: Number of tokens of each rank.
+        top_k: Number of experts per token.
+        used: Experts that tokens may choose, at least `top_k`.
+        seed: Seed of the random inputs.
     """
 
     num_tokens: tuple[int, ...]
@@ -118,7 +118,7 @@ def _assert_fewest_bytes(case: Case, crossed: tuple[list[int], ...]) -> None:
                 crossing_RR[rank, home] += 1
     leaving, arriving = crossing_RR.sum(1).tolist(), crossing_RR.sum(0).tolist()
     for rank, (counts, experts, weights, there, back, there_again, *of_gradients) in enumerate(crossed):
-        assert counts == (num_ranks - 1) * 2 * 8  # how many rows come, and for how many choices
+        assert counts == (num_ranks - 1) * 2 * 8  # numbers of rows and of expert choices
         assert (experts, weights) == (leaving[rank] * case.top_k * 4, leaving[rank] * case.top_k * 8)
         assert there == there_again == leaving[rank] * SIZE * 8
         assert back == arriving[rank] * SIZE * 8

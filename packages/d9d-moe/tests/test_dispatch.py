@@ -16,7 +16,7 @@ def _routing(num_tokens: int, num_experts: int, top_k: int, *, used: int) -> Rou
 
 @settings(max_examples=40)
 @given(data=st.data(), num_tokens=st.integers(1, 12), num_experts=st.integers(1, 6))
-def test_rows_are_sorted_by_expert_in_token_order(data: st.DataObject, num_tokens: int, num_experts: int) -> None:
+def test_rows_are_sorted_by_expert_then_by_token(data: st.DataObject, num_tokens: int, num_experts: int) -> None:
     top_k = data.draw(st.integers(1, num_experts))
     routing = _routing(num_tokens, num_experts, top_k, used=data.draw(st.integers(1, num_experts)))
     tokens = torch.randn(num_tokens, 3, dtype=torch.float64)

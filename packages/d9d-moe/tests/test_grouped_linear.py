@@ -30,7 +30,7 @@ def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ("grouped_mm", torch.bfloat16),
     ],
 )
-def test_values_and_gradients(
+def test_outputs_and_gradients_equal_a_loop_over_rows(
     backend: GroupedMatmulBackend, dtype: torch.dtype, sizes: tuple[int, int], counts: list[int]
 ) -> None:
     num_inputs, num_outputs = sizes
@@ -104,7 +104,7 @@ def test_kernel_is_chosen_for_supported_inputs(
     assert weight.grad[0].eq(0).all()
 
 
-def test_the_kernel_gets_rows_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_of_the_kernel_have_strides_that_are_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
         for each in (x, weight):
             inner = each if each.stride(-1) == 1 else each.transpose(-1, -2)

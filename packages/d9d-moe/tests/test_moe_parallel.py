@@ -147,7 +147,7 @@ def _without_experts() -> str:
     return "parallelized"
 
 
-def test_experts_are_never_forgotten() -> None:
+def test_a_model_with_experts_needs_a_function_that_shards_them() -> None:
     (message,) = run_ranks(_without_experts, world_size=1)
     assert message == (
         "backbone.layers.0.feed_forward has experts, but experts = None; expected a function that shards them. Pass "

@@ -14,7 +14,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_replaying_the_own_choice_changes_nothing(name: str) -> None:
+def test_replaying_the_experts_that_a_router_chose_changes_nothing(name: str) -> None:
     router, x = ROUTERS[name]().double(), torch.randn(9, 8, dtype=torch.float64)
     expected = router(x)
     found = router(x, expected.indices)

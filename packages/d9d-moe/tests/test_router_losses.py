@@ -69,7 +69,7 @@ def test_batch_load_weights_ranks_by_number_of_tokens(num_tokens: int) -> None:
         torch.testing.assert_close(load[0], counts * 4 / counts.sum().clamp(min=1))
 
 
-def test_balance_loss_of_an_even_load_is_the_factor() -> None:
+def test_with_an_even_load_the_balance_loss_equals_its_factor() -> None:
     indices = torch.arange(6).repeat(4).view(12, 2)
     routing = Routing(indices, torch.ones(12, 2), torch.zeros(12, 6), torch.full((12, 6), 1 / 6))
     torch.testing.assert_close(expert_load(routing, ALONE, scope="batch", rows=1), torch.ones(1, 6))

@@ -175,7 +175,7 @@ def several() -> nn.Sequential:
     return model
 
 
-def test_further_adapters_are_inactive_until_they_are_used() -> None:
+def test_named_adapters_are_active_only_inside_use_adapter() -> None:
     model = several()
     first = model(X)
     alone = base()
@@ -236,7 +236,7 @@ def test_one_of_several_adapters_is_merged() -> None:
         merge_(model, adapter="critic")
 
 
-def test_unknown_and_used_names_are_refused() -> None:
+def test_unknown_duplicate_and_invalid_adapter_names_are_refused() -> None:
     model = several()
     with pytest.raises(UserError, match=r"use_adapter got the name 'critic'; .* are .* adapter, adapter_reward\."):
         use_adapter(model, "critic").__enter__()

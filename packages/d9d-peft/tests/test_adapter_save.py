@@ -71,7 +71,7 @@ BASE_MAPPER = parallel(
 )
 
 
-def test_adapters_are_named_as_in_the_base_checkpoint(tmp_path: Path) -> None:
+def test_saved_adapters_have_the_module_names_of_the_base_checkpoint(tmp_path: Path) -> None:
     model = small(METHODS["LoRA and norm"])
     save_adapters(model, tmp_path, BASE_MAPPER)
     stored = load_file(tmp_path / "adapter_model.safetensors")
@@ -96,7 +96,7 @@ def grouped(seed: int = 1) -> nn.Sequential:
     return model
 
 
-def test_each_expert_is_named_as_in_the_base_checkpoint(tmp_path: Path) -> None:
+def test_saved_adapters_of_experts_have_the_expert_names_of_the_base_checkpoint(tmp_path: Path) -> None:
     mapper = stack([f"experts.{expert}.up.weight" for expert in (10, 9, 8)], "0.weight")
     model = grouped()
     save_adapters(model, tmp_path, mapper)
@@ -111,7 +111,7 @@ def test_each_expert_is_named_as_in_the_base_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_experts_in_one_parameter_are_saved_as_one(tmp_path: Path) -> None:
+def test_adapters_of_stacked_experts_are_saved_as_target_parameters(tmp_path: Path) -> None:
     mapper = rename("experts.weight", "0.weight")
     model = grouped()
     save_adapters(model, tmp_path, mapper)

@@ -54,7 +54,7 @@ def reference(model: Ends) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_losses_and_gradients_are_those_of_the_dense_weights(tied: bool) -> None:
+def test_logits_losses_and_gradients_equal_the_merged_dense_weights(tied: bool) -> None:
     model = adapted(tied=tied)
     logits, loss = reference(model)
     torch.testing.assert_close(model(IDS), logits, rtol=1e-12, atol=1e-12)
@@ -86,7 +86,7 @@ def test_a_bfloat16_model_keeps_its_dtype() -> None:
     assert gradient.dtype == torch.float32
 
 
-def test_merging_untied_ends_keeps_the_output_and_tied_ones_are_refused() -> None:
+def test_merging_into_untied_weights_keeps_the_output_and_tied_weights_are_refused() -> None:
     model = adapted()
     before = model(IDS)
     merge_(model)
@@ -95,7 +95,7 @@ def test_merging_untied_ends_keeps_the_output_and_tied_ones_are_refused() -> Non
         merge_(adapted(tied=True))
 
 
-def test_embeddings_that_change_their_table_are_skipped() -> None:
+def test_embeddings_with_max_norm_are_skipped() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4, max_norm=1.0), "mix": nn.Linear(4, 4)})
     inject(LoRA("table|mix"), model)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == [

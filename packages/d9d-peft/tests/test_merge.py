@@ -137,7 +137,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
 
 @pytest.mark.parametrize("method", ["LoRA", "DoRA"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_trains_and_merges_as_one_process(layout: str, method: str, alone: dict[str, dict[str, Any]]) -> None:
+def test_gradients_and_merged_weights_in_a_layout_equal_one_process(
+    layout: str, method: str, alone: dict[str, dict[str, Any]]
+) -> None:
     mesh, world_size = LAYOUTS[layout]
     expected = alone[method]
     assert any(name.endswith("lora_b") for name in expected["gradients"])
@@ -184,7 +186,7 @@ MIXED = [
 @pytest.mark.parametrize(("method", "dtypes", "tolerance"), MIXED)
 @pytest.mark.parametrize("mesh", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}, {"tensor_parallel": 2}])
 @pytest.mark.sample("mesh0-LoRA-dtypes2-1e-05", "mesh1-DoRA-dtypes1-0.03125", "mesh2-LoRA-dtypes0-0.03125")
-def test_layout_trains_adapters_of_another_dtype_as_one_process(
+def test_adapters_of_another_dtype_train_in_a_layout_as_in_one_process(
     method: Any, dtypes: tuple[torch.dtype, torch.dtype], tolerance: float, mesh: dict[str, int]
 ) -> None:
     alone = run_ranks(traced_mixed, method, dtypes, {}, world_size=1)[0]

@@ -222,7 +222,7 @@ def test_custom_method_is_injected_stacked_and_merged() -> None:
     torch.testing.assert_close(model(TOKENS), shifted)
 
 
-def test_pipeline_stage_may_have_no_match() -> None:
+def test_a_pipeline_stage_may_match_no_target() -> None:
     stage = nn.ModuleDict({"blocks": nn.ModuleDict({"1": Block()})})
     inject(Stack(LoRA(r"blocks\.0"), LoRA("down"), FullTune("head")), stage, is_part=True)
     assert trainable(stage) == {f"blocks.1.down.adapter.lora_{x}" for x in "ab"}

@@ -171,7 +171,7 @@ def test_edited_entry_gives_the_output_of_peft(saved: Path, tmp_path: Path, name
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, values) in EDITS.items() for value in values])
-def test_unsupported_entry_is_refused_by_name(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
+def test_the_error_names_an_unsupported_entry(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(UserError, match=rf"adapter_config\.json.*\b{name}\b"):
         loaded(edited(saved, tmp_path, {name: value}))
 

@@ -51,7 +51,7 @@ def dense(weight: Tensor, block_format: BlockFormat, block_size: int = 8) -> Ten
 
 
 @pytest.mark.parametrize("block_format", FORMATS)
-def test_values_are_those_of_a_plain_loop(block_format: BlockFormat) -> None:
+def test_quantised_values_equal_a_plain_loop(block_format: BlockFormat) -> None:
     weight = torch.randn(3, 5, 16)
     codes, scales = quantize_blocks(weight, block_format, 8)
     got = dequantize_blocks(codes, scales, block_format, dtype=torch.float32)
@@ -69,7 +69,7 @@ def test_zero_blocks_stay_zero() -> None:
         assert not dequantize_blocks(codes, scales, block_format, dtype=torch.bfloat16).any()
 
 
-def test_nf4_is_that_of_torchao() -> None:
+def test_nf4_codes_and_values_equal_torchao() -> None:
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
 
     weight = torch.randn(64, 64)
@@ -124,7 +124,7 @@ def results(model: nn.Sequential) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block_format", FORMATS)
-def test_outputs_and_gradients_are_those_of_the_dequantised_weights(block_format: BlockFormat) -> None:
+def test_outputs_and_gradients_equal_the_dequantised_weights(block_format: BlockFormat) -> None:
     got, exact = results(adapted(block_format)), results(reference(block_format).double())
     assert len(got) == 6
     assert_rounds_like(got, exact, peer=results(reference(block_format)))
@@ -154,7 +154,7 @@ def test_checkpointed_layers_have_the_same_gradients() -> None:
     torch.testing.assert_close(model.get_parameter("0.adapter.lora_a").grad, expected["0.adapter.lora_a"])
 
 
-def test_experts_are_quantised() -> None:
+def test_quantised_experts_compute_as_with_dequantised_weights() -> None:
     grouped = GroupedLinear(3, 16, 8, init_std=0.5)
     inject(LoRA(GroupedLinear, rank=2), grouped)
     original = copy.deepcopy(grouped)
@@ -177,7 +177,7 @@ def test_experts_are_quantised() -> None:
     assert_rounds_like(got, plain(torch.float64), peer=plain(torch.float32))
 
 
-def test_memory_of_the_weights() -> None:
+def test_weights_take_the_bits_of_their_format_and_scales() -> None:
     for block_format, bits in (("nf4", 4.5), ("int8", 8.5)):
         model = nn.Sequential(nn.Linear(256, 512, bias=False))
         inject(LoRA("0", rank=2), model)
@@ -186,7 +186,7 @@ def test_memory_of_the_weights() -> None:
         assert stored * 8 == bits * 256 * 512
 
 
-def test_casts_of_the_model_do_not_change_the_weights() -> None:
+def test_casts_of_the_model_do_not_change_the_quantised_weights() -> None:
     model = adapted().bfloat16()
     y = model(X.bfloat16())
     assert y.dtype == torch.bfloat16
@@ -300,7 +300,7 @@ def test_weights_are_quantised_while_they_are_loaded(mesh: dict[str, int], tmp_p
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_codes_have_no_initial_values() -> None:
+def test_resetting_a_quantized_layer_is_refused() -> None:
     with pytest.raises(UserError, match=r"0\.weight is quantized, and codes have no initial values to draw"):
         cast("nn.Linear", adapted()[0]).reset_parameters()
     with torch.device("meta"):

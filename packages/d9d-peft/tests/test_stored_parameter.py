@@ -206,7 +206,9 @@ def test_refuses_target_parameters_if_the_mapper_has_one_weight_per_expert(tmp_p
         ),
     ],
 )
-def test_refuses_layers_that_one_parameter_cannot_hold(tmp_path: Path, method: PeftMethod, message: str) -> None:
+def test_adapters_that_do_not_fit_into_one_parameter_are_refused(
+    tmp_path: Path, method: PeftMethod, message: str
+) -> None:
     model, _ = ours(method, torch.float32)
     with pytest.raises(UserError, match=message):
         save_adapters(model, tmp_path / "adapters", FUSED)
@@ -289,7 +291,7 @@ def local(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "mesh", [{"data_parallel_shard": 2, "expert_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": 2}]
 )
-def test_experts_on_several_ranks_are_saved_as_on_one(tmp_path: Path, mesh: dict[str, int]) -> None:
+def test_adapters_saved_on_several_ranks_equal_one_process_bitwise(tmp_path: Path, mesh: dict[str, int]) -> None:
     model, _ = ours(CASES["all"][1], torch.float32)
     perturb(model)
     perturb_whole(model)

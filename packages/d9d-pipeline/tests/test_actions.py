@@ -13,7 +13,7 @@ from d9d_pipeline import (
 from d9d_pipeline.actions import parts
 
 
-def test_text_is_a_letter_and_a_microbatch() -> None:
+def test_the_text_of_an_action_is_a_letter_and_a_microbatch() -> None:
     actions = [Forward(1, 2), Backward(1, 2), BackwardInput(1, 2), BackwardWeight(1, 2), ComputeLoss(1, 2)]
     assert [str(action) for action in actions] == ["F2", "B2", "I2", "W2", "L2"]
     transfers = [SendOutput(1, 2, 3), ReceiveInput(1, 2, 3), SendInputGradient(1, 2, 3), ReceiveOutputGradient(1, 2, 3)]
@@ -25,7 +25,7 @@ def test_actions_of_different_types_are_unequal() -> None:
     assert len({Forward(0, 0), Backward(0, 0), BackwardInput(0, 0), BackwardWeight(0, 0), ComputeLoss(0, 0)}) == 5
 
 
-def test_parts_are_the_computations() -> None:
+def test_parts_of_an_action_are_forwards_and_backwards() -> None:
     overlap = Overlap(Forward(0, 4), BackwardInput(1, 2))
     assert parts(overlap) == (Forward(0, 4), BackwardInput(1, 2))
     assert parts(BackwardWeight(1, 2)) == (BackwardWeight(1, 2),)

@@ -125,7 +125,7 @@ def _train(schedules: list[tuple[Schedule, int]]) -> list[tuple[dict[str, Tensor
 
 
 def _cases(num_ranks: int) -> list[tuple[Schedule, int]]:
-    """Covers fewer, equal, more, and no multiple of the number of ranks as microbatches, if the schedule allows it."""
+    """Return schedules with numbers of microbatches below, equal to and above the number of ranks, if supported."""
     numbers = (1, num_ranks, 2 * num_ranks + 1)
     anywhere: list[Schedule] = [
         GPipe(),
@@ -142,7 +142,7 @@ def _cases(num_ranks: int) -> list[tuple[Schedule, int]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.sample("2")
-def test_every_schedule_computes_the_gradients_of_one_process(num_ranks: int) -> None:
+def test_gradients_of_every_schedule_equal_one_process(num_ranks: int) -> None:
     cases = _cases(num_ranks)
     by_rank = run_ranks(_train, cases, world_size=num_ranks)
     for index, (schedule, num_microbatches) in enumerate(cases):

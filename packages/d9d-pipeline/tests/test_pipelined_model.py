@@ -46,7 +46,7 @@ def test_every_rank_returns_the_output_of_the_whole_model() -> None:
             assert [each["none"] for each in found] == [None] * 3
 
 
-def test_one_rank_is_a_plain_call() -> None:
+def test_a_single_rank_calls_the_stage_directly() -> None:
     model = PipelinedModel({0: nn.Identity()}, group=None, device=torch.device("cpu"))
     x = torch.ones(2)
     assert model(x) is x

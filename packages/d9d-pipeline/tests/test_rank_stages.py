@@ -26,7 +26,7 @@ def test_parameters_buffers_and_state_have_the_names_of_the_whole_model() -> Non
     assert [id(x) for x in own.parameters()] == [id(x) for stage in stages.values() for x in stage.parameters()]
 
 
-def test_copies_are_excluded_under_all_of_their_names() -> None:
+def test_copies_of_shared_parameters_are_excluded_under_all_names() -> None:
     own = RankStages({2: _stage(2, tied=True)}, copies={2: ["embedding.weight"]})
     assert not [name for name, _ in own.named_parameters() if "layers" not in name]
     assert not [name for name, _ in own.named_parameters(remove_duplicate=False) if "layers" not in name]
@@ -44,6 +44,6 @@ def test_train_mode_and_zero_grad_apply_to_every_stage() -> None:
     assert all(parameter.grad is None for parameter in own.parameters())
 
 
-def test_forward_raises() -> None:
+def test_calling_the_stages_of_one_rank_as_a_model_is_refused() -> None:
     with pytest.raises(TypeError, match="the stages of one rank are not a whole model; run them with an Executor or a"):
         RankStages({0: _stage(0)})(torch.ones(1))

@@ -89,7 +89,7 @@ def test_gradients_are_added_once_for_any_number_of_ranks(num_ranks: int) -> Non
     assert found == [summed, *[None] * (num_ranks - 1)]
 
 
-def test_without_a_group_all_stages_are_on_this_rank() -> None:
+def test_parameters_shared_by_stages_of_one_rank_need_no_group() -> None:
     stages = {index: _stage(index) for index in range(4)}
     shared = SharedParameters({"ends": (0, 3)}, stages, stage_ranks=(0, 0, 0, 0), group=None)
     stages[3].get_parameter("ends").grad = torch.ones(2, 3)

@@ -91,7 +91,7 @@ def test_every_action_ends_with_its_longest_dependency_chain(schedule: Schedule,
             assert timed.end == expected[name, part.stage, part.microbatch]
 
 
-def test_custom_durations() -> None:
+def test_custom_durations_replace_the_costs() -> None:
     program = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=1)
     timeline = simulate(
         program, Costs(transfer=1.0), duration=lambda action: 3.0 if isinstance(action, Forward) else 5.0

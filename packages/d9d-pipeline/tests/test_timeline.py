@@ -46,7 +46,7 @@ def test_bubble_and_peak_ignore_transfers() -> None:
     assert MEASURED.peak_activations == (1, 1)
 
 
-def test_without_data_all_times_are_zero() -> None:
+def test_all_times_of_an_empty_timeline_are_zero() -> None:
     nothing = Timeline(((), ()))
     assert (nothing.makespan, nothing.bubble, nothing.waiting_between) == (0.0, 0.0, (0.0, 0.0))
     assert str(nothing).splitlines()[1] == f"rank 1: {'.' * 100} 0 %"

@@ -307,7 +307,7 @@ def test_a_mutated_program_is_accepted_if_and_only_if_its_gradients_are_correct(
         assert is_accepted(mutant) == Interpreter(mutant).is_right()
 
 
-def test_the_interpreter_sees_both_outcomes() -> None:
+def test_mutated_programs_include_accepted_and_refused_ones() -> None:
     chance = random.Random(0)  # noqa: S311 - not for secrets
     program = build(Interleaved(2), num_ranks=3, num_microbatches=4)
     accepted = Counter(is_accepted(mutate(program, chance)) for _ in range(150))
@@ -399,7 +399,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
         ),
     ],
 )
-def test_error_names_the_problem(program: Program, message: str) -> None:
+def test_the_error_describes_the_problem_of_an_invalid_program(program: Program, message: str) -> None:
     with pytest.raises(ProgramError, match=re.escape(message)):
         verify(program)
 

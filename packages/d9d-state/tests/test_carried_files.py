@@ -77,7 +77,7 @@ def test_cache_symlinks_are_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "export/tokenizer.json").is_symlink()
 
 
-def test_own_entries_and_files_come_first(tmp_path: Path) -> None:
+def test_extra_files_and_their_entries_override_the_source(tmp_path: Path) -> None:
     source = _source(tmp_path / "source")
     own: dict[str, Any] = {"config.json": {"model_type": "tiny", "hidden": 3}, "vocab.json": {"new": 1}}
     save_model_state(nn.Linear(2, 3).to(torch.bfloat16), tmp_path / "export", extra_files=own, source=source)

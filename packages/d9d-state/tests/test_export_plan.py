@@ -25,7 +25,7 @@ def test_files_are_limited_in_size_and_assigned_round_robin() -> None:
 
 
 @pytest.mark.parametrize("parts", [[], [Part([0], [], {})], [Part([0], [], _infos(a=1))]])
-def test_one_file_needs_no_number(parts: list[Part]) -> None:
+def test_a_single_file_has_no_number_in_its_name(parts: list[Part]) -> None:
     (file,) = plan_files(parts, max_bytes=10)
     assert (file.name, file.rank) == ("model.safetensors", 0)
 

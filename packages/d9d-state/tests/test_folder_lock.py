@@ -75,7 +75,7 @@ def test_killed_job_releases_lock_while_its_worker_runs(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
-def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="file could not be locked: "), CheckpointStore(tmp_path / "file").locked():
         pass

@@ -23,7 +23,7 @@ def test_json_values_round_trip_bitwise(value: Any) -> None:
     assert parse_json(dump_json(value, indent=2)) == value
 
 
-def test_texts_are_canonical() -> None:
+def test_json_texts_have_sorted_keys_and_no_spaces() -> None:
     assert dump_json({"b": (1, 2.5), "a": None}) == b'{"a":null,"b":[1,2.5]}'
 
 
@@ -62,7 +62,7 @@ def test_malformed_json_is_refused(text: Callable[[], bytes], message: str) -> N
         parse_json(text())
 
 
-def test_pairs_of_surrogates_are_one_character() -> None:
+def test_a_surrogate_pair_is_parsed_to_one_character() -> None:
     assert parse_json(b'["\\ud83d\\ude42", "\\\\ud800"]') == ["\U0001f642", "\\ud800"]
 
 
@@ -72,7 +72,7 @@ def test_duplicate_key_check_scales_to_many_keys() -> None:
         parse_json(text)
 
 
-def test_a_value_that_contains_itself() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(ValueError, match="nests too deeply for JSON, or contains itself"):

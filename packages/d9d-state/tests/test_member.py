@@ -29,7 +29,7 @@ def _link_to(target: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../secret", "/etc/hostname", "a/b", "a/../b", "a\\b", "a\0b", "b/"])
-def test_plain_names_only(tmp_path: Path, name: str) -> None:
+def test_only_plain_file_names_are_opened(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="expected the plain name of a file in that folder"):
         open_member(tmp_path, name)
 
@@ -47,7 +47,7 @@ def test_plain_names_only(tmp_path: Path, name: str) -> None:
         (_socket, "a socket"),
     ],
 )
-def test_regular_files_only(tmp_path: Path, make: Callable[[Path], None], kind: str) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], None], kind: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "outside").touch()
@@ -88,7 +88,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_hugging_face_cache_symlinks(tmp_path: Path, absolute: bool) -> None:
+def test_symlinks_of_the_hugging_face_cache_are_followed(tmp_path: Path, absolute: bool) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "revision"
     blobs.mkdir()
     snapshot.mkdir(parents=True)

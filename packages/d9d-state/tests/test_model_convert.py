@@ -68,7 +68,7 @@ def _assert_converted(folder: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_convert_and_convert_back(source: Path, tmp_path: Path) -> None:
+def test_converting_back_restores_the_files(source: Path, tmp_path: Path) -> None:
     convert_model_state(
         source, tmp_path / "there", _mapper(), max_shard_bytes=200, extra_files={"config.json": {"a": 1}}
     )

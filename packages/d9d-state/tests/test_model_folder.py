@@ -21,7 +21,7 @@ def test_opens_a_model_of_one_file(tmp_path: Path) -> None:
     assert folder.files == {"a": tmp_path / "model.safetensors"}
 
 
-def test_several_files_and_an_index(tmp_path: Path) -> None:
+def test_a_model_of_several_files_is_opened_by_its_index(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     save_file({"b": torch.ones(3), "unlisted": torch.ones(1)}, tmp_path / "two.safetensors")
     _write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
@@ -30,7 +30,7 @@ def test_several_files_and_an_index(tmp_path: Path) -> None:
     assert folder.files == {"a": tmp_path / "one.safetensors", "b": tmp_path / "two.safetensors"}
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"contains no model; expected model\.safetensors or model\.safetensors\.index\.json"
     ):
@@ -113,7 +113,7 @@ def test_error_lists_only_some_missing_tensors(tmp_path: Path) -> None:
         ModelFolder.open(tmp_path)
 
 
-def test_hugging_face_cache_symlinks(tmp_path: Path) -> None:
+def test_symlinks_of_the_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "revision"
     blobs.mkdir()
     snapshot.mkdir(parents=True)

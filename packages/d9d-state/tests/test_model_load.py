@@ -67,7 +67,7 @@ def _assert_holds(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_files_of_the_peer_fill_the_model(tmp_path: Path, shards: int) -> None:
+def test_files_of_the_safetensors_library_are_loaded(tmp_path: Path, shards: int) -> None:
     model = _Model()
     values = _values(model)
     _save(tmp_path, values, shards=shards)
@@ -263,7 +263,7 @@ def test_first_error_cancels_loading(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("num_readers", [1, 3])
-def test_groups_may_be_computed_by_several_threads(tmp_path: Path, num_readers: int) -> None:
+def test_groups_of_tensors_may_be_computed_by_several_threads(tmp_path: Path, num_readers: int) -> None:
     model = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(3)) for index in range(20)})
     values = {str(index): torch.randn(3) for index in range(20)}
     _save(tmp_path, values, shards=4)

@@ -40,7 +40,7 @@ def _peer_reads(folder: Path) -> dict[str, Tensor]:
     return {name: load_file(folder / file)[name] for name, file in weight_map.items()}
 
 
-def test_one_file_that_the_peer_reads(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_an_export_of_one_file(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     save_model_state(model, tmp_path / "export", extra_files={"config.json": {"hidden_size": 2}})
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["config.json", "model.safetensors"]
@@ -70,7 +70,7 @@ def test_a_tensor_larger_than_a_file_gets_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "export" / "model-00002-of-00002.safetensors").exists()
 
 
-def test_the_inverse_of_the_load_mapper_saves(tmp_path: Path) -> None:
+def test_the_inverse_of_the_load_mapper_maps_an_export(tmp_path: Path) -> None:
     model = nn.Linear(2, 4)
     mapper = parallel(
         concat(["q", "k"], "weight", sizes=[3, 1]),
@@ -314,7 +314,7 @@ def _full_disk(*_args: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_each_writer_may_fail(tmp_path: Path) -> None:
+def test_an_error_of_any_writer_raises_on_all_ranks(tmp_path: Path) -> None:
     messages = run_ranks(_fail_on_rank_one, str(tmp_path / "export"))
     assert messages[0] == messages[1]
     assert messages[0].startswith("rank 1: ")

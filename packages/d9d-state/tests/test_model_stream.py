@@ -94,7 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("by", "degrees"), CASES)
-def test_equals_the_export(tmp_path: Path, by: str, degrees: dict[str, int]) -> None:
+def test_streamed_weights_equal_the_export(tmp_path: Path, by: str, degrees: dict[str, int]) -> None:
     world_size = 4 if by == "tensor" else 2
     ranks = run_ranks(_streamed, str(tmp_path / "export"), by, degrees, world_size=world_size)
     expected = load_file(tmp_path / "export" / "model.safetensors")

@@ -22,14 +22,14 @@ class _Extra(nn.Module):
         return "text"
 
 
-def test_holds_the_tensors_themselves_without_scratch_buffers() -> None:
+def test_module_tensors_are_the_tensors_themselves_without_non_persistent_buffers() -> None:
     model = _Tied()
     tensors = module_tensors(model)
     assert list(tensors) == ["scale", "embedding.weight", "head.weight"]
     assert tensors["head.weight"] is model.embedding.weight
 
 
-def test_tied_tensors_have_one_first_name() -> None:
+def test_aliases_map_tied_tensors_to_their_first_name() -> None:
     assert list(unique_tensors(_Tied())) == ["scale", "embedding.weight"]
     assert aliases(_Tied()) == {
         "scale": "scale",

@@ -26,7 +26,7 @@ def prefix() -> Iterator[ObjectPath]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Waits between attempts, which take no time."""
+    """Record the waits between attempts instead of waiting."""
     waited: list[float] = []
     monkeypatch.setattr("d9d_state.object_path.time.sleep", waited.append)
     return waited

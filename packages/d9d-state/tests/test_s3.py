@@ -253,7 +253,9 @@ def test_stored_part_with_other_bytes_is_sent_again(bucket: tuple[str, _Faulty],
 
 
 @pytest.mark.full
-def test_other_values_are_sent_whole(bucket: tuple[str, _Faulty], cut: CheckpointStore) -> None:
+def test_after_a_cut_upload_changed_values_are_sent_completely(
+    bucket: tuple[str, _Faulty], cut: CheckpointStore
+) -> None:
     _, app = bucket
     cut.save(1, {"weight": _weight() + 1})
     assert len(app.parts) == _NUM_PARTS

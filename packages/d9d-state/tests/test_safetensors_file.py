@@ -66,7 +66,7 @@ def test_safetensors_reads_written_files(tmp_path: Path) -> None:
     assert record.tensors.keys() == tensors.keys()
 
 
-def test_files_without_tensors(tmp_path: Path) -> None:
+def test_files_without_tensors_are_written_and_read(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "file.safetensors", {})
     assert read_header(tmp_path / "file.safetensors") == load_file(tmp_path / "file.safetensors") == {}
 

@@ -3,7 +3,7 @@ import torch
 from d9d_state import TensorInfo
 
 
-def test_describes_a_tensor() -> None:
+def test_tensor_info_has_shape_dtype_and_size() -> None:
     info = TensorInfo.of(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
     assert info == TensorInfo((2, 3), torch.bfloat16)
     assert info.num_bytes == 12

@@ -50,7 +50,7 @@ def _scaled_and_plain() -> tuple[Tensor, Tensor]:
         return scaled.cpu(), (plain * factors.unsqueeze(-1)).cpu()
 
 
-def test_per_head_state_follows_its_head() -> None:
+def test_a_factor_per_query_head_is_split_with_the_heads() -> None:
     for scaled, expected in run_ranks(_scaled_and_plain, world_size=2):
         torch.testing.assert_close(scaled, expected)
 
@@ -76,7 +76,9 @@ def test_key_value_heads_are_repeated_as_little_as_possible(
     ("heads", "kv_heads", "num_ranks", "possible"),
     [(6, 2, 4, "1, 2, 6"), (12, 4, 3, "1, 2, 4, 12"), (4, 4, 8, "1, 2, 4")],
 )
-def test_degrees_that_do_not_fit(heads: int, kv_heads: int, num_ranks: int, possible: str) -> None:
+def test_context_parallel_degrees_that_the_heads_do_not_allow_are_refused(
+    heads: int, kv_heads: int, num_ranks: int, possible: str
+) -> None:
     message = (
         f"got {num_ranks} context-parallel ranks for {heads} query heads and {kv_heads} key/value heads; "
         f"expected a degree of {possible} for method 'all_to_all'. Use one of them, or the method 'all_gather'"

@@ -49,7 +49,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 4, 8), (4, 2, 5), (3, 1, 16)])
 @pytest.mark.parametrize(("length", "key_length"), [(9, 9), (4, 9), (1, 7), (8, 9)])
-def test_equals_each_query_computed_alone(
+def test_sdpa_attention_equals_a_loop_over_queries(
     length: int, key_length: int, sizes: tuple[int, int, int], has_documents: bool
 ) -> None:
     documents = _documents(key_length) if has_documents else None
@@ -64,7 +64,7 @@ def test_equals_each_query_computed_alone(
 
 
 @pytest.mark.parametrize(("length", "has_documents"), [(9, False), (4, False), (4, True)])
-def test_bfloat16_error_is_that_of_naive_attention(length: int, has_documents: bool) -> None:
+def test_bfloat16_errors_are_as_small_as_those_of_naive_attention(length: int, has_documents: bool) -> None:
     documents = _documents(9) if has_documents else None
     inputs = _inputs(length, 9, (4, 2, 8), torch.bfloat16)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
@@ -93,7 +93,7 @@ class _Operators(TorchDispatchMode):
         return out
 
 
-def test_full_sequences_cost_as_much_as_torch() -> None:
+def test_full_sequences_run_the_same_operators_as_torch() -> None:
     q, k, v = _inputs(9, 9, (4, 2, 8), torch.float32)
     with _Operators() as ours:
         sdpa_attention(q, k, v)
@@ -103,13 +103,13 @@ def test_full_sequences_cost_as_much_as_torch() -> None:
     assert ours.names == theirs.names
 
 
-def test_a_prefix_without_a_flash_kernel() -> None:
+def test_prefix_keys_are_supported_without_a_flash_kernel() -> None:
     inputs = _inputs(4, 9, (4, 2, 8), torch.float64)
     with patch("d9d_dist.context_parallel.attention.has_flash_kernel", return_value=False):
         assert _error(sdpa_attention(*inputs), _naive(*inputs, None)) < 1e-13
 
 
-def test_a_prefix_under_selective_checkpointing() -> None:
+def test_selective_checkpointing_does_not_change_gradients_with_prefix_keys() -> None:
     inputs = _inputs(4, 9, (4, 2, 8), torch.float64)
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     out = checkpoint(sdpa_attention, *inputs, use_reentrant=False, context_fn=contexts)

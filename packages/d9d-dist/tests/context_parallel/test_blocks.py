@@ -37,7 +37,7 @@ CASES = [(CpuFlashKernel(), False), (MathKernel(), False), (MathKernel(), True)]
 
 
 @pytest.mark.parametrize("keys", [0, 3])
-def test_empty_queries(keys: int) -> None:
+def test_blocks_without_queries_have_empty_outputs_and_zero_gradients(keys: int) -> None:
     whole = _block(2, causal=False, keys=keys)
     block = replace(whole, q=whole.q[:, :, :0])
     kernel = default_kernel(block.q, has_documents=False)
@@ -50,7 +50,9 @@ def test_empty_queries(keys: int) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("kernel", "has_documents"), CASES, ids=["flash", "math", "documents"])
-def test_kernels_attend_and_differentiate(kernel: BlockKernel, has_documents: bool, kv_heads: int) -> None:
+def test_merged_outputs_and_gradients_of_blocks_equal_one_softmax(
+    kernel: BlockKernel, has_documents: bool, kv_heads: int
+) -> None:
     """Two merged blocks equal one softmax, also in their gradients. Each query of the first block sees a key."""
     own, before = _block(kv_heads, causal=True), _block(kv_heads, causal=False, keys=3)
     before = replace(before, q=own.q)
@@ -113,7 +115,7 @@ def test_half_precision_is_merged_in_float32() -> None:
         assert MergedBlocks(out, lse).out_BHLK.dtype == torch.float32
 
 
-def test_which_kernel_is_chosen() -> None:
+def test_the_default_kernel_depends_on_documents_device_dtype_and_head_dim() -> None:
     q = torch.zeros(1, 1, 2, 16)
     assert isinstance(default_kernel(q, has_documents=False), CpuFlashKernel)
     assert isinstance(default_kernel(q, has_documents=True), MathKernel)

@@ -103,7 +103,7 @@ def _on_ranks(method: ContextMethod, cases: list[Case], length: int) -> list[lis
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.world_size(n)) for n in (4, 8))])
-def test_ranks_equal_one_process(method: ContextMethod, world_size: int, device: Device) -> None:
+def test_context_parallel_attention_equals_one_process(method: ContextMethod, world_size: int, device: Device) -> None:
     length = 6 * world_size
     cases = [c for c in CASES if c.heads % world_size == 0 or method != "all_to_all"]
     ranks = run_ranks(_on_ranks, method, cases, length, world_size=world_size, device=device)
@@ -181,7 +181,7 @@ def _train(method: ContextMethod) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("method", "world_size"), [("all_gather", 4), ("all_to_all", 2), ("ring", 4)])
-def test_a_model_trains_as_on_one_process(method: ContextMethod, world_size: int) -> None:
+def test_a_context_parallel_model_trains_like_one_process(method: ContextMethod, world_size: int) -> None:
     model = _Model()
     expected = model({**_batch(), "positions": torch.arange(24).unsqueeze(0)})
     expected.backward()

@@ -40,7 +40,7 @@ def _blocks() -> tuple[list[tuple[int, int, bool]], list[tuple[int, int, bool]]]
         return kernel.forwards, kernel.backwards
 
 
-def test_ranks_have_equal_work() -> None:
+def test_ring_ranks_compute_equally_many_scores() -> None:
     for rank, (forwards, backwards) in enumerate(run_ranks(_blocks, world_size=4)):
         assert forwards == [(6, 6, True)] + rank * [(6, 3, False)] + (3 - rank) * [(3, 6, False)]
         assert backwards == forwards
@@ -65,7 +65,7 @@ def _traffic(dtype: torch.dtype) -> tuple[int, list[tuple[torch.dtype, int]]]:
         return saved[0], sent
 
 
-def test_stored_and_sent_blocks() -> None:
+def test_ring_saves_local_tensors_and_sends_keys_values_and_their_gradients() -> None:
     q, k, lse = 6 * 4 * 4, 6 * 2 * 4, 6 * 4
     for saved, sent in run_ranks(_traffic, torch.bfloat16, world_size=4):
         assert saved == 2 * q + 2 * k + lse

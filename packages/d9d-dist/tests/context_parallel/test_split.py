@@ -87,7 +87,7 @@ def test_join_and_split_have_a_backward(world_size: int) -> None:
         assert all(error < 1e-14 for error in errors)
 
 
-def test_one_rank_holds_everything() -> None:
+def test_a_single_rank_gets_the_whole_batch() -> None:
     with MeshConfig().build() as ctx:
         split = ContextSplit(ctx.mesh_for("batch")["cp"])
         tree = {"odd": torch.arange(7).unsqueeze(0)}

@@ -180,7 +180,7 @@ def _read_counts() -> list[int]:
     return torch.ones(3, dtype=torch.int64, device="fakegpu").tolist()
 
 
-def test_reads_are_answered() -> None:
+def test_reads_of_the_host_return_zeros_or_the_given_answers() -> None:
     assert _run(_answered) == (0.0, [0, 1, 2])
 
 

@@ -90,7 +90,7 @@ def _fail_on_rank_1() -> None:
         ctx.barrier()
 
 
-def test_the_failing_rank_is_named_and_the_pool_recovers() -> None:
+def test_the_error_names_the_failing_rank_and_the_pool_recovers() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 was the first.*--- rank 1 ---.*KeyError: 'the culprit'") as caught:
         run_ranks(_fail_on_rank_1, world_size=3)
     assert caught.value.rank == 1
@@ -104,7 +104,7 @@ def _die_on_rank_0() -> None:
     time.sleep(30)
 
 
-def test_a_rank_that_dies_is_named() -> None:
+def test_the_error_names_a_rank_whose_process_died() -> None:
     with pytest.raises(RankError, match=r"--- rank 0 ---\nThe process died with exit code 7\."):
         run_ranks(_die_on_rank_0)
 
@@ -191,7 +191,7 @@ def _set_and_unset() -> str | None:
     return os.environ.get("D9D_DEVICE")
 
 
-def test_an_accelerator_run_overrides_the_cpu_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_ranks_do_not_inherit_the_cpu_device_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with RankPool() as pool:
         assert pool.run(_set_and_unset, world_size=1) == ["cpu"]
         monkeypatch.setattr("d9d_dist.testing.pool.accelerators_for", lambda world_size: world_size == 1)
@@ -228,7 +228,7 @@ def _slow_to_tell(rank: int) -> None:
         raise
 
 
-def test_the_first_failure_is_named_even_if_a_victim_reports_earlier() -> None:
+def test_the_error_names_the_first_failure_even_if_an_affected_rank_reports_earlier() -> None:
     with pytest.raises(RankError, match=r"2 of 2 ranks failed; rank 1 was the first\.") as caught:
         run_ranks(_slow_to_tell, 1)
     assert caught.value.rank == 1

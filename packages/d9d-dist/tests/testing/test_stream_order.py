@@ -7,7 +7,7 @@ def _kernel(stream: int, name: str = "mm") -> DeviceEntry:
     return DeviceEntry("kernel", stream, name)
 
 
-def test_kernels_of_a_stream_run_in_order_and_those_of_two_streams_in_none() -> None:
+def test_only_kernels_of_the_same_stream_are_ordered() -> None:
     first, second, other = _kernel(0), _kernel(0), _kernel(1)
     order = StreamOrder(DeviceLog([first, other, second]))
     assert order.precedes(first, second)

@@ -221,11 +221,11 @@ def test_a_long_value_is_truncated() -> None:
         ),
     ],
 )
-def test_a_missing_key_is_named_with_its_option(values: dict[str, Any], message: str) -> None:
+def test_the_error_for_a_missing_key_has_the_command_line_option(values: dict[str, Any], message: str) -> None:
     assert _problem(TrainerConfig, values) == message
 
 
-def test_a_missing_section_is_named_by_the_keys_it_needs() -> None:
+def test_the_error_for_a_missing_section_lists_its_required_keys() -> None:
     class Pair(Section):
         left: int
         right: int

@@ -88,7 +88,7 @@ def test_unknown_sections_are_refused() -> None:
         describe_fields(Job, section="zzz")
 
 
-def test_a_section_has_all_kinds_and_items() -> None:
+def test_help_of_a_section_lists_all_kinds_and_items() -> None:
     sections = ("shape", "choice", "folder", "limit", "on", "items", "table")
     lines = [line for section in sections for line in describe_fields(Job, section=section).splitlines()]
     assert lines == [
@@ -127,7 +127,7 @@ def test_the_trainer_documents_every_key() -> None:
             assert key.description in text
 
 
-def test_the_table_omits_known_fields() -> None:
+def test_the_table_omits_the_fields_of_another_class() -> None:
     assert tabulate_fields(Grown, without=Small).splitlines() == [
         "| Key | Type | Default | What it is for |",
         "|---|---|---|---|",

@@ -35,7 +35,7 @@ class Top(Section):
     text: int | str = 1
 
 
-def test_lists_every_key_except_those_in_lists() -> None:
+def test_all_keys_returns_every_key_except_keys_inside_lists() -> None:
     assert [key.name for key in all_keys(Top)] == [
         *("choice", "choice.kind", "choice.size", "choice.kind", "choice.b", "each", "by_name"),
         *("c", "c.name", "c.nested", "c.nested.kind", "c.nested.size", "text"),

@@ -86,7 +86,7 @@ def test_inherited_arguments_can_be_set() -> None:
     assert _build(_HERE + "Inherits.made", size="3") == (Inherits, 3)
 
 
-def test_nested_classes_can_be_named() -> None:
+def test_use_may_refer_to_a_nested_class() -> None:
     assert isinstance(_build(_HERE + "Maker.Inner"), Maker.Inner)
 
 
@@ -134,6 +134,6 @@ def test_import_errors_inside_a_module_are_reported(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("use", ["os.system", "a:b:c", "a b:c", ":x", ".:x", "a:b."])
-def test_import_paths_have_one_form(use: str) -> None:
+def test_import_paths_in_other_forms_are_refused(use: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"use: got {use!r}; expected package.module:name")):
         _build(use)

@@ -66,7 +66,7 @@ def test_refuses_a_folder(tmp_path: Path) -> None:
         read_config_file(folder)
 
 
-def test_yaml_without_its_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_missing_yaml_support_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, found = tmp_path / "job.yaml", builtins.__import__
 
     def without_yaml(name: str, *rest: Any) -> Any:
@@ -124,13 +124,13 @@ def test_one_file_may_be_included_twice(tmp_path: Path) -> None:
     assert read_config_file(tmp_path / "job.toml") == {"steps": 1}
 
 
-def test_an_absent_include_is_named(tmp_path: Path) -> None:
+def test_the_error_for_an_absent_include_names_both_files(tmp_path: Path) -> None:
     _write(tmp_path, job='include = ["bases/none.toml"]')
     with pytest.raises(UserError, match=r"bases/none\.toml, included by .*job\.toml, cannot be read: "):
         read_config_file(tmp_path / "job.toml")
 
 
-def test_a_relative_path_names_its_base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_relative_path_names_the_base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         UserError, match=re.escape(f"No such file or directory. Check the path, relative to {tmp_path}.")

@@ -78,7 +78,7 @@ def _write(folder: Path, project: str) -> Path:
 
 @pytest.mark.full
 @pytest.mark.long
-def test_a_file_alone_starts_a_job(
+def test_a_preset_file_starts_a_job_without_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preset = _write(tmp_path, "preset_of_a_command")
@@ -97,7 +97,7 @@ def test_a_file_alone_starts_a_job(
     assert capsys.readouterr().err.startswith("d9d: model.use = 'nowhere:net': no module named nowhere.")
 
 
-def test_a_preset_is_checked_as_any_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_are_validated_like_other_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     values = read_config_file(_write(tmp_path, "preset_of_a_test"))
     with pytest.raises(UserError, match="modle is not a configuration key; did you mean model"):
@@ -119,7 +119,9 @@ def test_components_are_built_from_their_arguments(tmp_path: Path, monkeypatch: 
     assert steps == [1, 2]
 
 
-def test_optimizer_and_schedule_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_selects_functions_for_optimizer_and_lr_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     values = read_config_file(_write(tmp_path, "preset_of_providers")) | {"run": {"folder": str(tmp_path)}}
     values["optimizer_provider"] = {"use": "preset_of_providers:sgd", "lr": "0.25"}
@@ -133,7 +135,7 @@ def test_optimizer_and_schedule_can_be_named(tmp_path: Path, monkeypatch: pytest
         preset_trainer(validate_config(PresetConfig, values))
 
 
-def test_a_file_alone_is_an_inference_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_file_starts_an_inference_without_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     values = read_config_file(_write(tmp_path, "preset_of_inference"))
     kept = {key: values[key] for key in ("model", "dataset")}

@@ -7,7 +7,7 @@ from d9d_pipeline import Interleaved, OneForwardOneBackward, Schedule, ZeroBubbl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_name_is_a_schedule_that_exists(kind: str) -> None:
+def test_every_kind_builds_a_training_schedule(kind: str) -> None:
     schedule = ScheduleConfig.model_validate({"kind": kind}).build()
     program = build(schedule, num_ranks=2, num_microbatches=4)
     assert program.trains
@@ -31,7 +31,7 @@ def test_every_name_is_a_schedule_that_exists(kind: str) -> None:
         ),
     ],
 )
-def test_a_name_is_enough(value: dict[str, object], expected: Schedule) -> None:
+def test_a_schedule_may_be_given_by_its_name(value: dict[str, object], expected: Schedule) -> None:
     assert PipelineConfig.model_validate(value).schedule.build() == expected
 
 

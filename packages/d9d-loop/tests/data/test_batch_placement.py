@@ -26,7 +26,7 @@ def _batch() -> Batch:
     return {"ids": torch.arange(100, 108).unsqueeze(0)}
 
 
-def test_one_rank_sees_the_whole_batch(ctx: DistributedContext) -> None:
+def test_a_single_rank_gets_the_batch_unchanged(ctx: DistributedContext) -> None:
     batch = _batch()
     assert BatchPlacement(_Whole(), ctx)(batch) is batch
 
@@ -45,13 +45,13 @@ def test_the_task_splits_the_batch_for_context_parallel_ranks() -> None:
     assert second == {"ids": [102, 103, 104, 105], "position_ids": [2, 3, 4, 5]}
 
 
-def test_brings_tensors_of_a_pytree_to_a_device() -> None:
+def test_tensors_of_a_pytree_are_moved_to_a_device() -> None:
     batch = {"x": torch.ones(2), "rest": [torch.zeros(1), "name", 3]}
     moved = to_device(batch, torch.device("meta"))
     assert (moved["x"].device.type, moved["rest"][0].device.type) == ("meta", "meta")
     assert moved["rest"][1:] == ["name", 3]
 
 
-def test_the_cpu_is_where_batches_are() -> None:
+def test_moving_a_batch_on_the_cpu_to_the_cpu_returns_it() -> None:
     batch = {"x": torch.ones(2)}
     assert to_device(batch, torch.device("cpu")) is batch

@@ -46,7 +46,7 @@ def test_reads_the_batches_in_order_and_ends(num_workers: int) -> None:
         assert next(batches, None) is None
 
 
-def test_leaves_the_random_numbers_of_the_model_alone() -> None:
+def test_reading_batches_does_not_change_the_random_state_of_the_model() -> None:
     before = torch.get_rng_state()
     list(_reader(0))
     assert torch.equal(torch.get_rng_state(), before)

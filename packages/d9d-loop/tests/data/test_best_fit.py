@@ -20,7 +20,7 @@ def _one_by_one(lengths: list[int], capacity: int) -> list[int]:
 
 
 @given(data=st.data(), capacity=st.integers(1, 60))
-def test_equals_textbook_best_fit(data: st.DataObject, capacity: int) -> None:
+def test_packing_equals_textbook_best_fit_decreasing(data: st.DataObject, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=80))
     rows = best_fit_decreasing(lengths, capacity)
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
@@ -37,5 +37,5 @@ def test_log_normal_lengths_have_little_padding(capacity: int) -> None:
     assert 1 - sum(lengths) / (len(rows) * capacity) <= 0.001
 
 
-def test_no_documents_need_no_row() -> None:
+def test_without_documents_there_are_no_rows() -> None:
     assert best_fit_decreasing([], 5) == []

@@ -5,11 +5,11 @@ from d9d_dist import UserError
 from d9d_loop.data import BucketedStream
 
 
-def test_resumes_anywhere() -> None:
+def test_a_bucketed_stream_resumes_at_any_entry() -> None:
     assert_resumes_anywhere(BucketedStream(lists_stream(), group_size=3, num_groups=4, seed=0), 40)
 
 
-def test_groups_similar_lengths_within_each_window() -> None:
+def test_similar_lengths_are_grouped_within_each_window() -> None:
     stream = lists_stream(200)
     plain = stream.cursor().take(192)
     bucketed = BucketedStream(stream, group_size=4, num_groups=24, seed=0).cursor().take(192)
@@ -25,7 +25,7 @@ def test_groups_similar_lengths_within_each_window() -> None:
 
 
 @pytest.mark.parametrize("name", ["group_size", "num_groups"])
-def test_sizes_are_positive(name: str) -> None:
+def test_sizes_below_one_are_refused(name: str) -> None:
     sizes = {"group_size": 2, "num_groups": 2, name: 0}
     with pytest.raises(UserError, match=f"{name} = 0; expected at least 1"):
         BucketedStream(lists_stream(), seed=0, **sizes)

@@ -29,7 +29,7 @@ def _lines(path: Path, samples: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_files_and_folders_give_the_rows_of_samples_and_tokenizers(tmp_path: Path) -> None:
+def test_rows_from_files_equal_rows_from_samples_and_a_tokenizer(tmp_path: Path) -> None:
     path, folder = _lines(tmp_path / "chats.jsonl", chats(9)), _folder(tmp_path / "model")
     from_files = ChatData(str(path), held_out=[path], tokenizer=folder, row_length=300)
     from_objects = ChatData(chats(9), tokenizer=chat_tokenizer(), row_length=300)
@@ -43,7 +43,9 @@ def test_files_and_folders_give_the_rows_of_samples_and_tokenizers(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("kind", "last"), [("pairs", "d"), ("scored_pairs", "<|im_end|>")])
-def test_pairs_end_with_the_token_of_their_kind(kind: Literal["pairs", "scored_pairs"], last: str) -> None:
+def test_the_last_token_of_a_pair_is_an_input_only_for_scored_pairs(
+    kind: Literal["pairs", "scored_pairs"], last: str
+) -> None:
     stream = ChatData(PAIRS, tokenizer=chat_tokenizer(), row_length=200, kind=kind).training(seed=0)
     row = stream.read(stream.cursor().take(1)[0])
     rejected = row["input_ids"][row["documents"] == 1]

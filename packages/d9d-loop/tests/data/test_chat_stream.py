@@ -40,12 +40,12 @@ def _trained(row: dict[str, torch.Tensor]) -> str:
     return byte_tokenizer("<|im_start|>", "<|im_end|>").decode(labels[labels >= 0].tolist(), skip_special_tokens=False)
 
 
-def test_resumes_anywhere() -> None:
+def test_a_chat_stream_resumes_at_any_entry() -> None:
     assert_resumes_anywhere(_stream(), 30)
     assert_resumes_anywhere(PackedStream(_stream(), row_length=LONGEST, window=7, seed=1), 15)
 
 
-def test_an_epoch_has_each_answer_once_as_labels() -> None:
+def test_the_labels_of_an_epoch_contain_each_answer_once() -> None:
     packed = PackedStream(_stream(epochs=1), row_length=LONGEST, window=8, seed=1)
     rows = [packed.read(entry) for entry in packed.cursor().take(1000)]
     found = "".join(map(_trained, rows)).split("<|im_end|>")
@@ -53,7 +53,7 @@ def test_an_epoch_has_each_answer_once_as_labels() -> None:
     assert not packed.is_endless
 
 
-def test_mixed_with_text_only_the_chats_are_masked(tmp_path: Path) -> None:
+def test_in_a_mixture_with_text_only_labels_of_chats_are_masked(tmp_path: Path) -> None:
     from d9d_loop.data import TokenizedStream  # noqa: PLC0415
 
     text = TokenizedStream(IndexedStream(["plain text"], seed=0), lambda text: list(text.encode()), max_length=LONGEST)
@@ -85,7 +85,7 @@ def test_long_conversations_are_truncated_or_dropped(too_long: TooLong, count: i
     samples = IndexedStream([chat("a", "b" * 300), chat("a", "b"), chat("a" * 300, "b")], seed=0, epochs=1)
     stream = ChatStream(samples, chat_tokenizer(), max_length=100, too_long=too_long)
     entries = stream.cursor().take(10)
-    assert len(entries) == count  # a conversation without trained tokens after truncation is dropped
+    assert len(entries) == count  # a conversation without labels after truncation is dropped
     assert max(map(stream.length, entries)) == (100 if count == 2 else min(map(stream.length, entries)))
 
 
@@ -94,12 +94,12 @@ def test_long_conversations_are_refused_by_default() -> None:
         _stream(max_length=20).cursor().take(1)
 
 
-def test_its_identity_is_that_of_tokenizer_and_options() -> None:
+def test_the_identity_of_a_chat_stream_depends_on_its_options() -> None:
     assert _stream().identity() == _stream().identity()
     assert len({str(_stream(**options).identity()) for options in ({}, {"window": 6}, {"too_long": "drop"})}) == 3
 
 
-def test_masks_belong_to_the_identity_of_a_token_file(tmp_path: Path) -> None:
+def test_the_identity_of_a_token_file_depends_on_its_masks(tmp_path: Path) -> None:
     def identity(name: str, **changes: Any) -> Any:
         file = tokenize_chats([{**chat("a", "b", "c", "d"), **changes}], tmp_path / name, tokenizer=chat_tokenizer())
         return DocumentStream(file, max_length=LONGEST, seed=0).identity()
@@ -109,12 +109,12 @@ def test_masks_belong_to_the_identity_of_a_token_file(tmp_path: Path) -> None:
     assert identity("one") == identity("same") != identity("other", **other)
 
 
-def test_the_index_of_a_wrong_conversation_is_named(tmp_path: Path) -> None:
+def test_the_error_has_the_index_of_an_invalid_conversation(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="conversation 1: a sample has the keys text"):
         tokenize_chats([SAMPLES[0], {"text": "a"}], tmp_path / "chats", tokenizer=chat_tokenizer())
 
 
-def test_the_rows_of_a_conversation_are_those_of_its_tokens() -> None:
+def test_a_packed_row_has_the_tokens_and_masked_labels_of_the_conversation() -> None:
     tokens = chat_tokenizer()(read_conversation(SAMPLES[0]))
     packed = PackedStream(
         ChatStream(IndexedStream(SAMPLES[:1], seed=0), chat_tokenizer(), max_length=LONGEST),

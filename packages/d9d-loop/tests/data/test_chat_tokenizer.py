@@ -23,7 +23,7 @@ def _trained(tokenizer: Any, tokens: ChatTokens) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_only_answers_with_their_stop_token_are_trained() -> None:
+def test_only_answers_and_their_stop_tokens_contribute_to_the_loss() -> None:
     tokens = chat_tokenizer()(read_conversation(chat("Hi", "Hello! é大", "Bye", "Bye.")))
     assert _marked(tokens) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello! é大<|im_end|>⟧\n"
@@ -33,7 +33,7 @@ def test_only_answers_with_their_stop_token_are_trained() -> None:
     assert tokens.mask[-1]  # the last newline is dropped
 
 
-def test_messages_without_weight_and_before_the_completion_are_context() -> None:
+def test_messages_of_weight_0_and_of_the_prompt_do_not_contribute_to_the_loss() -> None:
     sample = chat("Hi", "Hello", "Bye", "Bye.")
     sample["messages"][1]["weight"] = 0
     assert "⟦Hello" not in _marked(chat_tokenizer()(read_conversation(sample)))
@@ -48,7 +48,7 @@ DROPS_THINKING = CHATML.replace(
 )
 
 
-def test_dropped_thinking_is_not_trained() -> None:
+def test_thinking_that_the_template_drops_is_not_in_the_text() -> None:
     thinking = "<think>\nwell\n</think>\n\n"
     tokens = chat_tokenizer(DROPS_THINKING)(read_conversation(chat("a", f"{thinking}b", "c", f"{thinking}d")))
     assert _marked(tokens).count("well") == 1
@@ -109,7 +109,7 @@ def test_an_error_shows_the_text_with_its_mask() -> None:
         chat_tokenizer()(read_conversation(chat("a")))
 
 
-def test_a_token_of_prompt_and_answer_is_refused() -> None:
+def test_a_token_that_spans_prompt_and_answer_is_refused() -> None:
     from tokenizers import Tokenizer, models  # noqa: PLC0415 - optional
 
     vocab = {"assistant": 0, "user": 1, ":": 2, "b": 3, ":b": 4, "a": 5, "<|im_end|>": 6, "[UNK]": 7}
@@ -122,7 +122,7 @@ def test_a_token_of_prompt_and_answer_is_refused() -> None:
         ChatTokenizer(tokenizer, ChatTemplate(SPLITS))(read_conversation(chat("a", "b")))
 
 
-def test_a_stop_token_may_be_named() -> None:
+def test_a_stop_token_that_is_not_special_must_be_listed() -> None:
     no_special = ChatTemplate(CHATML.replace("<|im_end|>", "!"))
     with pytest.raises(UserError, match="which is not a special token"):
         ChatTokenizer(byte_tokenizer(), no_special)(read_conversation(chat("a", "b")))
@@ -132,7 +132,7 @@ def test_a_stop_token_may_be_named() -> None:
         ChatTokenizer(byte_tokenizer(), no_special, stop_tokens=["<end>"])
 
 
-def test_its_identity_is_that_of_tokenizer_and_template() -> None:
+def test_the_identity_of_a_chat_tokenizer_depends_on_template_and_stop_tokens() -> None:
     assert chat_tokenizer().identity() == chat_tokenizer().identity()
     assert chat_tokenizer().identity() != chat_tokenizer(DROPS_THINKING).identity()
     assert chat_tokenizer().identity() != chat_tokenizer(stop_tokens=["a"]).identity()
@@ -168,8 +168,8 @@ def _templates() -> Iterator[Any]:
             yield name, *(file.read_text(encoding="utf-8") for file in files)
 
 
-def test_masks_of_published_templates_equal_those_of_transformers() -> None:
-    """The text is the same, and so is the mask, except that transformers also trains newlines after a stop token."""
+def test_masks_of_published_templates_equal_transformers() -> None:
+    """Texts and masks are equal, except that the mask of transformers also includes newlines after a stop token."""
     transformers = pytest.importorskip("transformers")
     count = 0
     for name, source, marking in _templates():
@@ -217,7 +217,7 @@ GPT_OSS = (
     [(PHI, "⟦b<|end|>⟧\n<|user|>", "⟦d<|end|>\n<eos>⟧"), (GPT_OSS, "⟦b<|end|>⟧<|start|>user", "⟦d<|return|>⟧")],
     ids=("one_more", "another"),
 )
-def test_the_last_turn_may_end_otherwise(template: str, first: str, last: str) -> None:
+def test_the_last_answer_may_end_differently_from_earlier_ones(template: str, first: str, last: str) -> None:
     special = sorted(set(re.findall(r"<\|\w+\|>", template)) | {"<|user|>", "<|assistant|>", "<eos>"})
     tokens = ChatTokenizer(byte_tokenizer(*special), ChatTemplate(template))(
         read_conversation(chat("a", "b", "c", "d"))

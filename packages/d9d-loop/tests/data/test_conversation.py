@@ -18,13 +18,13 @@ USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content
         {"messages": [USER, ANSWER], "tools": "[]"},
     ],
 )
-def test_forms_of_a_conversation(sample: dict[str, Any]) -> None:
+def test_every_supported_format_gives_the_same_conversation(sample: dict[str, Any]) -> None:
     conversation = read_conversation(sample)
     assert conversation.messages == [USER, ANSWER]
     assert (conversation.tools, conversation.first_trained) == (None, 0)
 
 
-def test_a_completion_is_trained_alone() -> None:
+def test_only_the_completion_contributes_to_the_loss() -> None:
     assert read_conversation({"prompt": "hi", "completion": "hello"}).messages == [USER, ANSWER]
     conversation = read_conversation({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
     assert (len(conversation.messages), conversation.first_trained) == (4, 3)
@@ -69,12 +69,12 @@ def test_tool_calls_have_objects_as_arguments() -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, r"which are not JSON"),
     ],
 )
-def test_other_samples_are_refused(sample: dict[str, Any], message: str) -> None:
+def test_samples_in_unsupported_formats_are_refused(sample: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_conversation(sample)
 
 
-def test_forms_of_a_pair() -> None:
+def test_every_supported_format_gives_the_same_pair() -> None:
     other = {"role": "assistant", "content": "go away"}
     for sample in (
         {"prompt": "hi", "chosen": "hello", "rejected": "go away"},
@@ -93,7 +93,7 @@ def test_equal_answers_are_refused() -> None:
         read_pair({"prompt": "hi"})
 
 
-def test_a_call_of_sharegpt_keeps_its_weight() -> None:
+def test_a_function_call_in_sharegpt_format_keeps_its_weight() -> None:
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "weight": 0}
     (message,) = read_conversation({"conversations": [call]}).messages
     assert message["weight"] == 0

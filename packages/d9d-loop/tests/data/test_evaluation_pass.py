@@ -41,7 +41,7 @@ def test_every_sample_is_counted_once_in_equally_many_batches(
     assert len(padding) < ranks
 
 
-def test_samples_are_spread_over_the_data() -> None:
+def test_a_part_of_the_samples_is_spread_over_the_data() -> None:
     jobs, num_real = plan_pass(EvenlySpacedStream(range(10), 4), batch_size=3, dp_rank=0, dp_size=1)
     assert ([job.entries for job in jobs], num_real) == ([[0, 2, 5], [7]], 2)
 

@@ -55,7 +55,7 @@ STREAMS: dict[str, Callable[[], SampleStream]] = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_has_each_sample_once_an_epoch_and_ends(kind: str) -> None:
+def test_a_finite_stream_has_each_sample_once_per_epoch_and_ends(kind: str) -> None:
     stream = STREAMS[kind]()
     assert not stream.is_endless
     entries = assert_resumes_anywhere(stream, 20)
@@ -66,7 +66,7 @@ def test_has_each_sample_once_an_epoch_and_ends(kind: str) -> None:
 
 
 @pytest.mark.parametrize("window", [3, 100])
-def test_packed_rows_of_an_epoch_train_on_each_token_once(window: int, tmp_path: Path) -> None:
+def test_labels_of_an_epoch_contain_each_token_but_the_first_of_a_document_once(window: int, tmp_path: Path) -> None:
     lengths = some_lengths(23, seed=2, longest=30)
     file = write_tokens(tmp_path / "tokens", numbered_documents(lengths))
     documents = DocumentStream(file, max_length=12, seed=0, epochs=1)
@@ -112,6 +112,6 @@ def test_finite_streams_count_their_samples() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: _indexed(0), lambda: IteratedStream(lambda _epoch: _Numbers(), name="", epochs=0)]
 )
-def test_refuses_no_epochs(make: Callable[[], Any]) -> None:
+def test_zero_epochs_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(UserError, match=r"epochs = 0; expected at least 1, or None for an endless stream"):
         make()

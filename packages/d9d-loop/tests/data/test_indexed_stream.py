@@ -7,7 +7,7 @@ from d9d_loop import SampleOrder
 from d9d_loop.data import IndexedStream
 
 
-def test_follows_the_sample_order_over_the_edge_of_epochs() -> None:
+def test_an_indexed_stream_follows_the_sample_order_across_epochs() -> None:
     entries = assert_resumes_anywhere(lists_stream(7, seed=5), 30)
     assert entries == [SampleOrder(7, seed=5)[position] for position in range(30)]
 
@@ -39,7 +39,7 @@ def test_refuses_empty_data() -> None:
         IndexedStream([], seed=0)
 
 
-def test_its_identity_distinguishes_orders() -> None:
+def test_the_identity_of_an_indexed_stream_depends_on_length_seed_and_shuffling() -> None:
     orders = [
         IndexedStream([0], seed=0),
         IndexedStream([0, 1], seed=0),

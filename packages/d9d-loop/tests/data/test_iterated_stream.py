@@ -8,7 +8,7 @@ from d9d_dist import UserError
 from d9d_loop.data import IteratedStream
 
 
-def test_resumes_anywhere_over_the_edge_of_epochs() -> None:
+def test_an_iterated_stream_resumes_at_any_entry_across_epochs() -> None:
     entries = assert_resumes_anywhere(IteratedStream(CountedEpochs, name="numbers"), 40)
     assert [entry[0] for entry in entries] == list(range(40))
 
@@ -21,13 +21,13 @@ def test_only_read_samples_are_transformed() -> None:
     assert IteratedStream(CountedEpochs, name="numbers").read([7, 7]) == [7, 7]
 
 
-def test_an_epoch_of_nothing_is_an_error() -> None:
+def test_an_epoch_without_elements_is_an_error() -> None:
     stream = IteratedStream(lambda epoch: CountedEpochs(epoch, size=0), name="nothing")
     with pytest.raises(UserError, match=r"epoch 0 of the data 'nothing' has no elements"):
         stream.cursor().take(1)
 
 
-def test_streams_a_hugging_face_dataset(tmp_path: Path) -> None:
+def test_a_hugging_face_dataset_can_be_streamed(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets, which is optional")
     for number in range(2):
         lines = "".join(f'{{"x": {10 * number + line}}}\n' for line in range(3 + number))

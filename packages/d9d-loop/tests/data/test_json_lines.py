@@ -7,7 +7,7 @@ from d9d_dist import UserError
 from d9d_loop.data import JsonLines
 
 
-def test_lines_of_several_files_in_order(tmp_path: Path) -> None:
+def test_lines_of_several_files_are_read_in_order(tmp_path: Path) -> None:
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     one.write_text("\n".join(json.dumps({"n": n, "text": "é" * n}) for n in range(5)) + "\n\n", encoding="utf-8")
     other.write_text('{"n": 5}', encoding="utf-8")

@@ -21,7 +21,7 @@ def _shares(mixture: MixtureStream, count: int, skip: int = 0) -> list[float]:
     return [counts[source] / count for source in range(3)]
 
 
-def test_resumes_anywhere_over_phases_and_epochs() -> None:
+def test_a_mixture_resumes_at_any_entry_across_phases_and_epochs() -> None:
     sources = {"a": lists_stream(5, seed=0), "b": lists_stream(17, seed=1)}
     weights = [Phase({"a": 3, "b": 1}), Phase({"a": 1, "b": 4}, start=20, ramp=15)]
     assert_resumes_anywhere(MixtureStream(sources, weights=weights, seed=0), 60)
@@ -29,7 +29,7 @@ def test_resumes_anywhere_over_phases_and_epochs() -> None:
 
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
-def test_resumes_anywhere_with_shares_that_are_not_binary_fractions(unit: Any) -> None:
+def test_a_mixture_resumes_at_any_entry_with_shares_that_are_not_binary_fractions(unit: Any) -> None:
     """The deficit of each source must be restored bit for bit: over many resumes errors would accumulate."""
     sources = {name: lists_stream(9, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
     weights = [Phase({"a": 7, "b": 3, "c": 1.7}), Phase({"a": 0.3, "b": 1.1, "c": 2.9}, start=200, ramp=90)]
@@ -49,7 +49,7 @@ def test_each_source_keeps_its_own_order() -> None:
         assert taken == IndexedStream(range(100), seed=source).cursor().take(len(taken))
 
 
-def test_shares_hold_at_every_position() -> None:
+def test_counts_of_sources_are_close_to_their_shares_at_every_position() -> None:
     mixture = _mixture({"web": 5, "code": 2, "math": 1})
     counts = Counter[int]()
     for position, (source, _) in enumerate(mixture.cursor().take(2000), 1):
@@ -70,7 +70,7 @@ def test_temperature_flattens_shares() -> None:
     assert _shares(_mixture(weights, temperature=1e6), 999) == pytest.approx([1 / 3] * 3, abs=0.01)
 
 
-def test_phases_and_ramps() -> None:
+def test_shares_change_at_phases_and_along_ramps() -> None:
     phases = [Phase({"web": 1}), Phase({"code": 1}, start=100), Phase({"math": 1}, start=200, ramp=100)]
     mixture = _mixture(phases)
     assert _shares(mixture, 100) == [1, 0, 0]
@@ -80,7 +80,7 @@ def test_phases_and_ramps() -> None:
     assert _shares(mixture, 100, skip=305) == [0, 0, 1]
 
 
-def test_shares_of_tokens() -> None:
+def test_shares_may_be_of_tokens_instead_of_samples() -> None:
     sources = {"short": IndexedStream([[0] * 3] * 50, seed=0), "long": IndexedStream([[0] * 40] * 50, seed=0)}
     mixture = MixtureStream(sources, weights={"short": 1, "long": 1}, unit="tokens", seed=0)
     cursor = mixture.cursor()

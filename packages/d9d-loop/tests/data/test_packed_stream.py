@@ -17,11 +17,11 @@ from d9d_dist import UserError
 from d9d_loop.data import DocumentStream, PackedStream, TokenizedStream, pack_row
 
 
-def test_resumes_anywhere(tmp_path: Path) -> None:
+def test_a_packed_stream_resumes_at_any_entry(tmp_path: Path) -> None:
     assert_resumes_anywhere(PackedStream(document_stream(tmp_path / "tokens"), row_length=12, window=16, seed=1), 60)
 
 
-def test_every_pair_of_neighbors_is_trained_on_once_per_epoch(tmp_path: Path) -> None:
+def test_every_pair_of_adjacent_tokens_is_an_input_and_label_once_per_epoch(tmp_path: Path) -> None:
     lengths = some_lengths(40, seed=0, longest=30)
     num_parts = sum(-(-(length - 1) // 12) for length in lengths)
     packed = PackedStream(document_stream(tmp_path / "tokens"), row_length=12, window=num_parts, seed=1)
@@ -38,7 +38,7 @@ def test_every_pair_of_neighbors_is_trained_on_once_per_epoch(tmp_path: Path) ->
 
 
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), spare=st.integers(0, 4))
-def test_a_row_says_where_its_documents_are(lengths: list[int], spare: int) -> None:
+def test_a_packed_row_has_position_and_document_ids(lengths: list[int], spare: int) -> None:
     documents = [torch.tensor(tokens) for tokens in numbered_documents([length + 1 for length in lengths])]
     row = pack_row([{"tokens": tokens} for tokens in documents], sum(lengths) + spare, pad_token=7)
     assert row["input_ids"].tolist() == [t for tokens in documents for t in tokens[:-1].tolist()] + [7] * spare
@@ -75,7 +75,7 @@ def test_a_document_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["row_length", "window"])
-def test_sizes_are_positive(name: str) -> None:
+def test_sizes_below_one_are_refused(name: str) -> None:
     sizes = {"row_length": 4, "window": 4, name: 0}
     with pytest.raises(UserError, match=f"{name} = 0; expected at least 1"):
         PackedStream(lists_stream(), seed=0, **sizes)

@@ -17,7 +17,7 @@ SIDES: list[Side] = ["left", "right"]
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), value=st.integers(-3, 3), side=st.sampled_from(SIDES)
 )
-def test_pads_as_torch_does(lengths: list[int], value: int, side: Side) -> None:
+def test_padding_equals_torch_pad_sequence(lengths: list[int], value: int, side: Side) -> None:
     sequences = [torch.arange(length) for length in lengths]
     expected = pad_sequence(sequences, batch_first=True, padding_value=value, padding_side=side)
     assert torch.equal(pad_sequences(sequences, value=value, side=side), expected)
@@ -35,7 +35,7 @@ def test_a_sequence_that_is_too_long_is_refused() -> None:
         pad_sequences([torch.ones(5)], value=0, length=4)
 
 
-def test_collates_dictionaries() -> None:
+def test_the_collate_function_pads_the_values_of_dictionaries() -> None:
     collate = PaddingCollate({"input_ids": 0, "labels": -100}, multiple_of=2, mask="mask")
     samples: list[Mapping[str, Any]] = [
         {"input_ids": [1, 2, 3], "labels": torch.tensor([2, 3, 4]), "weight": 0.5},

@@ -25,18 +25,18 @@ def _stream(**options: Any) -> PairStream:
 
 
 def _documents(row: dict[str, torch.Tensor]) -> list[str]:
-    """Return the trained text of each document of a row."""
+    """Return the text of the labels of each document of a row."""
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     kept = [row["labels"][(row["documents"] == n) & (row["labels"] >= 0)] for n in range(int(row["documents"].max()))]
     return [tokenizer.decode(each.tolist()) for each in kept]
 
 
-def test_resumes_anywhere() -> None:
+def test_a_pair_stream_resumes_at_any_entry() -> None:
     assert_resumes_anywhere(_stream(), 25)
     assert_resumes_anywhere(PackedStream(_stream(), row_length=256, window=7, seed=1), 15)
 
 
-def test_both_of_a_pair_are_neighbors_in_a_row() -> None:
+def test_chosen_and_rejected_are_adjacent_documents_of_a_row() -> None:
     packed = PackedStream(_stream(epochs=1), row_length=512, window=10, seed=1)
     rows = [packed.read(entry) for entry in packed.cursor().take(1000)]
     found = [text for row in rows for text in _documents(row)]
@@ -54,7 +54,7 @@ def test_pairs_know_their_source_in_a_mixture() -> None:
     assert set(row["sources"].tolist()) >= {0, 1}
 
 
-def test_the_last_token_may_be_an_input() -> None:
+def test_with_last_token_the_stop_token_is_an_input_without_a_label() -> None:
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     packed = PackedStream(_stream(with_last_token=True), row_length=256, window=1, seed=1)
     row = packed.read(packed.cursor().take(1)[0])

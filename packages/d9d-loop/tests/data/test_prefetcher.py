@@ -13,7 +13,7 @@ def _threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "d9d-data-prefetch"]
 
 
-def test_prepares_items_in_order_and_ends() -> None:
+def test_a_prefetcher_prepares_items_in_order_and_ends() -> None:
     prefetcher = Prefetcher(iter(range(5)), prepare=lambda item: item * 10, depth=2, device=CPU)
     assert list(prefetcher) == [0, 10, 20, 30, 40]
     with pytest.raises(StopIteration):

@@ -30,7 +30,7 @@ def test_an_epoch_is_a_permutation_around_powers_of_two(length: int) -> None:
 
 
 @given(length=st.integers(1, 10**15), seed=SEEDS, position=st.integers(0, 10**18))
-def test_a_position_has_a_sample_of_the_data(length: int, seed: int, position: int) -> None:
+def test_sample_indices_are_below_the_length(length: int, seed: int, position: int) -> None:
     assert 0 <= SampleOrder(length, seed=seed)[position] < length
 
 
@@ -56,11 +56,11 @@ def test_neighbors_are_separated() -> None:
     assert sum(distance == 1 for distance in distances) < 10  # random permutations: about two
 
 
-def test_is_the_same_on_every_machine() -> None:
+def test_the_sample_order_is_the_same_on_every_machine() -> None:
     assert _epoch(SampleOrder(10, seed=7), 10) == [4, 0, 7, 5, 2, 1, 6, 3, 8, 9]
 
 
-def test_takes_constant_memory() -> None:
+def test_a_sample_order_takes_constant_memory() -> None:
     tracemalloc.start()
     try:
         order = SampleOrder(10**12, seed=0)
@@ -120,7 +120,7 @@ def test_all_orders_of_few_samples_are_equally_likely() -> None:
     assert abs(_chi_squared(torch.tensor(list(found.values())).double())) < 4.5
 
 
-def test_epochs_place_a_sample_evenly() -> None:
+def test_samples_at_a_position_are_uniform_over_epochs() -> None:
     order = SampleOrder(400, seed=0)
     cells = torch.tensor([order.take(epoch * 400, (epoch + 1) * 400) for epoch in range(300)]) // 20
     for position in (0, 200, 399):

@@ -10,7 +10,9 @@ LAYOUTS: list[Layout] = ["round_robin", "chunked"]
 
 
 @given(total=st.integers(1, 40), num_shards=st.integers(1, 9), layout=st.sampled_from(LAYOUTS), padded=st.booleans())
-def test_shares_are_all_of_the_data(*, total: int, num_shards: int, layout: Layout, padded: bool) -> None:
+def test_shards_together_contain_every_sample_once(
+    *, total: int, num_shards: int, layout: Layout, padded: bool
+) -> None:
     shares = [
         ShardedSamples(range(total), shard=shard, num_shards=num_shards, layout=layout, padded=padded)
         for shard in range(num_shards)
@@ -32,14 +34,14 @@ def test_shares_are_all_of_the_data(*, total: int, num_shards: int, layout: Layo
         assert max(lengths) - min(lengths) <= 1
 
 
-def test_a_share_ends() -> None:
+def test_an_index_beyond_a_shard_is_refused() -> None:
     share = ShardedSamples("abc", shard=0, num_shards=2)
     assert [share[index] for index in range(len(share))] == ["a", "c"]
     with pytest.raises(IndexError, match="sample 2 is out of range: the shard has 2 samples"):
         share[2]
 
 
-def test_refuses_shards_that_are_not_there() -> None:
+def test_shard_indices_out_of_range_and_empty_data_are_refused() -> None:
     with pytest.raises(UserError, match="shard = 2, num_shards = 2; expected shard from 0 to"):
         ShardedSamples("abc", shard=2, num_shards=2)
     with pytest.raises(UserError, match="the data are empty"):

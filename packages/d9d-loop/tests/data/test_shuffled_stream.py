@@ -16,6 +16,6 @@ def test_shuffles_each_window_in_another_order_and_resumes_anywhere() -> None:
     )
 
 
-def test_a_window_has_entries() -> None:
+def test_a_window_of_zero_entries_is_refused() -> None:
     with pytest.raises(UserError, match="window = 0; expected at least 1 entry"):
         ShuffledStream(IteratedStream(CountedEpochs, name="numbers"), window=0, seed=0)

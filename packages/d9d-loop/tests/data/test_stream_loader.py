@@ -89,7 +89,7 @@ def _steps(loaders: list[StreamLoader], count: int) -> list[Any]:
 
 @settings(max_examples=30)
 @given(stream=streams(), cuts=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(SHARES)), min_size=1, max_size=4))
-def test_any_number_of_ranks_goes_on_with_the_global_order(
+def test_a_job_resumes_with_the_global_order_on_any_number_of_ranks(
     stream: SampleStream, cuts: list[tuple[int, tuple[int, int, int]]]
 ) -> None:
     total = sum(count for count, _ in cuts)
@@ -108,7 +108,7 @@ def test_any_number_of_ranks_goes_on_with_the_global_order(
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_share_is_a_run_of_each_microbatch_of_a_step(rank: int) -> None:
+def test_a_rank_reads_consecutive_samples_of_each_microbatch(rank: int) -> None:
     order, size, num_microbatches, num_ranks = SampleOrder(10, seed=3), 4, 2, 3
     expected = [
         [order[position] for position in range(cell * size, (cell + 1) * size)]
@@ -147,7 +147,7 @@ class _Draws:
         return torch.tensor([index, random.random(), torch.rand(()).item()])  # noqa: S311
 
 
-def test_random_samples_follow_from_their_position() -> None:
+def test_random_samples_depend_only_on_seed_and_position() -> None:
     stream = IndexedStream(_Draws(), seed=0)
 
     def draws(share: Share, **more: Any) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_random_samples_follow_from_their_position() -> None:
     assert not torch.equal(whole[:, 1:].unique(dim=0), whole[:1, 1:])
 
 
-def test_batches_are_placed_where_they_are_used() -> None:
+def test_batches_are_placed_by_the_prefetch_thread_if_there_are_workers() -> None:
     for num_workers in (0, 1):
         names: list[str] = []
 
@@ -202,13 +202,13 @@ def test_an_error_is_raised_at_its_step_and_ends_the_workers(num_workers: int) -
 
 
 @pytest.mark.parametrize(("name", "least"), [("num_workers", 0), ("prefetch", 1)])
-def test_numbers_are_in_range(name: str, least: int) -> None:
+def test_numbers_out_of_range_are_refused(name: str, least: int) -> None:
     numbers: dict[str, Any] = {name: least - 1}
     with pytest.raises(UserError, match=f"{name} = {least - 1}; expected at least {least}"):
         StreamLoader(lists_stream(), Share(1), seed=0, **numbers)
 
 
-def test_data_that_are_said_to_draw_nothing_are_taken_at_their_word_after_the_first_batch() -> None:
+def test_with_draws_false_random_draws_in_the_first_batch_are_refused() -> None:
     stream = IndexedStream(range(8), seed=0)
     seen = [
         [batch for batches in islice(StreamLoader(stream, Share(2), seed=0, draws=draws), 3) for batch in batches]

@@ -45,7 +45,7 @@ def test_an_existing_file_is_reused(tmp_path: Path) -> None:
     [{"documents": [b"on", b"e", b"another"]}, {"documents": TEXTS[:2]}, {"name": "octets"}, {"vocab_size": 257}],
     ids=["cut elsewhere", "fewer", "tokenised otherwise", "another vocabulary"],
 )
-def test_anything_else_is_another_file(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_other_documents_or_options_are_cached_in_another_file(tmp_path: Path, other: dict[str, Any]) -> None:
     cached_token_file(TEXTS, tmp_path)
     arguments: dict[str, Any] = {"documents": TEXTS, "cache": tmp_path, **other}
     cached_token_file(**arguments)

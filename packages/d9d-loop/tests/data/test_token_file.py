@@ -44,13 +44,13 @@ def test_the_largest_tokens_of_two_bytes(tmp_path: Path) -> None:
     assert file[0]["tokens"].dtype == torch.int64
 
 
-def test_bytes_are_tokens_too(tmp_path: Path) -> None:
+def test_bytes_can_be_written_as_tokens(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "tokens", vocab_size=256) as writer:
         writer.append(b"tokens\xff")
     assert bytes(TokenFile(tmp_path / "tokens")[0]["tokens"].tolist()) == b"tokens\xff"
 
 
-def test_goes_to_other_processes(tmp_path: Path) -> None:
+def test_a_token_file_can_be_pickled_for_other_processes(tmp_path: Path) -> None:
     file = pickle.loads(pickle.dumps(write_tokens(tmp_path / "tokens", DOCUMENTS)))  # noqa: S301
     assert file[2]["tokens"].tolist() == [9, 10]
 

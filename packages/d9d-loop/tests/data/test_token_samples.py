@@ -17,7 +17,7 @@ def test_windows_predict_each_token_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_there_are_tokens_for_a_window(tmp_path: Path, length: int) -> None:
+def test_window_lengths_out_of_range_are_refused(tmp_path: Path, length: int) -> None:
     with pytest.raises(UserError, match=f"length = {length}, and the file has 3 tokens; expected at least 1"):
         TokenWindows(write_tokens(tmp_path / "tokens", [[1, 2, 3]]), length=length)
 
@@ -31,7 +31,7 @@ def test_packs_all_documents_at_once(tmp_path: Path) -> None:
     assert len(samples) <= -(-len(labels) // 8) + 2
 
 
-def test_there_is_something_to_pack(tmp_path: Path) -> None:
+def test_documents_of_one_token_and_empty_rows_are_refused(tmp_path: Path) -> None:
     file = write_tokens(tmp_path / "tokens", [[1], [2]])
     with pytest.raises(UserError, match="no document has two tokens"):
         PackedSamples(file, row_length=8)

@@ -63,7 +63,7 @@ def _read(reader: SampleReader, jobs: list[ReadJob], num_workers: int, timeout: 
         pool.close()
 
 
-def test_reads_in_the_order_of_one_process() -> None:
+def test_workers_read_batches_in_the_order_of_one_process() -> None:
     expected = []
     for job in _jobs(7):
         with position_random(5, position=job.position):
@@ -73,7 +73,7 @@ def test_reads_in_the_order_of_one_process() -> None:
         assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
-def test_fewer_jobs_than_workers() -> None:
+def test_a_pool_may_have_more_workers_than_batches() -> None:
     assert len(_read(_reader(), _jobs(1), 2)) == 1
 
 
@@ -140,7 +140,7 @@ class _Process:
         return gc.isenabled(), all(signal.getsignal(each) is signal.SIG_IGN for each in _JOB_SIGNALS)
 
 
-def test_a_worker_collects_its_own_garbage_and_leaves_the_signals_of_a_job_to_the_job(ctx: DistributedContext) -> None:
+def test_workers_collect_garbage_and_ignore_the_stop_signals_of_a_job(ctx: DistributedContext) -> None:
     reader = SampleReader(IndexedStream(_Process(), seed=0), list)
     with GarbageCollection(5), StopSignals(ctx) as stop:  # as in a job, which collects at fixed steps
         assert not gc.isenabled()

@@ -165,7 +165,7 @@ def test_ranks_equal_one_process(degrees: dict[str, int], num_microbatches: int)
 
 
 @pytest.mark.parametrize("axis", ["tensor_parallel", "context_parallel_replicate"])
-def test_the_weight_counts_each_token_once(axis: str) -> None:
+def test_the_loss_weight_counts_each_token_once(axis: str) -> None:
     """Tensor-parallel ranks see the same tokens, and context-parallel ranks different ones."""
     ranks_of_a_token = 2 if axis == "tensor_parallel" else 1
     expected = _batch(0)["mask"].sum().item() * 2 / ranks_of_a_token
@@ -184,7 +184,7 @@ def _loss_and_weight(degrees: dict[str, int]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_step_without_weight_changes_nothing(ctx: DistributedContext, guarded: bool, foreach: bool) -> None:
+def test_a_step_of_weight_zero_changes_nothing(ctx: DistributedContext, guarded: bool, foreach: bool) -> None:
     """Momentum and weight decay would change the parameters, and the step its counts."""
     results = []
     for steps in ([0, None, 1], [0, 1]):
@@ -241,13 +241,13 @@ def test_every_group_keeps_its_own_peak_rate(ctx: DistributedContext) -> None:
         assert [group["lr"] for group in optimizer.param_groups] == [0.4 * factor, 0.1 * factor]
 
 
-def test_gradients_are_gone_after_a_step(ctx: DistributedContext) -> None:
+def test_gradients_are_none_after_a_step(ctx: DistributedContext) -> None:
     model = _model()
     _take_step(_engine(model, _sgd(model), ctx), [_batch(0)])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_frozen_parameters_stay(ctx: DistributedContext) -> None:
+def test_frozen_parameters_do_not_change(ctx: DistributedContext) -> None:
     model = _model()
     frozen = next(model.parameters()).requires_grad_(False)
     before = frozen.clone()
@@ -268,7 +268,7 @@ def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
     assert result.weight.item() == GLOBAL_SIZE * 3
 
 
-def test_a_weight_of_nan_is_no_batch_without_weight(ctx: DistributedContext) -> None:
+def test_a_weight_of_nan_is_not_treated_as_zero(ctx: DistributedContext) -> None:
     class Broken(_Masked):
         def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
             return Loss(outputs.square().sum(), weight=torch.nan)
@@ -296,7 +296,7 @@ class _Gathers(nn.Module):
         return y
 
 
-def test_doing_a_step_again_leaves_nothing_behind(ctx: DistributedContext) -> None:
+def test_replaying_a_step_changes_neither_parameters_nor_buffers(ctx: DistributedContext) -> None:
     model = nn.Sequential(_Gathers(), nn.Linear(6, 3).double())
     seen = list[str]()
     engine = _engine(model, _sgd(model), ctx, num_microbatches=2)
@@ -351,12 +351,12 @@ def test_ranks_may_have_different_numbers_of_microbatches(degrees: dict[str, int
         _assert_same(found, _by_hand(0.05))
 
 
-def test_a_rank_without_any_batch_runs_those_of_another_rank(ctx: DistributedContext) -> None:
+def test_a_rank_without_batches_runs_batches_of_another_rank(ctx: DistributedContext) -> None:
     for found in run_ranks(_on_uneven_ranks, {"data_parallel_shard": 2}, [[0, 16]], world_size=2):
         _assert_same(found, _by_hand(0.05))
 
 
-def test_wrong_calls_are_refused(ctx: DistributedContext) -> None:
+def test_steps_without_gradients_or_batches_are_refused(ctx: DistributedContext) -> None:
     model = _model()
     engine = _engine(model, _sgd(model), ctx)
     with pytest.raises(UserError, match=r"got step\(\) without gradients; expected forward_backward\(\) before"):
@@ -365,7 +365,7 @@ def test_wrong_calls_are_refused(ctx: DistributedContext) -> None:
         engine.forward_backward([], LOSS)
 
 
-def test_stand_ins_and_batch_norms_are_refused(ctx: DistributedContext) -> None:
+def test_batch_norms_in_training_mode_are_refused_with_dummy_batches(ctx: DistributedContext) -> None:
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     engine = _engine(model, _sgd(model), ctx)
     with pytest.raises(
@@ -386,6 +386,6 @@ def _different_batches() -> str:
         return ""
 
 
-def test_ranks_of_one_coordinate_need_the_same_batches() -> None:
+def test_ranks_of_one_data_parallel_coordinate_need_the_same_batches() -> None:
     for message in run_ranks(_different_batches, world_size=2):
         assert "rank 1 got 2 batches, and an earlier rank with data-parallel coordinate 0 got 1; expected" in message

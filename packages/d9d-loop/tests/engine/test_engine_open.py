@@ -13,7 +13,7 @@ from d9d_dist import UserError
 from d9d_loop import BadStepError, Engine, OptimizerDone, StateOffloaded, StateOnloaded
 
 
-def test_the_learning_rate_of_a_step(tmp_path: Path) -> None:
+def test_a_learning_rate_stays_set_until_it_is_changed(tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         rates = []
         for learning_rate in (None, 0.05, None):
@@ -26,7 +26,7 @@ def test_the_learning_rate_of_a_step(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "an engine that saves nothing writes nothing"
 
 
-def test_a_loaded_engine_continues_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_loaded_engine_continues_bitwise(tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         assert engine.load() is None
         take_step(engine, 0.05)
@@ -85,7 +85,7 @@ def test_accumulated_gradients_cannot_be_saved(tmp_path: Path) -> None:
             engine.save()
 
 
-def test_an_engine_of_parts_has_no_checkpoints(ctx: Any) -> None:
+def test_only_engines_of_open_have_checkpoints(ctx: Any) -> None:
     model = nn.Linear(3, 2)
     engine = Engine(model, torch.optim.SGD(model.parameters()), ctx=ctx, task=TASK)
     with pytest.raises(UserError, match=r"this engine has no checkpoints; create it with Engine\.open"):
@@ -133,7 +133,7 @@ def test_bad_steps_are_skipped_and_then_stop_the_engine(tmp_path: Path) -> None:
         assert all(map(torch.equal, values(engine), before))
 
 
-def test_an_engine_does_not_roll_back(tmp_path: Path) -> None:
+def test_the_policy_roll_back_is_refused_by_engines(tmp_path: Path) -> None:
     refused = pytest.raises(UserError, match=r'bad_steps\.spike = "roll_back", but an engine cannot repeat')
     with refused, opened(tmp_path, bad_steps={"spike": "roll_back"}):
         pass

@@ -37,7 +37,9 @@ def test_sums_over_microbatches_and_ranks(on_device: bool) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(("weight", "expected"), [(0.0, 0.0), (math.nan, math.nan), (4.0, 0.25)])
-def test_the_inverse_of_no_weight_is_0(on_device: bool, weight: float, expected: float) -> None:
+def test_the_loss_is_divided_by_the_weight_and_is_zero_for_weight_zero(
+    on_device: bool, weight: float, expected: float
+) -> None:
     totals = _totals(on_device=on_device)
     totals.add(Loss(torch.tensor(2.0), weight))
     loss, _, per_weight = totals.finish()
@@ -46,7 +48,7 @@ def test_the_inverse_of_no_weight_is_0(on_device: bool, weight: float, expected:
     assert loss.dtype == torch.float64
 
 
-def test_a_negative_weight_is_refused_on_a_cpu_and_makes_a_bad_step_on_a_device() -> None:
+def test_a_negative_weight_is_an_error_on_a_cpu_and_nan_on_a_device() -> None:
     for on_device in (False, True):
         totals = _totals(on_device=on_device)
         totals.add(Loss(torch.tensor(2.0), -1.0))

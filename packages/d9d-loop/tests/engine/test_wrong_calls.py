@@ -29,7 +29,7 @@ def _read(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_inside_the_reference_only_scores_are_computed(call: str, tmp_path: Path) -> None:
+def test_only_score_can_be_called_inside_reference(call: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     with Engine.open(config_of(tmp_path), model=lambda stage: model, task=TASK, reference="initial") as engine:
         take_step(engine)
@@ -42,7 +42,7 @@ def test_inside_the_reference_only_scores_are_computed(call: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("call", [*CALLS, "score", "weights"])
-def test_nothing_uses_offloaded_weights(call: str, tmp_path: Path) -> None:
+def test_calls_that_need_weights_are_refused_while_offloaded(call: str, tmp_path: Path) -> None:
     calls = {**CALLS, "score": lambda engine: engine.score(BATCHES, _read), "weights": lambda engine: engine.weights()}
     with opened(tmp_path) as engine:
         take_step(engine)
@@ -91,7 +91,7 @@ def test_a_negative_weight_is_refused(tmp_path: Path) -> None:
             engine.step()
 
 
-def test_gradients_of_some_microbatches_are_not_used(tmp_path: Path) -> None:
+def test_gradients_of_a_failed_forward_backward_are_not_used(tmp_path: Path) -> None:
     def fail_second(outputs: Tensor, batch: Any) -> Loss:
         if batch is not BATCHES[0] and not torch.equal(batch["x"], BATCHES[0]["x"]):
             raise RuntimeError("no reward")
@@ -154,7 +154,7 @@ def test_only_finite_learning_rates_of_at_least_0_are_set(rate: float, tmp_path:
 
 @pytest.mark.parametrize("batches", [BATCHES[0], iter(BATCHES)], ids=["dict", "iterator"])
 @pytest.mark.parametrize("call", ["forward_backward", "score"])
-def test_batches_are_a_list(call: str, batches: Any, tmp_path: Path) -> None:
+def test_batches_that_are_not_a_list_are_refused(call: str, batches: Any, tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         calls = {"forward_backward": (engine.forward_backward, TASK.loss), "score": (engine.score, _read)}
         method, function = calls[call]
@@ -163,7 +163,7 @@ def test_batches_are_a_list(call: str, batches: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_the_weights_of_two_steps_are_not_mixed(shards: bool, tmp_path: Path) -> None:
+def test_iterating_weights_fails_if_they_change(shards: bool, tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         weights = engine.weights(shards=shards)
         next(weights)

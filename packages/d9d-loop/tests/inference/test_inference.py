@@ -257,7 +257,7 @@ def test_data_workers_have_the_prefetch_and_timeout_of_the_configuration(tmp_pat
         _config(tmp_path, data={"shuffle": False})
 
 
-def test_weights_from_nowhere_are_refused(tmp_path: Path) -> None:
+def test_a_model_on_meta_without_weights_is_refused(tmp_path: Path) -> None:
     provider = FunctionProvider(_Net, late_init=True)
     job = Inference(_config(tmp_path), model=provider, data=_data(3), task=_Sums())
     message = "weights is not set, and FunctionProvider builds on `meta`, so the results would be random"

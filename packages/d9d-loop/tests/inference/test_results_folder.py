@@ -34,7 +34,7 @@ def test_parts_are_joined_in_order(tmp_path: Path) -> None:
     assert _folder(tmp_path).missing() == []
 
 
-def test_a_part_that_was_being_written_is_missing(tmp_path: Path) -> None:
+def test_a_partially_written_part_counts_as_missing(tmp_path: Path) -> None:
     results = _folder(tmp_path)
     results.missing()
     (tmp_path / "parts" / ".part-00000001.jsonl.partial").write_text("{", encoding="utf-8")

@@ -108,7 +108,7 @@ def test_repeated_evaluations_give_equal_values(ctx: DistributedContext) -> None
     assert evaluate() == evaluate()
 
 
-def test_leaves_no_trace(ctx: DistributedContext) -> None:
+def test_an_evaluation_restores_modes_and_random_state(ctx: DistributedContext) -> None:
     model = _Net().train()
     model.norm.eval()  # set to eval by a user
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -143,7 +143,7 @@ def _on_ranks(batch_size: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 3), (4, 3)])
-def test_ranks_share_the_samples_out(world_size: int, batch_size: int) -> None:
+def test_samples_are_divided_over_ranks(world_size: int, batch_size: int) -> None:
     """Three batches: with two ranks one rank has an uncounted repeated sample, with four one rank has only that."""
     expected = pytest.approx(_expected(), rel=1e-9)
     assert run_ranks(_on_ranks, batch_size, world_size=world_size) == [expected] * world_size
@@ -167,7 +167,7 @@ def _on_context_parallel_ranks() -> dict[str, float]:
         return evaluator()
 
 
-def test_context_parallel_ranks_add_their_parts_up() -> None:
+def test_values_of_context_parallel_ranks_are_summed() -> None:
     parts = [_part(default_collate(_samples()), rank) for rank in range(2)]
     with torch.no_grad():
         losses = torch.stack([_Net().eval()(part["x"])[:, 0].square() @ part["weight"] for part in parts])

@@ -77,7 +77,7 @@ def test_the_whole_state_is_restored(tmp_path: Path, ctx: DistributedContext) ->
             assert torch.equal(vars(other)[name].state_dict()[key], value), (name, key)
 
 
-def test_a_loss_need_not_be_finite(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_non_finite_losses_are_saved_and_restored(tmp_path: Path, ctx: DistributedContext) -> None:
     _Job(tmp_path, ctx).state.save(Record(1, math.nan, {"perplexity": math.inf, "x": -math.inf}, 1.0))
     record = _Job(tmp_path, ctx).state.restore()
     assert record.train_loss is not None
@@ -85,7 +85,7 @@ def test_a_loss_need_not_be_finite(tmp_path: Path, ctx: DistributedContext) -> N
     assert record.evaluation == {"perplexity": math.inf, "x": -math.inf}
 
 
-def test_record_and_configuration_are_readable(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_a_checkpoint_contains_record_and_configuration_as_json(tmp_path: Path, ctx: DistributedContext) -> None:
     _Job(tmp_path, ctx).state.save(Record(2, 0.5, {"loss": 0.25}, 3.0))
     info = CheckpointStore(tmp_path).newest()
     assert info is not None
@@ -222,7 +222,7 @@ def test_changed_frozen_parameters_are_refused(tmp_path: Path, ctx: DistributedC
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_run_may_change_trainable_only(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_trainable_only_may_change_between_resumes(tmp_path: Path, ctx: DistributedContext) -> None:
     job = _Frozen(tmp_path, ctx, trainable_only=False)
     job.restore()
     job.state.save(Record(1))

@@ -62,7 +62,7 @@ def _train(folder: str, degree: int) -> tuple[int, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_steps_are_those_of_one_pass(tmp_path: Path, degree: int) -> None:
+def test_a_pass_has_the_steps_of_a_plain_loop(tmp_path: Path, degree: int) -> None:
     model, data = _model(None), _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for start in range(0, NUM_SAMPLES, GLOBAL_SIZE):

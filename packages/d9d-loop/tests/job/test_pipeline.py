@@ -91,7 +91,7 @@ def _train_each(folder: Path, mesh: dict[str, int], cases: list[tuple[str, int]]
 
 @pytest.mark.parametrize("beside", [{}, {"data_parallel_replicate": 2}], ids=["two ranks", "replicated"])
 @pytest.mark.sample("two ranks")
-def test_stages_with_nothing_to_train_and_random_samples(tmp_path: Path, beside: dict[str, int]) -> None:
+def test_losses_equal_one_process_with_frozen_stages_and_random_samples(tmp_path: Path, beside: dict[str, int]) -> None:
     cases = [(schedule, frozen) for schedule in ("1f1b", "zbv") for frozen in (0, 2)]
     (expected,) = run_ranks(_train_each, tmp_path / "one", beside, cases, {}, world_size=2 if beside else 1)[:1]
     mesh = {"pipeline_parallel": 2, **beside}

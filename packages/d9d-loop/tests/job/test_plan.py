@@ -81,7 +81,7 @@ def _refused(folder: Path, message: str, *, data: Any = DATA, model: Any = _line
     assert _files(folder) == before
 
 
-def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]) -> None:
+def test_a_valid_job_is_planned(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(4)
     config = _config(
         tmp_path,
@@ -105,7 +105,7 @@ def test_all_samples_of_a_rank_are_a_microbatch_by_default(tmp_path: Path) -> No
     assert (plan.model.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
 
 
-def test_the_mesh_must_make_up_the_world(tmp_path: Path, world: Callable[[int], None]) -> None:
+def test_a_mesh_of_another_size_than_the_world_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(3)
     message = r"mesh: data_parallel_shard 2 make 2 ranks, but the job has 3\. Start 2 ranks .*"
     _refused(tmp_path, message, mesh={"data_parallel_shard": 2})
@@ -120,7 +120,9 @@ def test_a_schedule_has_to_exist_for_the_microbatches(tmp_path: Path, world: Cal
     _refused(tmp_path, message, mesh={"pipeline_parallel": 2}, pipeline={"schedule": "dualpipev"})
 
 
-def test_a_model_that_is_not_cut_into_stages_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
+def test_a_provider_that_builds_the_whole_model_for_each_stage_is_refused(
+    tmp_path: Path, world: Callable[[int], None]
+) -> None:
     world(2)
     message = (
         r"the 2 stages that the model provider builds do not match its whole model:\n"
@@ -131,7 +133,7 @@ def test_a_model_that_is_not_cut_into_stages_is_refused(tmp_path: Path, world: C
 
 
 @pytest.mark.parametrize("degree", ["context_parallel_shard", "context_parallel_replicate"])
-def test_context_parallelism_needs_a_task_that_cuts_batches(
+def test_context_parallelism_needs_a_task_with_split_sequence(
     tmp_path: Path, degree: str, world: Callable[[int], None]
 ) -> None:
     world(2)
@@ -158,7 +160,7 @@ def test_context_parallelism_needs_a_task_that_cuts_batches(
         ),
     ],
 )
-def test_refuses_a_batch_that_does_not_divide(
+def test_a_batch_size_that_ranks_and_microbatches_do_not_divide_is_refused(
     tmp_path: Path, batch: dict[str, int], message: str, world: Callable[[int], None]
 ) -> None:
     world(4)
@@ -187,7 +189,7 @@ def test_the_run_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.Mon
     _refused(tmp_path, rf"run folder {where}/runs/run: {where} is not writable\. Choose another folder .*")
 
 
-def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_search_permission_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a user without permission to search a parent of the run folder."""
 
     def exists(path: Path) -> bool:
@@ -215,7 +217,7 @@ def test_a_checkpoint_must_be_of_the_same_model(tmp_path: Path) -> None:
     _refused(tmp_path, message, model=lambda stage: nn.Linear(3, 4))
 
 
-def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
+def test_a_run_that_completed_more_steps_is_refused(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 5)
     where = re.escape(str(tmp_path / "runs" / "run"))
     _refused(
@@ -225,7 +227,7 @@ def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
+def test_a_run_that_completed_all_steps_is_accepted(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 3)
     plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
@@ -279,13 +281,13 @@ def test_metrics_may_not_take_the_names_of_the_trainer(tmp_path: Path) -> None:
     assert not _files(tmp_path)
 
 
-def test_initial_weights_must_be_there(tmp_path: Path) -> None:
+def test_a_folder_without_initial_weights_is_refused(tmp_path: Path) -> None:
     where = re.escape(str(tmp_path / "absent"))
     message = rf"initial_weights = {where}: {where} contains no model; expected model\.safetensors or .* in it\."
     _refused(tmp_path, message, initial_weights=tmp_path / "absent")
 
 
-def test_initial_weights_must_fit(tmp_path: Path) -> None:
+def test_initial_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
     save_model_state(nn.Linear(5, 2, bias=False), tmp_path / "weights")
     where = re.escape(str(tmp_path / "weights"))
     message = (
@@ -322,7 +324,7 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
         ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is not a multiple of evaluation.every = 100", True),
     ],
 )
-def test_reasons_to_keep_checkpoints_must_be_able_to_hold(
+def test_retention_rules_without_an_effect_are_refused(
     tmp_path: Path, checkpoint: dict[str, Any], message: str, evaluates: bool
 ) -> None:
     _refused(tmp_path, re.escape(message) + ".*", checkpoint=checkpoint, evaluation_data=DATA if evaluates else None)
@@ -333,7 +335,7 @@ class _Judged(_Nothing):
         return {"quality": Compose({"f1": Sum(), "best": Compose({"recall": Sum()})})}
 
 
-def test_a_value_within_a_metric_may_say_how_good_a_checkpoint_is(tmp_path: Path) -> None:
+def test_best_by_may_be_one_value_of_a_metric(tmp_path: Path) -> None:
     data = DatasetProvider(DATA, evaluation=DATA)
 
     def check(best_by: str) -> None:
@@ -370,7 +372,7 @@ def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_pa
         plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 
-def test_all_reasons_to_keep_checkpoints_together(tmp_path: Path) -> None:
+def test_all_retention_rules_can_be_combined(tmp_path: Path) -> None:
     config = _config(tmp_path, checkpoint={"every": 200, "keep_every": 400, "keep_best": 2, "higher_is_better": True})
     plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA, evaluation=DATA))
     assert config.checkpoint.retention == Retention(last=2, every=400, best=2, higher_is_better=True)

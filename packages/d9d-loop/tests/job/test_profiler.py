@@ -123,7 +123,7 @@ def _fail_within_a_row(profiler: Profiler) -> None:
         raise KeyError
 
 
-def test_an_error_leaves_no_profile_and_nothing_running(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_an_error_stops_the_profiler_and_writes_no_profile(tmp_path: Path, ctx: DistributedContext) -> None:
     config = ProfileConfig.model_validate({"first_step": 2, "steps": 5})
     with pytest.raises(KeyError):
         _fail_within_a_row(Profiler(config, tmp_path, ctx, num_steps=9))

@@ -78,5 +78,5 @@ def test_writes_to_parameters_are_refused_before_several_ranks_start(
     [lambda model: model.seen.add_(1), lambda model: model.scale.mul_(2), lambda model: model.layer.weight * 2],
     ids=["buffer", "replicated", "read"],
 )
-def test_other_writes_are_left_to_the_job(tmp_path: Path, write: Callable[[Any], Any]) -> None:
+def test_the_rehearsal_accepts_other_writes(tmp_path: Path, write: Callable[[Any], Any]) -> None:
     _rehearse(tmp_path, write, num_ranks=2)

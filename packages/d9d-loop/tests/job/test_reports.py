@@ -125,7 +125,7 @@ def test_evaluations_and_checkpoints_do_not_count_as_training_time(
     assert run.record.weight_per_second == 3.0
 
 
-def test_settling_brings_the_record_up_to_date(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
+def test_settle_updates_loss_and_throughput_of_the_record(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
     run = _Run(_config(tmp_path), ctx, time)
     with run.reports:
         run.reports.settle(run.steps(4))

@@ -135,7 +135,7 @@ def _trainer(folder: Path, *, evaluate: bool = False, **sections: Any) -> Traine
 
 
 def _weights(trainer: Trainer) -> tuple[TrainResult, dict[str, torch.Tensor]]:
-    """Train, and keep the results."""
+    """Train; return the result and the trained weights."""
     found: dict[str, torch.Tensor] = {}
     trainer.events.on(Finished, lambda done: found.update(done.model.state_dict()))
     result = trainer.train()
@@ -189,7 +189,7 @@ def test_training_learns(tmp_path: Path) -> None:
     assert losses[-1] < 0.3 * start
 
 
-def test_the_same_job_gives_the_same_bits_and_another_seed_does_not(tmp_path: Path) -> None:
+def test_equal_jobs_give_bitwise_equal_weights_and_another_seed_does_not(tmp_path: Path) -> None:
     runs = [_weights(_trainer(tmp_path / name, seed=seed))[1] for name, seed in [("a", 0), ("b", 0), ("c", 1)]]
     _assert_same_bits(runs[0], runs[1])
     assert not torch.equal(runs[0]["up.weight"], runs[2]["up.weight"])
@@ -201,7 +201,7 @@ def test_the_seed_chooses_the_initial_weights(tmp_path: Path) -> None:
     assert not torch.equal(starts[0]["up.weight"], starts[1]["up.weight"])
 
 
-def test_takes_the_samples_of_the_global_order(tmp_path: Path) -> None:
+def test_a_job_trains_on_the_samples_in_the_global_order(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Numbered(_Regression):
@@ -216,7 +216,7 @@ def test_takes_the_samples_of_the_global_order(tmp_path: Path) -> None:
     assert seen[:20] != seen[20:]
 
 
-def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+def test_evaluations_do_not_change_the_trained_weights(tmp_path: Path) -> None:
     with_evaluation, without = (_weights(_trainer(tmp_path / str(on), evaluate=on))[1] for on in (True, False))
     _assert_same_bits(with_evaluation, without)
 
@@ -278,7 +278,7 @@ def test_a_failure_emits_an_event(tmp_path: Path) -> None:
     assert "a second one" in error.value.__notes__[-1]
 
 
-def test_sleep_at_every_step_leaves_the_curve_bit_equal(tmp_path: Path) -> None:
+def test_offloading_at_every_step_keeps_the_losses_bitwise_equal(tmp_path: Path) -> None:
     curves: list[list[float]] = []
     for sleeps in (False, True):
         trainer = _trainer(tmp_path / str(sleeps), steps=5)
@@ -323,7 +323,7 @@ def test_events_have_the_values_of_the_job(tmp_path: Path) -> None:
     assert finished[0].ctx.world_size == 1
 
 
-def test_a_handler_that_fails_is_named(tmp_path: Path) -> None:
+def test_the_note_of_an_error_names_the_event_handler(tmp_path: Path) -> None:
     def out_of_luck(event: StepDone) -> None:
         raise RuntimeError(f"bad luck at {event.step}")
 
@@ -335,7 +335,7 @@ def test_a_handler_that_fails_is_named(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def test_optimizer_and_schedule_may_be_ones_own(tmp_path: Path) -> None:
+def test_optimizer_and_lr_schedule_may_be_custom_functions(tmp_path: Path) -> None:
     def frozen_first(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.get_submodule("down").parameters(), lr=0.5)
 
@@ -356,7 +356,7 @@ def test_optimizer_and_schedule_may_be_ones_own(tmp_path: Path) -> None:
     assert not torch.equal(weights["down.weight"], start["down.weight"])
 
 
-def test_samples_may_be_collated_ones_own_way(tmp_path: Path) -> None:
+def test_samples_may_be_collated_by_a_custom_function(tmp_path: Path) -> None:
     def collate(samples: Samples) -> Batch:
         return {name: torch.stack([sample[name] for sample in samples]) * 0 for name in ("x", "y")}
 
@@ -375,7 +375,7 @@ class _Positional(_Regression):
         return {"input": batch["x"]}
 
 
-def test_starts_from_weights_and_exports_them_by_the_mapper(tmp_path: Path) -> None:
+def test_initial_weights_are_loaded_and_exported_through_the_mapper(tmp_path: Path) -> None:
     source = _Net()
     renamed = _Provider().state_mapper(source).inverse()
     save_model_state(source, tmp_path / "weights", renamed)
@@ -389,18 +389,20 @@ def test_starts_from_weights_and_exports_them_by_the_mapper(tmp_path: Path) -> N
     assert (result.export_dir / "config.json").read_text(encoding="utf-8") == '{\n  "hidden": 4\n}\n'
 
 
-def test_needs_no_export(tmp_path: Path) -> None:
+def test_the_export_can_be_disabled(tmp_path: Path) -> None:
     assert _trainer(tmp_path, export=False).train().export_dir is None
     assert not (tmp_path / "run" / "export").exists()
 
 
 @pytest.mark.parametrize(("keep_last", "steps"), [(1, [6]), (None, [6, 4, 2])])
-def test_keeps_as_many_checkpoints_as_asked_for(tmp_path: Path, keep_last: int | None, steps: list[int]) -> None:
+def test_a_job_keeps_the_configured_number_of_checkpoints(
+    tmp_path: Path, keep_last: int | None, steps: list[int]
+) -> None:
     _trainer(tmp_path, checkpoint={"every": 2, "keep_last": keep_last}).train()
     assert [info.step for info in CheckpointStore(tmp_path / "run" / "checkpoints").complete()] == steps
 
 
-def test_a_loss_that_is_no_number_can_be_saved(tmp_path: Path) -> None:
+def test_a_non_finite_loss_is_saved_in_the_checkpoint(tmp_path: Path) -> None:
     class Diverged(_Regression):
         num_losses = 0
 
@@ -537,7 +539,7 @@ def _train_without_data_parallelism(folder: str) -> str:
     return "trained"
 
 
-def test_parameters_must_be_on_every_axis(tmp_path: Path) -> None:
+def test_parameters_on_fewer_ranks_than_a_stage_has_are_refused(tmp_path: Path) -> None:
     for message in run_ranks(_train_without_data_parallelism, str(tmp_path), world_size=4):
         assert "placed up.weight, up.bias, down.weight, down.bias on fewer than the 4 ranks of a stage" in message
 
@@ -698,7 +700,7 @@ def test_failure_after_a_rollback_is_at_the_step_of_the_checkpoint(tmp_path: Pat
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """A stopped job leaves signals ignored, because its process will exit."""
+    """Restore signal handlers: a stopped job ignores signals until its process exits."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
@@ -709,7 +711,7 @@ def own_signals() -> Iterator[None]:
 @pytest.mark.parametrize("every", [100, 3, 1])
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.sample("False-100", "True-1", "True-3")
-def test_a_signal_saves_and_leaves(tmp_path: Path, every: int, background: bool) -> None:
+def test_a_stop_signal_saves_a_checkpoint_and_ends_the_job(tmp_path: Path, every: int, background: bool) -> None:
     checkpoint = {"every": every, "background": background}
     trainer = _trainer(tmp_path, steps=6, checkpoint=checkpoint)
     trainer.events.on(StepDone, lambda done: os.kill(os.getpid(), signal.SIGTERM) if done.step == 3 else None)

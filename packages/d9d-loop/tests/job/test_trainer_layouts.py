@@ -112,7 +112,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, floa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample("tp=2,cp_shard=2")
-def test_reports_and_evaluations_are_those_of_one_process(
+def test_reports_and_evaluations_equal_one_process(
     tmp_path: Path, layout: str, one_process: list[dict[str, float]]
 ) -> None:
     found = run_ranks(_rows, str(tmp_path), layout, world_size=parse_layout(layout).world_size)[0]

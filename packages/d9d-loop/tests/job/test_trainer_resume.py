@@ -176,7 +176,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> _Outcome:
 
 @pytest.mark.parametrize("at", range(1, STEPS + 1))
 @pytest.mark.sample("1", "4", "7")
-def test_interrupted_after_any_step(tmp_path: Path, at: int, uninterrupted: _Outcome) -> None:
+def test_a_job_interrupted_after_any_step_ends_like_an_uninterrupted_one(
+    tmp_path: Path, at: int, uninterrupted: _Outcome
+) -> None:
     _train_until(_trainer(tmp_path), StepDone, at)
     resumed = _finish(_trainer(tmp_path), tmp_path)
     assert list(resumed.losses) == list(range((at - 1) // 2 * 2 + 1, STEPS + 1))
@@ -184,14 +186,14 @@ def test_interrupted_after_any_step(tmp_path: Path, at: int, uninterrupted: _Out
 
 
 @pytest.mark.parametrize(("kind", "at"), [(EvaluationDone, 6), (CheckpointSaved, 6), (EvaluationDone, STEPS)])
-def test_interrupted_between_evaluation_checkpoint_and_export(
+def test_a_job_interrupted_between_evaluation_checkpoint_and_export_resumes(
     tmp_path: Path, kind: type[Event], at: int, uninterrupted: _Outcome
 ) -> None:
     _train_until(_trainer(tmp_path), kind, at)
     _assert_same(_finish(_trainer(tmp_path), tmp_path), uninterrupted)
 
 
-def test_interrupted_after_the_last_checkpoint(tmp_path: Path, uninterrupted: _Outcome) -> None:
+def test_a_job_interrupted_after_the_last_checkpoint_resumes(tmp_path: Path, uninterrupted: _Outcome) -> None:
     _train_until(_trainer(tmp_path), CheckpointSaved, STEPS)
     resumed = _finish(_trainer(tmp_path), tmp_path)
     assert resumed.losses == {}
@@ -199,14 +201,16 @@ def test_interrupted_after_the_last_checkpoint(tmp_path: Path, uninterrupted: _O
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
 
-def test_interrupted_again_and_again(tmp_path: Path, uninterrupted: _Outcome) -> None:
+def test_a_job_interrupted_several_times_ends_like_an_uninterrupted_one(
+    tmp_path: Path, uninterrupted: _Outcome
+) -> None:
     for at in (1, 3, 4, 5, 6):
         _train_until(_trainer(tmp_path), StepDone, at)
     _assert_same(_finish(_trainer(tmp_path), tmp_path), uninterrupted)
 
 
 @pytest.mark.parametrize("at", [2, STEPS])
-def test_interrupted_with_steps_in_memory(
+def test_a_job_interrupted_with_steps_in_memory_repeats_only_the_interrupted_one(
     tmp_path: Path, at: int, uninterrupted: _Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d9d_loop.job.local_tiers.MEMORY", tmp_path / "memory")
@@ -219,7 +223,7 @@ def test_interrupted_with_steps_in_memory(
     assert not list((tmp_path / "memory").iterdir())
 
 
-def test_checkpoints_in_an_object_store(tmp_path: Path, uninterrupted: _Outcome) -> None:
+def test_a_job_resumes_from_checkpoints_in_an_object_store(tmp_path: Path, uninterrupted: _Outcome) -> None:
     checkpoint = {"every": 2, "folder": f"memory://{tmp_path.name}"}
     _train_until(_trainer(tmp_path, checkpoint=checkpoint), StepDone, 6)
     losses: list[int] = []
@@ -246,7 +250,7 @@ def test_a_finished_job_trains_nothing_and_gives_the_same_result(tmp_path: Path)
     _assert_same(outcome, first)
 
 
-def test_more_steps_continue(tmp_path: Path) -> None:
+def test_a_finished_job_continues_with_more_steps(tmp_path: Path) -> None:
     constant = partial(_trainer, lr_schedule={"final_fraction": 1.0})
     whole = _finish(constant(tmp_path / "whole"), tmp_path / "whole")
     constant(tmp_path / "parts", steps=4).train()
@@ -282,7 +286,7 @@ def _on_ranks(folder: Path, dropout: float, at: int | None) -> tuple[dict[int, f
     return losses, weights
 
 
-def test_ranks_resume_with_the_same_bits(tmp_path: Path) -> None:
+def test_several_ranks_resume_bitwise(tmp_path: Path) -> None:
     whole = run_ranks(_on_ranks, tmp_path / "whole", 0.5, None, world_size=2)
     first = run_ranks(_on_ranks, tmp_path / "parts", 0.5, 5, world_size=2)
     second = run_ranks(_on_ranks, tmp_path / "parts", 0.5, None, world_size=2)
@@ -305,7 +309,7 @@ def _assert_close(folder: Path, losses: dict[int, float], one: _Outcome) -> None
         torch.testing.assert_close(tensor, one.tensors[name], rtol=1e-9, atol=1e-12)
 
 
-def test_two_ranks_go_on_after_one(tmp_path: Path) -> None:
+def test_a_job_of_one_rank_resumes_on_two(tmp_path: Path) -> None:
     one = _finish(_trainer(tmp_path / "one", dropout=0.0), tmp_path / "one")
     first = _trainer(tmp_path / "mixed", dropout=0.0)
     losses: dict[int, float] = {}
@@ -317,7 +321,7 @@ def test_two_ranks_go_on_after_one(tmp_path: Path) -> None:
     _assert_close(tmp_path / "mixed", losses, one)
 
 
-def test_one_rank_goes_on_after_two(tmp_path: Path) -> None:
+def test_a_job_of_two_ranks_resumes_on_one(tmp_path: Path) -> None:
     one = _finish(_trainer(tmp_path / "one", dropout=0.0), tmp_path / "one")
     (losses, _), _ = run_ranks(_on_ranks, tmp_path / "mixed", 0.0, 5, world_size=2)
     more = _finish(_trainer(tmp_path / "mixed", dropout=0.0), tmp_path / "mixed")
@@ -325,7 +329,7 @@ def test_one_rank_goes_on_after_two(tmp_path: Path) -> None:
     _assert_close(tmp_path / "mixed", {**losses, **more.losses}, one)
 
 
-def test_background_writes_are_finished_however_the_job_ends(tmp_path: Path) -> None:
+def test_background_saves_finish_when_the_job_is_interrupted(tmp_path: Path) -> None:
     _train_until(_trainer(tmp_path), StepDone, 5)
     assert [info.step for info in CheckpointStore(tmp_path / "run" / "checkpoints").complete()] == [4, 2]
 
@@ -358,7 +362,7 @@ def test_a_save_that_fails_in_the_background_ends_the_job_soon(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("file", ["tensors-00000.safetensors", "state.json", "rank-00000.json"])
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_skipped_and_moved_aside(
     tmp_path: Path, uninterrupted: _Outcome, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     _train_until(_trainer(tmp_path), StepDone, 5)
@@ -370,7 +374,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert (tmp_path / "run" / "checkpoints" / "step-00000004.damaged-1").exists()
 
 
-def test_a_job_does_not_start_anew_because_all_is_damaged(tmp_path: Path) -> None:
+def test_a_job_with_only_damaged_checkpoints_does_not_start_again(tmp_path: Path) -> None:
     _train_until(_trainer(tmp_path), StepDone, 3)
     _damage(tmp_path / "run" / "checkpoints" / "step-00000002")
     with pytest.raises(StateError, match=r"checkpoints contains step-00000002, but none of them can be loaded"):
@@ -437,7 +441,7 @@ def _rows(folder: Path) -> list[int]:
     return [int(row["step"]) for row in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in row]
 
 
-def test_the_rows_of_a_checkpoint_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_rows_before_a_checkpoint_are_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a power loss: a file has its contents of the last `fsync`."""
     file, fsync = tmp_path / "run" / "metrics.jsonl", os.fsync
     on_disk = tmp_path / "on-disk" / "run" / "metrics.jsonl"
@@ -459,7 +463,9 @@ def test_the_rows_of_a_checkpoint_are_on_the_disk(tmp_path: Path, monkeypatch: p
     assert _rows(tmp_path / "on-disk") == list(range(1, STEPS + 1))
 
 
-def test_rows_that_no_disk_took_are_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_rows_that_could_not_be_written_are_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(_self: JsonlTracker, _step: int, _values: Mapping[str, Any]) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

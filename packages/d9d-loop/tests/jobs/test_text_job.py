@@ -113,7 +113,7 @@ def _load(job: str, export: Path) -> Any:
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.sample("sft")
-def test_a_job_is_the_same_on_four_ranks_and_is_loaded_by_transformers(job: str, folder: Path, tmp_path: Path) -> None:
+def test_losses_equal_on_four_ranks_and_transformers_loads_the_export(job: str, folder: Path, tmp_path: Path) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter
     run = _train(_config(folder, tmp_path / "one", job, **JOBS[job]))
@@ -164,7 +164,9 @@ def test_a_packed_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
     ids=["pp", "cp", "pp-dp"],
 )
 @pytest.mark.full
-def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str, folder: Path, tmp_path: Path) -> None:
+def test_losses_of_a_packed_job_are_equal_over_pipelines(
+    mesh: dict[str, int], job: str, folder: Path, tmp_path: Path
+) -> None:
     if job == "sft":
         pytest.importorskip("d9d_peft")  # trains an adapter
     world_size = prod(mesh.values())
@@ -186,7 +188,7 @@ def test_a_packed_job_is_the_same_over_pipelines(mesh: dict[str, int], job: str,
     assert [file.read_bytes() for file in sorted(export.glob("*.safetensors"))] == before
 
 
-def test_the_loss_of_packed_chats_is_that_of_transformers_on_each_chat(folder: Path, tmp_path: Path) -> None:
+def test_the_loss_of_packed_chats_equals_transformers_on_separate_chats(folder: Path, tmp_path: Path) -> None:
     import transformers
 
     pytest.importorskip("d9d_modules")
@@ -318,7 +320,7 @@ def test_a_base_is_quantised_while_it_is_loaded(folder: Path, tmp_path: Path) ->
         assert_rounds_like(found, [in_float64(peer, ids).logits], peer=[peer(ids).logits])
 
 
-def test_the_loss_of_a_chat_is_that_of_transformers_on_the_answer(folder: Path, tmp_path: Path) -> None:
+def test_the_loss_of_a_chat_equals_transformers_on_the_answer(folder: Path, tmp_path: Path) -> None:
     import transformers
 
     _write(tmp_path / "one.jsonl", [{"prompt": "say two", "completion": "2 is two"}])
@@ -404,7 +406,7 @@ def test_a_resumed_job_ends_like_an_uninterrupted_one(job: str, folder: Path, tm
     assert (whole / "export" / name).read_bytes() == (parts / job / "export" / name).read_bytes()
 
 
-def test_a_decoder_with_bidirectional_attention_is_exported_as_such(folder: Path, tmp_path: Path) -> None:
+def test_the_export_of_a_bidirectional_decoder_has_bidirectional_attention(folder: Path, tmp_path: Path) -> None:
     embedding = {"group": 2, "attention": "bidirectional"}
     run = _train(_config(folder, tmp_path, "embed", steps=1, embedding=embedding))
     model = _load("embed", run / "export")
@@ -530,7 +532,7 @@ def test_numbers_of_the_command_line_are_entries_of_the_model(tmp_path: Path) ->
     assert config.model.entries == {"hidden_size": 32, "hidden_act": "gelu"}
 
 
-def test_only_jobs_that_embed_have_an_embedding(folder: Path, tmp_path: Path) -> None:
+def test_embedding_settings_are_refused_in_other_jobs(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"embedding is set, but job = sft; expected job = embed"):
         _config(folder, tmp_path, "sft", embedding={})
 
@@ -552,6 +554,6 @@ def test_samples_without_the_texts_of_an_embedding_are_refused(
         groups.read(first)
 
 
-def test_a_model_has_one_source() -> None:
+def test_a_model_needs_either_a_folder_or_a_family() -> None:
     with pytest.raises(ValueError, match=r"expected either folder \(released weights\) or family \(a new model\)"):
         TextJobConfig.model_validate({"job": "sft", "model": {}})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass
 class Rows:
-    """Packed rows. `take(values)` lists the trained values of each document, in the order of rows and documents."""
+    """Packed rows. `take(values)` lists the values in the loss mask per document, ordered by row and document."""
 
     document_ids: Tensor
     position_ids: Tensor
@@ -31,7 +31,7 @@ class Rows:
 
 
 def packed_rows(num_rows: int = 3, length: int = 24, num_documents: int = 4, *, padding: int = 3) -> Rows:
-    """Return rows of random documents, each with at least one trained token, and padding at the end."""
+    """Return rows of random documents, each with at least one token in the loss mask, and padding at the end."""
     ids, positions, masks = [], [], []
     for _ in range(num_rows):
         bounds = torch.randperm(length - padding - 1)[: num_documents - 1].sort().values + 1

@@ -21,7 +21,7 @@ def test_all_tokens_as_candidates_give_the_kl_divergence() -> None:
         assert found.weight == mask.sum()
 
 
-def test_the_rest_is_one_more_outcome() -> None:
+def test_the_rest_of_the_vocabulary_counts_as_one_more_candidate() -> None:
     student, teacher = _log_probs(), _log_probs()
     ours, theirs = (torch.cat((p[..., :4], p[..., 4:].logsumexp(-1, keepdim=True)), -1) for p in (student, teacher))
     expected = F.kl_div(ours, theirs, reduction="sum", log_target=True)
@@ -32,7 +32,7 @@ def test_the_rest_is_one_more_outcome() -> None:
     assert_close(same.total, torch.tensor(0.0, dtype=torch.float64))
 
 
-def test_losses_and_gradients_equal_those_of_trl() -> None:
+def test_losses_and_gradients_equal_trl() -> None:
     gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
     server = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
     logits, teacher, mask = torch.randn(2, 5, 9).double().requires_grad_(), _log_probs(), torch.rand(2, 5) < 0.7
@@ -50,7 +50,7 @@ def test_losses_and_gradients_equal_those_of_trl() -> None:
     assert_close(*(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (top.total, expected)))
 
 
-def test_missing_candidates_count_nothing() -> None:
+def test_missing_candidates_do_not_change_the_loss() -> None:
     student, teacher = _log_probs(4).requires_grad_(), _log_probs(4)
     teacher[..., 3] = -torch.inf
     every = torch.ones(2, 5, dtype=torch.bool)

@@ -9,7 +9,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop.losses import sum_per_document
 
 
-def test_sums_equal_those_of_each_document() -> None:
+def test_sums_equal_a_loop_over_documents() -> None:
     rows = packed_rows()
     values = rows.values().requires_grad_()
     sums = sum_per_document(values, rows.document_ids)
@@ -20,7 +20,7 @@ def test_sums_equal_those_of_each_document() -> None:
     assert_close(values.grad, (2 * sums).gather(1, rows.document_ids))
 
 
-def test_sums_have_at_least_float32() -> None:
+def test_sums_are_computed_in_at_least_float32() -> None:
     ones = torch.ones(1, 1000, dtype=torch.bfloat16)
     assert_close(sum_per_document(ones, torch.zeros(1, 1000, dtype=torch.int64))[0, 0], torch.tensor(1000.0))
 

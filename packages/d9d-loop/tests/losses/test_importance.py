@@ -16,7 +16,7 @@ def test_ratios_are_truncated() -> None:
     assert not found.requires_grad
 
 
-def test_a_sequence_has_the_product_of_its_ratios() -> None:
+def test_the_weight_of_a_sequence_is_the_truncated_product_of_token_ratios() -> None:
     rows = packed_rows()
     trained = rows.values()
     rollout = trained + 0.1 * torch.randn(trained.shape, dtype=torch.float64)

@@ -14,7 +14,7 @@ from d9d_loop.losses.importance import ImportanceLevel
 
 
 class Sampled:
-    """Packed answers with everything that a policy loss takes."""
+    """Packed answers with all arguments of a policy loss."""
 
     def __init__(self) -> None:
         self.rows: Rows = packed_rows()
@@ -86,13 +86,13 @@ class Sampled:
     ],
     ids=("grpo", "dapo", "bnpo", "dr_grpo", "dual_clip", "gspo", "cispo"),
 )
-def test_losses_and_gradients_equal_those_of_trl(ours: PolicyLoss, theirs: dict[str, Any]) -> None:
+def test_losses_and_gradients_equal_trl(ours: PolicyLoss, theirs: dict[str, Any]) -> None:
     sampled = Sampled()
     sampled.compare(sampled.ours(ours, old_log_probs_BL=sampled.old), sampled.trl(**theirs))
 
 
 def test_the_gradient_of_rloo_equals_that_of_trl() -> None:
-    """On the policy's own samples: trl's ratio is that of the sequence, and ours that of each token."""
+    """The samples are the policy's own. trl uses the ratio of the sequence, and d9d the ratio of each token."""
     rloo = pytest.importorskip("trl.trainer.rloo_trainer")
     sampled = Sampled()
     policy, mask = sampled.rows.padded(sampled.policy), sampled.rows.padded(torch.ones_like(sampled.policy)).long()
@@ -110,7 +110,7 @@ def test_the_gradient_of_rloo_equals_that_of_trl() -> None:
     assert_close(*(torch.autograd.grad(loss, sampled.policy)[0] for loss in (found, expected)))
 
 
-def test_the_kl_penalty_and_importance_equal_those_of_trl() -> None:
+def test_kl_penalty_and_importance_equal_trl() -> None:
     sampled = Sampled()
     found = sampled.ours(
         PolicyLoss(average="sequences", kl_weight=0.3),
@@ -133,7 +133,7 @@ def test_the_first_update_has_the_gradient_of_reinforce() -> None:
 
 
 @pytest.mark.parametrize("average", ["tokens", "sequences"])
-def test_router_losses_are_averaged_as_the_losses_of_tokens(average: Average) -> None:
+def test_router_losses_are_averaged_like_token_losses(average: Average) -> None:
     sampled = Sampled()
     auxiliary = torch.rand_like(sampled.policy)
     loss = PolicyLoss(average=average)
@@ -166,7 +166,7 @@ def test_a_penalty_needs_a_reference_and_a_reference_a_penalty() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_values_outside_the_answers_do_not_matter(level: ImportanceLevel) -> None:
+def test_values_outside_the_answers_do_not_change_the_gradient(level: ImportanceLevel) -> None:
     sampled, loss = Sampled(), PolicyLoss(ratio_level=level, kl_weight=0.1)
 
     def gradient(outside: float) -> Tensor:

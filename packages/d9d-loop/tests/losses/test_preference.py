@@ -62,7 +62,7 @@ def _trl(rows: Rows, policy: torch.Tensor, reference: torch.Tensor, **options: A
     ],
     ids=lambda each: str(each) if isinstance(each, dict) else "",
 )
-def test_losses_and_gradients_equal_those_of_trl(ours: PreferenceLoss, theirs: dict[str, Any]) -> None:
+def test_losses_and_gradients_equal_trl(ours: PreferenceLoss, theirs: dict[str, Any]) -> None:
     rows = packed_rows()
     policy, reference = rows.values().requires_grad_(), rows.values()
     found, expected = _mean(ours, rows, policy, reference), _trl(rows, policy, reference, **theirs)
@@ -81,7 +81,7 @@ def test_losses_and_gradients_equal_those_of_trl(ours: PreferenceLoss, theirs: d
     ],
     ids=["conservative", "simpo"],
 )
-def test_losses_without_a_reference_equal_those_of_trl(ours: PreferenceLoss, theirs: dict[str, Any]) -> None:
+def test_losses_without_a_reference_equal_trl(ours: PreferenceLoss, theirs: dict[str, Any]) -> None:
     """trl has conservative labels and target margins in its CPOTrainer."""
     cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
     rows = packed_rows()
@@ -116,7 +116,7 @@ def test_simpo_needs_no_reference() -> None:
     )
 
 
-def test_a_pair_without_trained_tokens_is_not_counted() -> None:
+def test_a_pair_without_labels_is_not_counted() -> None:
     rows = packed_rows()
     policy = rows.values().requires_grad_()
     rows.mask[0][rows.document_ids[0] == 1] = False

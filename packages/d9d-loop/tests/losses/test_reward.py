@@ -25,7 +25,7 @@ def test_the_loss_equals_its_formula() -> None:
     assert_close(*(torch.autograd.grad(loss, scores)[0] for loss in (found.total, expected)))
 
 
-def test_loss_and_gradient_equal_those_of_trl() -> None:
+def test_loss_and_gradient_equal_trl() -> None:
     reward = pytest.importorskip("trl.trainer.reward_trainer")
     rows = packed_rows()
     scores = rows.values().requires_grad_()
@@ -42,7 +42,7 @@ def test_loss_and_gradient_equal_those_of_trl() -> None:
     assert_close(*(torch.autograd.grad(loss, scores)[0] for loss in (found.total / found.weight, expected)))
 
 
-def test_padding_is_no_answer() -> None:
+def test_padding_is_not_counted_as_an_answer() -> None:
     rows = packed_rows(num_documents=2)
     found = RewardLoss()(rows.values(), position_ids_BL=rows.position_ids, document_ids_BL=rows.document_ids)
     assert found.weight == 3

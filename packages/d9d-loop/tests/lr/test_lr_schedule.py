@@ -41,11 +41,11 @@ def test_warmup_rises_and_decay_falls(num_steps: int, warmup_steps: int, final_f
         assert factors[-1] == pytest.approx(final_fraction)
 
 
-def test_is_constant_after_the_last_step() -> None:
+def test_a_schedule_is_constant_after_the_last_step() -> None:
     assert WarmupCosineConfig(final_fraction=0.25).build(4)(100) == pytest.approx(0.25)
 
 
-def test_warm_up_stable_decay() -> None:
+def test_warmup_stable_decay_has_three_phases() -> None:
     schedule = WsdConfig(warmup_steps=3, decay_percent=40, decay="linear", final_fraction=0.25).build(10)
     expected = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     assert [schedule(step) for step in range(10)] == pytest.approx(expected)
@@ -64,7 +64,7 @@ def test_phases_are_read_from_a_configuration() -> None:
     assert [config.lr_schedule.build(9)(step) for step in range(9)] == _factors(9, 2, 0.1)
 
 
-def test_a_gap_names_the_section() -> None:
+def test_the_error_for_a_gap_names_the_configuration_section() -> None:
     with pytest.raises(
         UserError, match=r"lr_schedule\.phases: the phases of the schedule take 2 steps, but the job has 9"
     ):

@@ -28,7 +28,7 @@ VALUES: list[tuple[PhaseSettings, float, float]] = [
 
 
 @pytest.mark.parametrize(("phase", "quarter", "half"), VALUES, ids=lambda value: type(value).__name__)
-def test_values_along_each_curve(phase: PhaseSettings, quarter: float, half: float) -> None:
+def test_each_curve_has_its_values_at_a_quarter_and_a_half(phase: PhaseSettings, quarter: float, half: float) -> None:
     found = [phase.value(1.0, progress) for progress in (0.0, 0.25, 0.5, 1.0)]
     assert found == pytest.approx([1.0, quarter, half, 0.2], rel=1e-12)
     assert phase.end(1.0) == 0.2

@@ -20,11 +20,11 @@ def test_each_phase_starts_at_the_end_of_the_previous_one() -> None:
     assert _values(phases, 10) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
-def test_the_first_step_uses_another_start() -> None:
+def test_the_first_phase_may_start_at_another_value() -> None:
     assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 5, 0.5) == pytest.approx([0.5, 0.75, 1, 0.5, 0])
 
 
-def test_a_last_phase_of_one_step_keeps_its_start() -> None:
+def test_a_last_phase_of_one_step_has_its_start_value() -> None:
     assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert _values([LinearPhase(to=0.0)], 1, 1.0) == [1.0]
 

@@ -185,7 +185,7 @@ def test_digests_detect_other_values_without_drawing(build: Callable[[], nn.Modu
     assert differ == {"0.weight"}
 
 
-def test_small_models_are_built_with_values() -> None:
+def test_models_below_the_size_limit_are_built_once_with_values() -> None:
     with mock.patch.object(d9d_loop.model._skipped_draws, "_LARGE_BYTES", 1 << 20):
         built, num_builds = _build(_truncated)
     assert num_builds == 1

@@ -83,7 +83,9 @@ def _train(
 
 
 @pytest.mark.full
-def test_graph_breaks_are_named_and_change_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_graph_breaks_are_printed_with_their_line_and_do_not_change_results(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     eager, num_graphs = _train(tmp_path / "eager", None, 1)
     assert num_graphs == 0
     compiled, num_graphs = _train(tmp_path / "compiled", "aot_eager", 1)

@@ -52,14 +52,14 @@ def _by_the_equation(model: nn.Module) -> str:
     return f"{total % 2**64:016x}"
 
 
-def test_equals_the_formula(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_equals_its_formula(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _built()
     assert frozen_digest(model, ctx) == _by_the_equation(model)
     monkeypatch.setattr("d9d_dist.shards._BLOCK_ELEMENTS", 4)
     assert frozen_digest(model, ctx) == _by_the_equation(model)
 
 
-def test_depends_on_frozen_values_only(ctx: DistributedContext) -> None:
+def test_the_digest_depends_only_on_frozen_values(ctx: DistributedContext) -> None:
     model = _built()
     before = frozen_digest(model, ctx)
     model.get_parameter("trained").data.zero_()
@@ -92,7 +92,7 @@ def _on_ranks() -> list[str]:
     return found
 
 
-def test_does_not_depend_on_the_layout(ctx: DistributedContext) -> None:
+def test_the_digest_does_not_depend_on_the_layout(ctx: DistributedContext) -> None:
     # In one layout replicated parameters are on ranks with different shards: they are counted once.
     expected = frozen_digest(_built(), ctx)
     assert run_ranks(_on_ranks, world_size=4) == [[expected] * 4] * 4

@@ -255,7 +255,7 @@ def test_new_parameters_are_initialized_as_by_from_pretrained(tmp_path: Path) ->
     assert_trees_close(real, {name: expected.get_parameter(name).detach() for name in real}, rtol=0, atol=0)
 
 
-def test_missing_and_unused_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_lists_missing_and_unused_weights(tmp_path: Path) -> None:
     import transformers
 
     folder = CASES["bert"].save(tmp_path / "model")
@@ -288,7 +288,7 @@ def test_weights_that_cannot_be_fused_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_tie_stored_twice_is_kept_if_both_are_equal(tmp_path: Path, differs: bool) -> None:
+def test_tied_weights_that_are_stored_twice_stay_tied_if_equal(tmp_path: Path, differs: bool) -> None:
     import transformers
 
     folder = CASES["llama tied"].save(tmp_path / "model")
@@ -310,7 +310,7 @@ def test_an_index_of_several_files_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["configuration", "folder"])
-def test_without_weights_a_model_has_its_authors_initialization(tmp_path: Path, by: str) -> None:
+def test_without_weights_a_model_has_the_initialization_of_transformers(tmp_path: Path, by: str) -> None:
     import transformers
 
     folder = CASES["qwen3"].save(tmp_path / "model")

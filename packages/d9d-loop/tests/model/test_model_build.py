@@ -115,7 +115,7 @@ def _unseeded(stage: StageInfo) -> nn.Module:
 
 
 @pytest.mark.parametrize(("build", "name"), [(_clocked, "down.bias"), (_unseeded, "gain")])
-def test_ranks_that_built_other_values_take_those_of_the_first(
+def test_values_of_rank_0_are_used_if_ranks_build_other_values(
     tmp_path: Path, build: Callable[[StageInfo], nn.Module], name: str
 ) -> None:
     first, second = run_ranks(_started, tmp_path, {"data_parallel_replicate": 2}, build, world_size=2)

@@ -94,7 +94,7 @@ def test_a_job_starts_from_the_folder_and_exports_its_files(tmp_path: Path, monk
     assert _provider(tmp_path / "released", from_scratch=True).initial_weights is None
 
 
-def test_without_a_recognizer_the_package_is_named(tmp_path: Path) -> None:
+def test_the_error_without_a_recognizer_names_the_package_to_install(tmp_path: Path) -> None:
     with _registered(), pytest.raises(ModuleNotFoundError, match="needs d9d-modules: pip install d9d-modules"):
         pretrained_model(tmp_path)
     with (

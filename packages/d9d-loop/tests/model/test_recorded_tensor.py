@@ -60,7 +60,7 @@ def test_unused_tensors_are_dropped() -> None:
     assert (set(mapper.inputs), set(mapper.outputs)) == ({"a", "b"}, {"first"})
 
 
-def test_computed_values_are_refused_only_if_needed() -> None:
+def test_computed_values_are_refused_only_if_outputs_depend_on_them() -> None:
     recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
     computed = recorded * 2
     computed.normal_()  # does not change stored tensors
@@ -73,7 +73,9 @@ def test_computed_values_are_refused_only_if_needed() -> None:
     ("view", "operation"),
     [(lambda a: a.expand(2, 4, 6), r"aten.expand.default"), (lambda a: a[:, ::2], r"a slice of step 2")],
 )
-def test_other_views_are_refused_if_needed(view: Callable[[Tensor], Tensor], operation: str) -> None:
+def test_unsupported_views_are_refused_if_outputs_depend_on_them(
+    view: Callable[[Tensor], Tensor], operation: str
+) -> None:
     recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
     with pytest.raises(UserError, match=rf"converted by {operation} \(b\)"):
         recorded_mapper(["a"], {"b": view(recorded)})

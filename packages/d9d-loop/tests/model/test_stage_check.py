@@ -61,7 +61,7 @@ def _inputs() -> Inputs:
     return Inputs(torch.ones(3, 4), shift=torch.ones(4))
 
 
-def test_good_stages_pass_and_share_nothing() -> None:
+def test_correct_stages_are_accepted_without_shared_parameters() -> None:
     model, stages = _stages("")
     assert check_parts(model, stages) == {}
     check_chain(model, stages, _inputs(), (0, 1))
@@ -104,7 +104,7 @@ def test_outputs_that_cannot_be_sent_are_refused_between_ranks_only() -> None:
         check_chain(model, stages, _inputs(), (0, 1))
 
 
-def test_a_model_that_cannot_run_on_meta_is_not_judged() -> None:
+def test_a_model_that_cannot_run_on_meta_is_not_checked() -> None:
     check_chain(*_stages("reads values"), _inputs(), (0, 1))
 
 

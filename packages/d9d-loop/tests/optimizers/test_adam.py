@@ -34,7 +34,7 @@ def test_updates_equal_torch(ours: type[Optimizer], theirs: type[Optimizer], set
 
 
 @pytest.mark.parametrize("settings", [{}, {"maximize": True}, {"amsgrad": True}])
-def test_joined_groups_give_the_same_bits(settings: dict[str, object]) -> None:
+def test_updates_of_joined_groups_equal_torch_bitwise(settings: dict[str, object]) -> None:
     """Groups with and without decay share kernels; one has another learning rate, and one parameter no gradient."""
 
     def trained(make: Callable[..., Optimizer]) -> torch.Tensor:

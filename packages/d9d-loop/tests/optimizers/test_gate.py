@@ -1,4 +1,4 @@
-"""A step that the gate skips changes neither parameters nor state, whatever the gradients are."""
+"""A step that the gate skips changes neither parameters nor state, for any gradients."""
 
 from collections.abc import Callable
 from itertools import pairwise

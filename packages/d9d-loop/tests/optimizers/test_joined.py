@@ -38,7 +38,7 @@ def test_each_optimizer_updates_its_parameters() -> None:
     assert torch.equal(model.weight, twin.weight)
 
 
-def test_its_state_dict_can_be_loaded() -> None:
+def test_joined_optimizers_load_their_state_dict() -> None:
     model = nn.Linear(2, 3)
     optimizer = _joined(model)
     _step(model, optimizer)

@@ -1,4 +1,4 @@
-"""Every optimizer makes the same updates in every layout, and resumes from a checkpoint with the same bits."""
+"""Every optimizer makes the same updates in every layout, and resumes bitwise from a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def _assert_same(found: Result, expected: Result) -> None:
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.sample("{'data_parallel_replicate': 2, 'data_parallel_shard': 2}")
-def test_the_layout_changes_nothing(mesh: dict[str, int]) -> None:
+def test_updates_of_every_optimizer_equal_one_process(mesh: dict[str, int]) -> None:
     expected = _train({})
     for found in run_ranks(_train, mesh, world_size=4):
         _assert_same(found, expected)
@@ -189,7 +189,7 @@ def _resume(folder: Path, mesh: dict[str, Any]) -> Result:
         return result
 
 
-def test_every_optimizer_resumes_with_the_same_bits(tmp_path: Path) -> None:
+def test_every_optimizer_resumes_bitwise(tmp_path: Path) -> None:
     expected = _save_midway(tmp_path, {})
     found = _resume(tmp_path, {})
     for kind, tensors in expected.items():
@@ -199,7 +199,7 @@ def test_every_optimizer_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_every_optimizer_resumes_sharded_with_the_same_bits(tmp_path: Path) -> None:
+def test_every_sharded_optimizer_resumes_bitwise(tmp_path: Path) -> None:
     mesh = {"data_parallel_shard": 2}
     expected = run_ranks(_save_midway, tmp_path, mesh, world_size=2)[0]
     for found in run_ranks(_resume, tmp_path, mesh, world_size=2):

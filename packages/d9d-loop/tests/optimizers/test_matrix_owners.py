@@ -42,7 +42,7 @@ def _check() -> list[int]:
         return computed[: -len(CASES)]
 
 
-def test_matrices_are_full_and_mostly_owned_by_one_rank() -> None:
+def test_a_matrix_sharded_over_one_axis_is_computed_by_one_rank_of_each_replica() -> None:
     computed = run_ranks(_check, world_size=4)
     owners = [sum(index in ranks for ranks in computed) for index in range(len(CASES))]
     # Every replica has an owner. All ranks compute matrices sharded over two axes; stacked matrices stay in place.

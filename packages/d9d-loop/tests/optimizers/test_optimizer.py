@@ -26,7 +26,7 @@ def test_builds_adamw_that_decays_matrices_only() -> None:
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 1e-3)
 
 
-def test_skips_frozen_parameters_and_empty_groups() -> None:
+def test_frozen_parameters_and_empty_groups_are_skipped() -> None:
     model = nn.Linear(2, 3)
     model.weight.requires_grad_(False)
     (group,) = AdamWConfig().build(model).param_groups
@@ -110,7 +110,7 @@ def test_a_stage_may_have_no_parameters_for_an_optimizer() -> None:
     MuonConfig().check(nn.Linear(2, 3, bias=False, device="meta"))
 
 
-def test_a_configuration_file_names_any_of_them() -> None:
+def test_every_optimizer_can_be_configured_by_its_kind() -> None:
     base: dict[str, Any] = {"steps": 1, "batch": {"global_size": 1}}
     section = {"kind": "muon", "groups": [{"of": "vectors", "optimizer": {"learning_rate": 3e-4}}]}
     config = validate_config(TrainerConfig, {**base, "optimizer": section})
@@ -135,7 +135,7 @@ def test_a_configuration_file_names_any_of_them() -> None:
         ({"kind": "sgd", "nesterov": True}, "optimizer: nesterov = true, but momentum = 0; expected momentum above 0."),
     ],
 )
-def test_errors_are_explained(section: dict[str, Any], message: str) -> None:
+def test_errors_in_optimizer_sections_state_the_remedy(section: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         validate_config(TrainerConfig, {"steps": 1, "batch": {"global_size": 1}, "optimizer": section})
 

@@ -20,7 +20,7 @@ def test_the_written_file_is_a_description(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
-def test_links_are_those_with_which_the_planner_predicts_the_measured_all_gathers(num_devices: int) -> None:
+def test_with_the_calibrated_link_the_planner_predicts_the_measured_all_gathers(num_devices: int) -> None:
     seconds = {"small": 1e-4, "large": 2e-3}
     bandwidth, latency = calibration.link_of(num_devices, **seconds)
     hardware = Hardware.load("h100-dgx")

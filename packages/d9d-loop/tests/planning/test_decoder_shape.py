@@ -46,7 +46,7 @@ def test_gpt_counts_the_matrices_of_a_torch_layer() -> None:
     assert shape.attention_parameters + shape.dense_parameters == matrices
 
 
-def test_flops_are_those_that_torch_counts() -> None:
+def test_flops_equal_the_count_of_torch() -> None:
     """A step of products of the layers' sizes and of unmasked attention, counted by torch."""
     shape = DecoderShape(
         vocab_size=96,

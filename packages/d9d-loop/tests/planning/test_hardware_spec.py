@@ -23,7 +23,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         Hardware.load("h1000")
 
 
-def test_an_invalid_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_invalid_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\n')
     with pytest.raises(UserError, match=r"mine\.toml is invalid"):
@@ -39,6 +39,6 @@ def test_an_interval_that_reaches_zero_is_refused(tmp_path: Path, name: str) -> 
         Hardware.load(str(path))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.toml does not exist"):
         Hardware.load(str(tmp_path / "none.toml"))

@@ -1,4 +1,4 @@
-"""Traits of jobs that the planner reads from their dry run, and the names of those that it does not model."""
+"""Traits that the planner reads from the dry run of a job, and the list of traits that it does not model."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -119,7 +119,7 @@ def test_compiled_layers_and_models_have_compiled_pointwise_operators(tmp_path: 
     assert [plan.layout.pointwise for plan in plans] == ["eager", "compiled", "compiled"]
 
 
-def test_bytes_are_those_of_the_optimizer_and_the_precision(tmp_path: Path) -> None:
+def test_bytes_per_parameter_depend_on_optimizer_and_precision(tmp_path: Path) -> None:
     adam = _plan(tmp_path, Provider()).layout
     sgd = _plan(
         tmp_path, Provider(), precision="parameters", optimizer={"kind": "sgd", "learning_rate": 1, "weight_decay": 0}
@@ -132,7 +132,9 @@ def test_bytes_are_those_of_the_optimizer_and_the_precision(tmp_path: Path) -> N
     assert sgd.to_json()["not_modelled"] == sgd.timed.not_modelled
 
 
-def test_adapters_are_no_part_of_the_decoder_and_frozen_parameters_are_named(tmp_path: Path) -> None:
+def test_adapters_do_not_change_the_decoder_shape_and_frozen_parameters_are_listed_as_not_modelled(
+    tmp_path: Path,
+) -> None:
     plain, adapted = _plan(tmp_path, Provider()), _plan(tmp_path, Provider(rank=16))
     assert plain.timed.not_modelled == ()
     assert adapted.timed.shape == plain.timed.shape

@@ -15,7 +15,7 @@ def test_a_product_of_full_waves_reaches_the_fraction_of_the_peak() -> None:
     assert seconds == pytest.approx(2 * m * n * (k + HALF_DEPTH) / rate)
 
 
-def test_only_the_sizes_of_a_weight_align_rows() -> None:
+def test_only_odd_weight_sizes_slow_products_down() -> None:
     """With 4095 tokens, the products are as fast as with 4096; with an odd output size, all three are slower."""
     even, fewer, odd = (
         linear_seconds(HARDWARE, tokens, outputs, 4096)

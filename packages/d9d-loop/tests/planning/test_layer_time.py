@@ -58,7 +58,7 @@ def test_a_product_for_each_expert_takes_longer_and_launches_more_operators() ->
 
 
 def test_tokens_cross_the_network_once_for_each_node() -> None:
-    """With 2 nodes, nearly each token has an expert on the other node, and 5 ranks there: 1 instead of 5 rows."""
+    """With 2 nodes, nearly every token has experts on 5 ranks of the other node; 1 row is sent instead of 5."""
     rows, nodes, adjacent = (
         layer_time(SPARSE, replace(LAYOUT, **traits), HARDWARE, sparse=True).forward.expert
         for traits in ({}, {"deduplicates_nodes": True}, {"deduplicates_nodes": True, "adjacent_experts": True})
@@ -67,8 +67,8 @@ def test_tokens_cross_the_network_once_for_each_node() -> None:
 
 
 @pytest.mark.parametrize("length", [4096, 16])
-def test_overlapped_experts_hide_behind_the_computation_that_there_is(length: int) -> None:
-    """Transfers of long samples slow the computation down; those of few experts' small products exceed it."""
+def test_expert_transfers_overlap_with_the_computation_of_the_layer(length: int) -> None:
+    """Transfers hide behind the computation of long samples, but slow it down; for small experts, they exceed it."""
     shape = SPARSE if length > 1000 else replace(SPARSE, num_heads=1, num_kv_heads=1, expert_size=64, top_k=64)
     layout = replace(LAYOUT, length=length, groups_experts=True)
     bare, hidden = (
@@ -90,14 +90,14 @@ def test_transfers_between_nodes_do_not_slow_experts_down() -> None:
 
 @pytest.mark.parametrize("num_experts", [60, 64, 100, 128, 160, 384])
 def test_backward_products_of_experts_take_twice_the_forward_ones(num_experts: int) -> None:
-    """Rows per expert are fractions: they align nothing."""
+    """Fractional numbers of rows per expert must not count as unaligned sizes."""
     shape = replace(SPARSE, num_experts=num_experts, top_k=6)
     time = layer_time(shape, PlanLayout(length=2**20), HARDWARE, sparse=True)
     assert time.backward.matmul / time.forward.matmul == pytest.approx(2, rel=0.05)
 
 
 def test_a_sparse_layer_gathers_for_attention_only() -> None:
-    """Router, experts and a whole shared expert process the tokens of the rank; a split shared expert gathers more."""
+    """Only attention and a shared expert split over tensor-parallel ranks gather the tokens of other ranks."""
     shape = replace(SPARSE, shared_size=1536)
     layout = PlanLayout(tp=4, dp=4, pointwise="fused")
     pair = sum(
@@ -145,7 +145,7 @@ def test_a_faster_attention_kernel_takes_less_time() -> None:
 
 
 def test_each_tensor_parallel_rank_reads_a_whole_shared_expert() -> None:
-    """With few tokens, products take the time to read the weight: four times as many bytes as of a split one."""
+    """With few tokens, a product takes the time to read its weight: four times the bytes of a split one."""
     layout = PlanLayout(tp=4, length=64)
     without = layer_time(SPARSE, layout, HARDWARE, sparse=True).forward.matmul
     shape = replace(SPARSE, shared_size=2**16)

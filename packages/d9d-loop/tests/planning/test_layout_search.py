@@ -1,4 +1,4 @@
-"""Search of layouts: what is legal, what fits, and the order."""
+"""Layout search: which layouts are valid, which fit into memory, and their order."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -145,7 +145,7 @@ def test_offload_moves_the_activations_of_every_microbatch_once_each_way() -> No
     assert offloaded.seconds - plain.seconds == pytest.approx(2 * 8 * kept / 1e6 - hidden)
 
 
-def test_a_model_that_fits_nowhere_has_a_smallest_layout() -> None:
+def test_the_search_for_a_model_that_fits_nowhere_returns_the_smallest_layout() -> None:
     found = search_layouts(QWEN3_30B, HARDWARE, world_size=1, global_size=1, length=4096)
     assert found.fitting == ()
     assert found.smallest.layout.recompute == "full"

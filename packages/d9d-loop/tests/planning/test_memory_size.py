@@ -59,7 +59,7 @@ def test_context_parallelism_gathers_the_keys_and_values_of_the_whole_sequence()
     assert split - alone == 3 * 2 * 2 * 1024
 
 
-def test_whole_gradients_are_kept_until_the_last_microbatch() -> None:
+def test_unsharded_gradients_are_kept_if_only_the_last_microbatch_reduces() -> None:
     shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
     layout = PlanLayout(dp=8, num_microbatches=2, length=64)
     whole = memory_of(shape, layout, 0).gradients
@@ -68,7 +68,7 @@ def test_whole_gradients_are_kept_until_the_last_microbatch() -> None:
     assert memory_of(shape, replace(layout, num_microbatches=1), 0).gradients == reduced
 
 
-def test_recomputation_of_every_second_layer_is_halfway() -> None:
+def test_recomputing_every_second_layer_saves_half_as_much_as_recomputing_all() -> None:
     shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
     kept, again, half = (
         activation_bytes_per_token(shape, PlanLayout(recompute=kind, recompute_every=every), sparse=False)
@@ -86,7 +86,7 @@ def test_gathered_logits_are_not_divided_by_the_tensor_parallel_degree() -> None
 
 @pytest.mark.parametrize(("tp", "ep", "shard_ranks"), [(1, 1, 16), (1, 4, 4), (4, 1, 4), (4, 8, 1), (2, 32, 2)])
 def test_each_expert_weight_is_stored_once_in_a_job(tp: int, ep: int, shard_ranks: int) -> None:
-    """All ranks with the same experts shard them, whatever shards the other parameters."""
+    """All ranks with the same experts shard them, however the other parameters are sharded."""
     layout = PlanLayout(dp=16, tp=tp, ep=ep, shard_ranks=shard_ranks, length=64)
     sparse, dense = (memory_of(each, layout, 0).parameters for each in (SPARSE, replace(SPARSE, expert_size=0)))
     assert (sparse - dense) * layout.world_size == pytest.approx(8 * SPARSE.expert_parameters * 4)

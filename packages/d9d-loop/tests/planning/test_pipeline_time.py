@@ -7,14 +7,14 @@ from d9d_pipeline import Backward, Compute, Forward, Interleaved, OneForwardOneB
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (8, 32)])
-def test_equal_stages_take_the_time_of_the_simulation(num_ranks: int, num_microbatches: int) -> None:
+def test_the_time_of_equal_stages_equals_the_simulation(num_ranks: int, num_microbatches: int) -> None:
     program = build(OneForwardOneBackward(), num_ranks=num_ranks, num_microbatches=num_microbatches)
     simulated = simulate(program, duration=lambda action: 1.0 if isinstance(action, Forward) else 2.0)
     seconds = pipeline_seconds([3.0] * num_ranks, num_microbatches=num_microbatches, overlaps=True)
     assert seconds == pytest.approx(simulated.makespan, rel=1e-12)
 
 
-def test_interleaved_stages_take_the_time_of_the_simulation() -> None:
+def test_the_time_of_interleaved_stages_equals_the_simulation() -> None:
     program = build(Interleaved(2), num_ranks=4, num_microbatches=8)
     simulated = simulate(program, duration=lambda action: 0.5 if isinstance(action, Forward) else 1.0)
     seconds = pipeline_seconds([3.0] * 4, num_microbatches=8, stages_per_rank=2, overlaps=True)

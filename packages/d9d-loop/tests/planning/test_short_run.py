@@ -94,7 +94,9 @@ def _trainer(
     ],
     ids=["one kind", "a period of two", "pipeline"],
 )
-def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], tmp_path: Any) -> None:
+def test_costs_extrapolated_from_few_layers_equal_a_dry_run_of_all_layers(
+    inner: list[int], mesh: dict[str, int], tmp_path: Any
+) -> None:
     trainer = _trainer(inner, tmp_path, None, **mesh)
     plan = trainer.plan_for(Launch(world_size=4, device="cpu"))
     ranks = representatives(plan, 4)
@@ -119,7 +121,7 @@ def test_few_layers_cost_as_much_as_all(inner: list[int], mesh: dict[str, int], 
 @pytest.mark.parametrize("mesh", [{"data_parallel_shard": 4}, {"pipeline_parallel": 2, "data_parallel_shard": 2}])
 @pytest.mark.parametrize("reduces", [False, True], ids=["once", "each microbatch"])
 @pytest.mark.sample("each microbatch-mesh1")
-def test_a_few_microbatches_have_the_memory_and_the_collectives_of_all(
+def test_memory_and_collectives_of_few_microbatches_predict_those_of_all(
     mesh: dict[str, int], reduces: bool, tmp_path: Any
 ) -> None:
     trainer = _trainer([64] * 3, tmp_path, {"reduce_each_microbatch": reduces}, **mesh)

@@ -38,7 +38,7 @@ FLAT = HARDWARE.model_copy(
 
 
 def _with(**constants: float) -> Hardware:
-    """Return the hardware with other fitted constants, where a test needs a regime."""
+    """Return the hardware with the given fitted constants."""
     return HARDWARE.model_copy(update={"fitted": HARDWARE.fitted.model_copy(update=constants)})
 
 
@@ -133,7 +133,7 @@ def test_eager_pointwise_operators_move_twice_the_bytes_of_fused_ones() -> None:
     assert compiled - gaps == pytest.approx(0.6 * (fused - gaps), rel=0.01)
 
 
-def test_virtual_layers_take_places_of_the_first_and_last_stage() -> None:
+def test_virtual_layers_reduce_the_layers_of_the_first_and_last_stage() -> None:
     layout = replace(LAYOUT, pp=4, virtual_layers=(1, 2))
     assert [layers_of(replace(SHAPE, num_layers=10), layout, rank)[0] for rank in range(4)] == [3, 3, 3, 1]
 
@@ -156,8 +156,8 @@ def test_experts_of_all_ranks_are_neither_gathered_nor_reduced() -> None:
         assert sparse == pytest.approx(step_time(dense, replace(layout, ep=1), HARDWARE).data, rel=0.02)
 
 
-def test_shared_cores_overlap_nothing_and_sharding_costs_copies() -> None:
-    """On a CPU the gathers and scatters of 48 layers and the rest take their whole time, beside hooks and copies."""
+def test_on_a_device_without_overlap_transfers_and_copies_of_shards_are_exposed() -> None:
+    """On a CPU, all-gathers and reduce-scatters of 48 layers are fully exposed, and hooks and copies add to them."""
     layout = PlanLayout(dp=4, length=2048, num_microbatches=2, reduces_each_microbatch=True)
     device = HARDWARE.device.model_copy(update={"overlaps": False, "shard_seconds": 1e-3})
     hidden = step_time(SHAPE, layout, HARDWARE)
@@ -196,7 +196,7 @@ def test_experts_are_sharded_over_the_ranks_of_their_mesh(
 
 
 def test_replicas_reduce_the_shards_of_each_kind_of_parameters() -> None:
-    """64 ranks in 8 replicas of 8 shards; 8 ranks have the same experts, which they shard, or do not if HSDP does."""
+    """64 ranks are 8 replicas of 8 shards. 8 ranks hold the same experts, and either shard or replicate them."""
     layout = PlanLayout(dp=64, ep=8, shard_ranks=8)
     for shards_experts in (True, False):
         dense, experts = parameter_groups(SPARSE, replace(layout, shards_experts=shards_experts), 0)
@@ -214,7 +214,7 @@ def test_replicas_reduce_the_shards_of_each_kind_of_parameters() -> None:
 
 
 def test_sharding_in_part_moves_at_least_the_bytes_of_replicas() -> None:
-    """Scatter and reduction of 8 shards in 8 replicas send as much as one reduction of 64 ranks, within its ends."""
+    """Reduce-scatter and all-reduce over 8 x 8 ranks send about as many bytes as one all-reduce over 64 ranks."""
     for shards_experts in (True, False):
         layout = PlanLayout(dp=64, ep=8, shards_experts=shards_experts, overlaps_gradients=False)
         replicated, hybrid, sharded = (
@@ -230,7 +230,7 @@ def test_sharding_in_part_moves_at_least_the_bytes_of_replicas() -> None:
 
 
 def test_tensor_parallel_ranks_gather_whole_experts() -> None:
-    """Without expert parallelism, 8 tensor-parallel ranks share 8 times the experts that expert parallelism leaves."""
+    """Without expert parallelism, a rank gathers 8 times as many experts as with 8 expert-parallel ranks."""
     one, eight = (
         group_seconds(parameter_groups(SPARSE, layout, 0)[1], layout, FLAT)[0]
         for layout in (PlanLayout(dp=8, tp=8, ep=8), PlanLayout(dp=8, tp=8))
@@ -250,7 +250,7 @@ def test_exposed_and_hidden_transfers_are_the_whole(sharding: Sharding, pp: int,
 
 
 def test_transfers_of_a_step_hide_behind_one_microbatch() -> None:
-    """A pipeline's stages gather and scatter once, so further microbatches hide nothing more."""
+    """A pipeline stage gathers and scatters once per step, so more microbatches do not hide more."""
     slow = HARDWARE.model_copy(update={"network": HARDWARE.network.model_copy(update={"bandwidth": 1e9})})
     layout = PlanLayout(tp=8, dp=16, pp=2, num_microbatches=4, length=2048)
     few, many = (step_time(SHAPE, replace(layout, num_microbatches=m), slow) for m in (4, 64))

@@ -45,7 +45,7 @@ def test_the_host_reads_finite_numbers_and_unset_flags() -> None:
         assert torch.zeros(2, 2).tolist() == [[0, 0], [0, 0]]
 
 
-def test_blocks_that_run_once_count_as_all() -> None:
+def test_a_record_of_one_of_several_equal_blocks_counts_all_of_them() -> None:
     def run() -> None:
         total = torch.zeros(1)
         for block in each_block(17, 4):

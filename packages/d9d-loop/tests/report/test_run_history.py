@@ -59,7 +59,7 @@ def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repe
     ]
 
 
-def test_a_stop_and_a_loss_of_all_ranks_have_no_culprit(tmp_path: Path) -> None:
+def test_interruptions_by_a_signal_or_of_all_ranks_have_no_culprit(tmp_path: Path) -> None:
     folder = _journal(
         tmp_path,
         _step("started", 0.0, 0),

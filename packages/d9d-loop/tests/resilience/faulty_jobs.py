@@ -39,7 +39,7 @@ from d9d_loop.resilience import Stopped
 from d9d_metrics import TensorBoardTracker
 
 BAD_STEP = 3
-STARTUP_SECONDS = 120  # also of collectives: it ends what the limit of a step does not end
+STARTUP_SECONDS = 120  # also the timeout of collectives, which applies where the step timeout does not
 _NUM_STEPS = 6
 _SIGNALS = {
     "is killed": signal.SIGKILL,
@@ -157,7 +157,7 @@ class _Fault:
             os.kill(os.getpid(), _SIGNALS[self.name])
 
     def ask_again(self, event: CheckpointStarted) -> None:
-        """Occurs in the slow save that the first signal requested."""
+        """Send a second signal during the slow save that the first signal requested."""
         if event.step > BAD_STEP:
             time.sleep(0.5)
             self.place.fault_is_now()

@@ -23,7 +23,7 @@ TIMEOUTS = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=1))
 
 
 def watched(place: Place, fault: str, culprit: int, timeouts: Timeouts = TIMEOUTS) -> None:
-    """Run steps under the watchdog; one never ends."""
+    """Run steps under the watchdog; apply a fault to one rank at `BAD_STEP`."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=timeouts) as ctx, HangWatchdog(ctx) as watchdog:
         for step in range(1, BAD_STEP + 2):
             watchdog.beat(step)
@@ -35,14 +35,14 @@ def watched(place: Place, fault: str, culprit: int, timeouts: Timeouts = TIMEOUT
 
 
 def watched_patiently(place: Place, fault: str, culprit: int) -> None:
-    """Like `hangs`, but ranks have enough time to exit by themselves, on any loaded machine."""
+    """Call `watched` with long timeouts, so that ranks exit by themselves even on a loaded machine."""
     patient = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=120))
     with mock.patch.object(d9d_loop.resilience.hang_watchdog, "_EXIT_SECONDS", 120.0):
         watched(place, fault, culprit, patient)
 
 
 def watched_with_a_lost_host(place: Place) -> None:
-    """All ranks wait for a host that the agents give up: rank 1 writes their file."""
+    """Wait on all ranks for a host that the agents have lost; rank 1 writes the file with its name."""
     patient = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=120))
     with (
         mock.patch.dict(os.environ, {NODE_FOLDER: str(place.folder)}),
@@ -57,7 +57,7 @@ def watched_with_a_lost_host(place: Place) -> None:
 
 
 def watched_with_a_host_lost_after_a_peer(place: Place, culprit: int) -> None:
-    """A peer exits because of a lost host, before this rank can read from its node which host that is."""
+    """Let one rank exit because of a lost host, before the other can read the name of the host."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
 
         def lost_after_the_peer() -> str | None:
@@ -73,7 +73,7 @@ def watched_with_a_host_lost_after_a_peer(place: Place, culprit: int) -> None:
 
 
 def watched_victim_of_itself(place: Place, culprit: int) -> None:
-    """Like the loop above, but the other ranks do not exit when their collective fails."""
+    """Kill one rank; the others ignore the error of their collective and do not exit."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
         watchdog.beat(1)
         dist.barrier()
@@ -85,7 +85,7 @@ def watched_victim_of_itself(place: Place, culprit: int) -> None:
 
 
 def watched_failing_late(place: Place) -> None:
-    """Rank 1 hangs; the collective of rank 0 fails at about the time at which the hang is detected."""
+    """Let rank 1 hang; rank 0 raises at about the time at which the hang is detected."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
         watchdog.beat(1)
         time.sleep(1.3 * TIMEOUTS.step.total_seconds())  # as in a first step, which compiles kernels

@@ -103,7 +103,7 @@ def test_a_skipped_step_has_no_effect(build: Build, ctx: DistributedContext) -> 
         assert torch.equal(skipped, never)
 
 
-def test_an_optimizer_that_counts_steps_learns_of_a_skipped_one_before_the_next(
+def test_skipped_steps_are_removed_from_the_step_count_of_an_optimizer(
     ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host reads a decision one step late, so the optimizer has counted the step by then."""

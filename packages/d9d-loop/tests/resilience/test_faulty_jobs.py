@@ -28,7 +28,7 @@ def _run(
 
 def _is_in_time(rank: Rank) -> bool:
     assert rank.seconds is not None, "there was no fault"
-    return 0 <= rank.seconds <= STARTUP_SECONDS / 2  # a busy machine takes longer than the limit of a step
+    return 0 <= rank.seconds <= STARTUP_SECONDS / 2  # on a busy machine the exit may take longer than the step timeout
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,9 @@ def _is_in_time(rank: Rank) -> bool:
     ids=["task", "model", "data", "data in a worker", "killed data worker", "event handler"],
 )
 @pytest.mark.sample("task")
-def test_an_error_of_a_rank_is_named_on_the_others(fault: str, sections: dict[str, Any], expected: str) -> None:
+def test_the_errors_of_other_ranks_contain_the_error_of_the_failed_rank(
+    fault: str, sections: dict[str, Any], expected: str
+) -> None:
     ended = _run(fault, 1, **sections)
     assert [rank.code for rank in ended] == [1, 1]
     assert re.search(expected, ended[1].errors), ended[1].errors
@@ -64,7 +66,7 @@ def test_an_error_of_a_rank_is_named_on_the_others(fault: str, sections: dict[st
 
 
 @pytest.mark.full
-def test_a_handler_is_named() -> None:
+def test_the_error_names_the_event_handler_that_failed() -> None:
     ended = _run("event handler raises", 0)
     assert re.search("raised by the handler _Fault.on_step of StepDone", ended[0].errors)
 
@@ -79,7 +81,7 @@ def test_a_full_disk_ends_all_ranks_and_names_the_rank() -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.sample("1")
-def test_a_rank_that_is_killed_is_named(culprit: int) -> None:
+def test_the_errors_name_a_rank_that_is_killed(culprit: int) -> None:
     ended = _run("is killed", culprit)
     assert ended[culprit].code == -9
     survivor = ended[1 - culprit]
@@ -87,7 +89,7 @@ def test_a_rank_that_is_killed_is_named(culprit: int) -> None:
     assert re.search(rf"[Rr]ank {culprit} failed( before this rank)?: its process \d+ on \S+ is gone", survivor.errors)
 
 
-def test_a_rank_that_is_stopped_is_named() -> None:
+def test_the_errors_name_a_rank_whose_process_is_stopped() -> None:
     ended = _run("is stopped", 1, unwaited=1)
     assert ended[0].code == ExitCode.HANG, ended[0]
     assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", ended[0].errors)
@@ -100,7 +102,7 @@ def test_handlers_have_their_own_timeouts() -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_in_an_inference_is_named() -> None:
+def test_the_errors_name_a_rank_that_is_stopped_in_an_inference() -> None:
     ended = run_forked(infers, 1, unwaited=1)
     assert ended[0].code == ExitCode.HANG, ended[0]
     assert _is_in_time(ended[0])
@@ -137,7 +139,7 @@ def test_a_non_finite_gradient_on_one_rank_is_reported_by_all() -> None:
 
 
 @pytest.mark.full
-def test_a_tracker_that_is_down_is_named_without_delay() -> None:
+def test_the_error_names_a_tracker_that_is_down_without_delay() -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard, which is optional")
     ended = _run("tracker is down", 0, trackers=[{"kind": "tensorboard"}])
     assert [rank.code for rank in ended] == [0, 0], ended

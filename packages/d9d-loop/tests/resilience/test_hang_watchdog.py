@@ -28,7 +28,7 @@ def _reports(ended: list[Rank], culprit: int) -> list[str]:
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.sample("2")
-def test_a_rank_in_an_endless_loop_is_named_with_its_line(culprit: int) -> None:
+def test_the_report_names_a_rank_in_an_endless_loop_with_its_line(culprit: int) -> None:
     ended = run_forked(watched, "sleeps", culprit, world_size=3)
     waiting = ", ".join(str(rank) for rank in range(3) if rank != culprit)
     for report in _reports(ended, culprit):
@@ -41,13 +41,13 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line(culprit: int) -> None:
     assert "time.sleep" in ended[culprit].errors or "in do" in ended[culprit].errors
 
 
-def test_a_host_that_the_agents_have_lost_ends_the_ranks_and_is_named() -> None:
+def test_ranks_end_with_an_error_that_names_a_host_lost_by_the_agents() -> None:
     ended = run_forked(watched_with_a_lost_host)
     assert [rank.code for rank in ended] == [ExitCode.PEER_LOST] * 2
     assert all(LOST_HOST in rank.errors for rank in ended), ended
 
 
-def test_a_lost_host_is_named_even_if_a_peer_exits_first_because_of_it() -> None:
+def test_the_error_names_a_lost_host_even_if_a_peer_exits_first() -> None:
     ended = run_forked(watched_with_a_host_lost_after_a_peer, 0)
     assert ended[1].code == ExitCode.PEER_LOST
     assert LOST_HOST in ended[1].errors
@@ -59,13 +59,13 @@ def test_an_error_caused_by_a_hang_shows_the_report() -> None:
     assert all("no progress for" in rank.errors and "in a step, step 2" in rank.errors for rank in ended)
 
 
-def test_a_rank_whose_process_is_stopped_is_named() -> None:
+def test_the_report_names_a_rank_whose_process_is_stopped() -> None:
     ended = run_forked(watched, "is stopped", 1, world_size=3, unwaited=1)
     for report in _reports(ended, 1):
         assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", report)
 
 
-def test_a_rank_that_holds_the_gil_is_named_and_exits() -> None:
+def test_the_report_names_a_rank_that_holds_the_gil_and_the_rank_exits() -> None:
     ended = run_forked(watched, "holds the interpreter", 1)
     (report,) = _reports(ended, 1)
     assert re.search(r"Rank 1 is missing: it does not answer; its process \d+ on \S+ holds the GIL", report)

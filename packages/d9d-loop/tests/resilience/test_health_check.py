@@ -26,7 +26,7 @@ def test_one_process_has_no_links(ctx: DistributedContext) -> None:
     assert "health of 1 ranks" in str(report)
 
 
-def test_a_device_that_miscalculates_is_named(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_device_that_miscalculates(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     matmul = torch.Tensor.__matmul__
 
     def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _out_of_memory(*_: object) -> torch.Tensor:
     raise torch.OutOfMemoryError("out of memory")
 
 
-def test_all_ranks_are_measured() -> None:
+def test_the_health_check_passes_on_several_ranks() -> None:
     assert run_ranks(_check, None, world_size=3) == [""] * 3
 
 
@@ -74,7 +74,7 @@ def test_all_ranks_name_the_one_that_fails() -> None:
     assert "computing failed: out of memory" in messages[0]
 
 
-def test_slow_ranks_are_named_with_their_machine(ctx: DistributedContext, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_ranks_are_reported_with_their_machine(ctx: DistributedContext, caplog: pytest.LogCaptureFixture) -> None:
     ranks = [dataclasses.replace(_RANK, rank=rank, host=host) for rank, host in enumerate("aabb")]
     assert not find_slow(ranks, factor=3)
     ranks[2] = dataclasses.replace(ranks[2], link_seconds=0.05, all_reduce_seconds=0.05)

@@ -58,7 +58,7 @@ def _find(ctx: DistributedContext, faults: dict[int, str], *, x: float = 1.0, fa
     return find_non_finite(model, _replay(model, torch.full((2, 4), x), factor=factor), ctx=ctx)
 
 
-def test_finite_steps_have_no_finding(ctx: DistributedContext) -> None:
+def test_a_finite_step_gives_no_finding(ctx: DistributedContext) -> None:
     assert _find(ctx, {}) is None
 
 
@@ -87,7 +87,7 @@ def test_a_non_finite_parameter_is_found_before_its_consequences(ctx: Distribute
     assert (found.module, found.tensor) == ("2.inner", "weight")
 
 
-def test_no_hooks_remain(ctx: DistributedContext) -> None:
+def test_no_hooks_remain_after_the_search(ctx: DistributedContext) -> None:
     model = _model({})
     find_non_finite(model, _replay(model, torch.ones(2, 4)), ctx=ctx)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -118,7 +118,7 @@ def test_the_rank_of_a_reduced_gradient_is_found(fault: str, culprits: list[int]
     assert messages == [f"the first tensor that is not finite is {expected}"] * 3
 
 
-def test_stages_are_ordered_in_forward_and_backward() -> None:
+def test_the_first_finding_is_chosen_in_the_order_of_execution() -> None:
     def found(phase: Any, stage: int, number: int) -> NonFinite:
         return NonFinite((0,), "", "", phase, stage, number)
 

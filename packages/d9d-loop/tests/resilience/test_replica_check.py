@@ -77,7 +77,7 @@ def _flipped(where: str, culprit: int, replicate: int) -> str:
         ("plain", 2, 1, "- 1.weight: rank 2 differs from rank 0\n"),
     ],
 )
-def test_one_flipped_bit_is_found_and_named_on_every_rank(
+def test_the_error_on_every_rank_names_the_replica_with_a_flipped_bit(
     where: str, culprit: int, replicate: int, expected: str
 ) -> None:
     messages = run_ranks(_flipped, where, culprit, replicate, world_size=4)
@@ -120,7 +120,7 @@ def _ran_on(same_data: bool) -> str:
         return ""
 
 
-def test_a_buffer_that_forward_updates_from_its_own_microbatch_is_named() -> None:
+def test_the_error_names_a_buffer_that_forward_updates_from_the_microbatch_of_its_rank() -> None:
     assert run_ranks(_ran_on, True, world_size=4) == [""] * 4
     for message in run_ranks(_ran_on, False, world_size=4):
         assert message.startswith("buffers differ between ranks after step 1, because forward updates them from")

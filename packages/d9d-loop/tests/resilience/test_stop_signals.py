@@ -24,7 +24,7 @@ def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: Distribu
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_only_the_signals_asked_for_are_caught(ctx: DistributedContext) -> None:
+def test_without_signals_no_handlers_are_installed(ctx: DistributedContext) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     with StopSignals(ctx, signals=()):
         assert {number: signal.getsignal(number) for number in before} == before

@@ -52,7 +52,7 @@ def _reports() -> dict[int, list[str]]:
         return found
 
 
-def test_a_rank_that_waits_for_data_is_named_once_after_a_window_of_checks() -> None:
+def test_a_rank_that_waits_for_data_is_reported_once_after_a_window_of_checks() -> None:
     for found in run_ranks(_reports, world_size=3):
         # The second period has two checks only.
         assert [step for step, texts in found.items() if texts] == [6]

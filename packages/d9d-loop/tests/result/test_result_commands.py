@@ -61,7 +61,7 @@ def chat_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_streamed_tokens_are_those_of_transformers(byte_run: Path) -> None:
+def test_streamed_tokens_equal_generate_of_transformers(byte_run: Path) -> None:
     result = load_result(byte_run, device=CPU)
     assert isinstance(result.tokenizer, ByteTokenizer)
     prompt = result.tokenizer.encode("to be")
@@ -85,7 +85,7 @@ def test_a_prompt_without_template_is_continued(byte_run: Path, capsys: pytest.C
     assert capsys.readouterr().out == "to be" + result.tokenizer.decode(ids) + "\n"
 
 
-def test_lines_are_turns_of_one_conversation(
+def test_lines_of_a_chat_continue_one_conversation(
     chat_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -115,7 +115,7 @@ def test_stop_tokens_end_an_answer(chat_folder: Path) -> None:
     assert len(tokens) < 200
 
 
-def test_perplexity_and_accuracy_are_those_of_a_plain_loop(byte_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_perplexity_and_accuracy_equal_a_plain_loop(byte_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["to be or not to be", "that is"]
     data = byte_run / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

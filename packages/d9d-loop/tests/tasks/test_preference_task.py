@@ -46,7 +46,7 @@ def test_a_loss_has_a_reference_if_and_only_if_it_is_expected() -> None:
         PreferenceTask().loss(outputs, batch)
 
 
-def test_router_losses_are_added_and_are_no_part_of_margins() -> None:
+def test_router_losses_are_added_to_the_loss_but_not_to_margins() -> None:
     batch = _batch()
     plain = {"log_probs": -torch.rand(2, 6)}
     outputs = {**plain, "auxiliary_losses": torch.rand(2, 6)}

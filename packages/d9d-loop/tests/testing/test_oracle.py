@@ -46,7 +46,7 @@ def test_correct_layouts_pass() -> None:
     assert_same_as_one_process(_Mlp(), BATCH, task=_Regression(), layouts=["dp_shard=2,microbatch=2", "dp_replicate=4"])
 
 
-def test_the_first_tensor_that_differs_is_named() -> None:
+def test_the_error_names_the_first_tensor_that_differs() -> None:
     with pytest.raises(
         AssertionError, match=r"First: step 1\.gradients\.2\.weight: relative error 0\.\d+; .* index \(0"
     ) as e:
@@ -76,7 +76,7 @@ def _own_weight() -> Generator[None]:
         yield
 
 
-def test_ranks_that_disagree_are_named() -> None:
+def test_the_error_names_ranks_that_disagree() -> None:
     experiment = Experiment(model=_Mlp(), batch=BATCH, task=_Regression())
     with pytest.raises(AssertionError, match=r"step 1: rank 1 has \{'loss': .*\}, rank 0 has \{'loss'"):
         trace_layout(experiment, parse_layout("dp_shard=2"), around=_own_weight)

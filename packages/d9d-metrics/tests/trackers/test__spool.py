@@ -27,7 +27,7 @@ def drained(spool: Spool) -> list[int | None]:
     return steps
 
 
-def test_returns_every_type_of_value(tmp_path: Path) -> None:
+def test_a_spool_returns_every_type_of_value(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     values = {
         "loss": 0.1,

@@ -84,7 +84,7 @@ def spool(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return tmp_path / "spool" if request.param == "spool" else None
 
 
-def test_forwards_all_calls_in_order(spool: Path | None) -> None:
+def test_a_background_tracker_forwards_all_calls_in_order(spool: Path | None) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, spool)
     tracker.resume(3, {"id": "run-7"})

@@ -94,7 +94,7 @@ def test_an_incomplete_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None
     assert steps_in(path) == [1, 2]
 
 
-def test_an_invalid_line_is_named_and_the_file_unchanged(tmp_path: Path) -> None:
+def test_the_error_names_an_invalid_line_and_the_file_stays_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n[1, 2]\n')
     tracker = JsonlTracker(path, clock=lambda: 0.0)

@@ -35,7 +35,7 @@ class Recorder:
             raise OSError("disk full")
 
 
-def test_forwards_every_call_to_every_tracker() -> None:
+def test_every_call_is_forwarded_to_every_tracker() -> None:
     calls: list[tuple[str, object]] = []
     tracker = MultiTracker([Recorder(calls), MultiTracker([Recorder(calls)])])
     tracker.resume(3)
@@ -47,7 +47,7 @@ def test_forwards_every_call_to_every_tracker() -> None:
     assert calls == [call for call in once for _ in range(2)]
 
 
-def test_closes_the_others_when_one_fails() -> None:
+def test_all_other_trackers_are_closed_if_closing_one_fails() -> None:
     first: list[tuple[str, object]] = []
     tracker = MultiTracker([Recorder(first), Recorder([], fails=True)])
     with pytest.raises(OSError, match="disk full"):

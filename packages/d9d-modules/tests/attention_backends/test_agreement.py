@@ -114,11 +114,11 @@ CASES = st.builds(
 
 @settings(max_examples=120)
 @given(case=CASES)
-def test_sdpa(case: Case) -> None:
+def test_sdpa_agrees_with_eager(case: Case) -> None:
     _compare(SdpaBackend(), case, "cpu")
 
 
-# Each case is traced again, without code generation. torch has no backward of it on the CPU.
+# Each case is traced again, without code generation. torch has no backward of FlexAttention on the CPU.
 @pytest.mark.parametrize(
     "case",
     [
@@ -144,7 +144,7 @@ def test_flex_forward_agrees_with_eager(case: Case) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("is_causal", "has_mask"), [(True, False), (False, False), (False, True)])
-def test_all_on_an_accelerator(
+def test_all_backends_agree_with_eager_on_an_accelerator(
     *,
     documents: str | None,
     window: int | None,

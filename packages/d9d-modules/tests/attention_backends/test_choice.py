@@ -51,13 +51,13 @@ def test_selects_the_first_fast_backend_else_the_first_supported(request_: Atten
     assert choose_attention_backend(request_, _torch_backends()).name == name
 
 
-def test_the_given_order_counts_before_speed() -> None:
+def test_in_given_order_the_first_backend_is_selected_even_if_slow() -> None:
     backends = [EagerBackend(), SdpaBackend()]
     assert choose_attention_backend(_request(), backends).name == "sdpa"
     assert choose_attention_backend(_request(), backends, in_given_order=True).name == "eager"
 
 
-def test_no_backend_at_all_lists_every_reason() -> None:
+def test_without_a_supported_backend_the_error_lists_every_reason() -> None:
     q = torch.randn(1, 3, 2, 8, requires_grad=True)
     attend = chosen_attention(
         AttentionOptions(softcap=3.0), backends=["flash4", "flex", "sdpa"], environment=NO_ENVIRONMENT
@@ -135,7 +135,7 @@ class _Own:
         return 2 * q_BLHK + 0 * (k_BSGK + v_BSGK)
 
 
-def test_a_backend_of_your_own_and_a_name_after_it() -> None:
+def test_backends_may_be_custom_objects_and_names() -> None:
     attend = chosen_attention(AttentionOptions(), backends=[_Own(), "eager"], environment=NO_ENVIRONMENT)
     q = torch.randn(1, 3, 2, 8)
     assert torch.equal(attend(q, q, q), 2 * q)

@@ -41,7 +41,7 @@ def _one_query_at_a_time(
     ),
     has=st.tuples(st.booleans(), st.booleans()),
 )
-def test_against_each_query_by_itself(
+def test_eager_equals_a_loop_over_queries(
     seed: int, heads: tuple[int, int], lengths: tuple[int, int], options: AttentionOptions, has: tuple[bool, bool]
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The kernels need GPUs, so stand-ins take the calls and compute with the eager backend."""
+"""The kernels need GPUs, so stand-ins replace the packages and compute with the eager backend."""
 
 import inspect
 import sys
@@ -94,7 +94,7 @@ def _packages() -> dict[str, ModuleType]:
     ],
 )
 @pytest.mark.parametrize("length", [9, 4])
-def test_package_calls_have_the_same_meaning(
+def test_calls_of_the_flash_packages_equal_eager_attention(
     make: Callable[[], AttentionBackend], has_documents: bool, options: AttentionOptions, length: int
 ) -> None:
     q, k, v = (torch.randn(2, n, heads, 8, dtype=torch.float64) for n, heads in ((length, 4), (9, 2), (9, 2)))
@@ -151,7 +151,7 @@ def _rejection(make: Callable[[], AttentionBackend], request: AttentionRequest, 
         return make().rejection(request)
 
 
-def test_a_missing_package_is_named_with_its_command() -> None:
+def test_the_rejection_for_a_missing_package_has_the_install_command() -> None:
     with patch("d9d_modules.attention_backends.flash._is_installed", return_value=False):
         assert Flash2Backend().rejection(_request()) == (
             "is not installed: pip install flash-attn --no-build-isolation"
@@ -160,7 +160,7 @@ def test_a_missing_package_is_named_with_its_command() -> None:
 
 
 @pytest.mark.parametrize("make", BOTH)
-def test_rejections_of_both_versions(make: Callable[[], AttentionBackend]) -> None:
+def test_both_flash_versions_reject_unsupported_requests(make: Callable[[], AttentionBackend]) -> None:
     everything: dict[str, Any] = {
         "options": AttentionOptions(window=4, softcap=2.0),
         "has_documents": True,
@@ -180,14 +180,14 @@ def test_rejections_of_both_versions(make: Callable[[], AttentionBackend]) -> No
     assert not make().is_fast(_request(has_documents=True))
 
 
-def test_rejections_of_the_backend_of_torch() -> None:
+def test_varlen_rejects_unsupported_requests() -> None:
     assert _rejection(VarlenBackend, _request(options=AttentionOptions(window=4), has_documents=True)) is None
     assert _rejection(VarlenBackend, _request(options=AttentionOptions(softcap=2.0))) == "has no softcap"
     assert "log-sum-exp" in str(_rejection(VarlenBackend, _request(has_sinks=True)))
     assert _rejection(VarlenBackend, _request(device=torch.device("cpu"))) == "does not support cpu"
 
 
-def test_only_the_newer_one_has_sinks() -> None:
+def test_only_flash_attention_4_supports_sinks() -> None:
     assert _rejection(Flash4Backend, _request(has_sinks=True)) is None
     assert _rejection(Flash2Backend, _request(has_sinks=True)) == (
         "does not support sinks, because its log-sum-exp has no gradient"

@@ -35,7 +35,7 @@ def test_rejection_names_the_unsupported_feature() -> None:
 @pytest.mark.parametrize(("length", "key_length"), [(300, 300), (512, 512), (200, 500), (1, 129)])
 @pytest.mark.parametrize("documents", [None, "packed", "scattered"])
 @pytest.mark.parametrize(("is_causal", "has_mask"), [(True, False), (False, False), (False, True)])
-def test_block_mask_equals_that_of_torch(
+def test_the_block_mask_equals_the_block_mask_of_torch(
     *, length: int, key_length: int, window: int | None, documents: str | None, is_causal: bool, has_mask: bool
 ) -> None:
     ids = None if documents is None else torch.randint(0, 60, (2, key_length))

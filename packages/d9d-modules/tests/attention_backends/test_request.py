@@ -54,7 +54,7 @@ def test_a_request_describes_the_call() -> None:
         assert not request_of(q, k, v, options=AttentionOptions(), has_documents=False, has_sinks=False).needs_gradient
 
 
-def test_a_request_in_words() -> None:
+def test_the_text_of_a_request_lists_its_features() -> None:
     plain = AttentionRequest(dtype=torch.float32, device=CPU, head_dim=8)
     assert str(plain) == "causal attention (head dim 8, torch.float32, cpu, with backward)"
     full = AttentionRequest(

@@ -9,7 +9,7 @@ from d9d_modules.attention_backends.visibility import document_runs, visible
 @pytest.mark.parametrize(("length", "key_length"), [(7, 7), (3, 7)])
 @pytest.mark.parametrize(("has_documents", "has_mask"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_each_pair_by_itself(
+def test_visibility_equals_a_loop_over_queries_and_keys(
     *, length: int, key_length: int, window: int | None, has_documents: bool, has_mask: bool, is_causal: bool
 ) -> None:
     documents = torch.randint(0, 3, (2, key_length)) if has_documents else None
@@ -30,7 +30,7 @@ def test_each_pair_by_itself(
                 assert seen.expand(2, 1, length, key_length)[row, 0, query, key] == expected
 
 
-def test_runs_are_the_lengths_of_documents() -> None:
+def test_document_runs_are_the_lengths_of_documents() -> None:
     assert document_runs(torch.tensor([[4, 4, 0, 0, 0, 9], [1, 1, 1, 1, 1, 1]])) == [[2, 3, 1], [6]]
 
 
@@ -38,6 +38,6 @@ def test_a_non_contiguous_document_has_no_run() -> None:
     assert document_runs(torch.tensor([[0, 0, 1], [0, 1, 0]])) is None
 
 
-def test_documents_of_lengths() -> None:
+def test_document_ids_follow_from_cumulative_lengths() -> None:
     documents = documents_of_lengths(torch.tensor([0, 2, 3, 6, 9], dtype=torch.int32), batch=2, length=5)
     assert document_runs(documents) == [[2, 1, 2], [1, 3, 1]]

@@ -143,11 +143,11 @@ def test_tensor_parallel_heads_equal_one_process() -> None:
         assert_trees_close(found, gradients, rtol=1e-11)
 
 
-def test_a_backbone_is_a_part_of_every_model() -> None:
+def test_every_model_has_a_decoder_backbone() -> None:
     assert all(isinstance(build(StageInfo()).backbone, DecoderModel) for build in BUILDERS.values())
 
 
-def test_a_classifier_is_that_of_transformers() -> None:
+def test_a_classifier_equals_transformers() -> None:
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
     config = Qwen3Config.from_dict({**QWEN3.write(PARAMS), "num_labels": 3, "pad_token_id": 0})

@@ -136,7 +136,7 @@ def _reference(family: Family, params: GroupedQueryParams) -> Any:
 
 
 def _keep_float64(model: nn.Module) -> None:
-    """The reference rounds to float32 inside its norms, whatever it is given."""
+    """Replace the norms of the reference, which round to float32, by norms that keep float64."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
@@ -166,7 +166,7 @@ def _take_rotary_tables(rotary: Any, params: GroupedQueryParams) -> None:
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_losses_and_gradients_match(name: str) -> None:
     drawn: list[Any] = []
-    # All four kinds of heads, whatever is drawn.
+    # The parameters cover all four combinations of query and key/value heads in any draw.
     for index, (kind, one_kv_head) in enumerate(product(SCALINGS, (False, True))):
 
         @settings(max_examples=3)
@@ -215,7 +215,7 @@ def _compare(family: Family, params: Any, *, shape: tuple[int, int], seed: int) 
 def _results(
     model: nn.Module, *, mapper: StateMapper | None, input_ids: Tensor, position_ids: Tensor, labels: Tensor
 ) -> dict[str, Any]:
-    """Logits, losses and gradients; those of the reference, which a mapper brings under the names of ours."""
+    """Return logits, losses and gradients; `mapper` renames the gradients of the reference."""
     model.zero_grad()
     output = model(input_ids, position_ids=position_ids)
     if mapper is None:

@@ -150,7 +150,7 @@ def test_only_sliding_layers_have_a_window() -> None:
         assert torch.allclose(model(ids)[:, 7], model(changed)[:, 7], rtol=0, atol=0) is not reaches, layers
 
 
-def test_a_fixed_length_makes_a_scaling_independent_of_the_batch() -> None:
+def test_with_rope_length_the_scaling_does_not_depend_on_the_batch() -> None:
     scaling = DynamicNtkScaling(factor=4.0, original_max_positions=4)
     model = Qwen3ForCausalLM(replace(PARAMS, rope_scaling=scaling)).double()
     fixed = Qwen3ForCausalLM(replace(PARAMS, rope_scaling=scaling, rope_length=8)).double()
@@ -161,7 +161,7 @@ def test_a_fixed_length_makes_a_scaling_independent_of_the_batch() -> None:
     assert not torch.allclose(model(ids[:, :5]), model(ids)[:, :5])
 
 
-def test_a_tied_head_is_the_embedding() -> None:
+def test_a_tied_head_uses_the_embedding_weight() -> None:
     model = Qwen3ForCausalLM(replace(PARAMS, tie_word_embeddings=True))
     assert "lm_head.weight" not in dict(model.named_parameters())
     assert model.backbone.embedding is not None

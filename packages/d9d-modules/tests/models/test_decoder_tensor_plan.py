@@ -58,7 +58,7 @@ def _too_many() -> str:
     return "trained"
 
 
-def test_heads_are_never_split() -> None:
+def test_a_tp_degree_that_splits_a_head_is_refused() -> None:
     message = (
         "the tp degree = 4 does not divide dim 0 of backbone.layers.0.attention.k_proj.weight, which is 2 blocks of 6. "
         "Use a degree that divides 2."

@@ -113,7 +113,7 @@ def reference_of(family: HuggingFaceFamily[Any], params: GroupedQueryParams) -> 
 
 
 def _compute_norms_in_float64(model: nn.Module, *, zero_centered: bool) -> None:
-    """The reference rounds to float32 inside its norms."""
+    """Replace the norms of the reference, which round to float32, by norms that compute in float64."""
 
     def norm(module: Any, x: Tensor) -> Tensor:
         eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
@@ -176,7 +176,7 @@ def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "seed"), _seeds())
-def test_weights_and_config_survive_both_directions(tmp_path: Path, name: str, seed: int) -> None:
+def test_weights_and_config_round_trip_through_transformers(tmp_path: Path, name: str, seed: int) -> None:
     import transformers
 
     family = FAMILIES[name]
@@ -241,7 +241,7 @@ def _of(model_type: str, *sizes: int, **entries: Any) -> dict[str, Any]:
 
 
 def _encoder(*sizes: int, **entries: Any) -> tuple[dict[str, Any], int]:
-    """Return an entry of `PUBLISHED` from a ModernBERT's sizes, as of `_of`, and its number of parameters."""
+    """Return an entry of `PUBLISHED` from the sizes of a ModernBERT (see `_of`) and its number of parameters."""
     *sizes_, number = sizes
     return _of("modernbert", *sizes_, **entries), number
 

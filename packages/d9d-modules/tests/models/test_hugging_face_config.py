@@ -15,7 +15,7 @@ def test_values_are_read_with_their_type() -> None:
     assert (theta, type(theta)) == (10_000.0, float)
 
 
-def test_a_missing_value_is_named() -> None:
+def test_the_error_names_a_missing_entry() -> None:
     with pytest.raises(
         UserError, match=r"config\.json has no 'size'; expected a value of type int: is this the right checkpoint"
     ):
@@ -71,7 +71,7 @@ def _raise(message: str) -> None:
         raise UserError(message)
 
 
-def test_errors_name_the_entry_that_a_field_came_from() -> None:
+def test_errors_name_the_config_json_entry_of_a_field() -> None:
     with pytest.raises(UserError, match=r"^num_heads = 3; no\. In config\.json num_heads is num_attention_heads\.$"):
         _raise("num_heads = 3; no.")
     with pytest.raises(UserError, match=r"^top_k = 3; no\.$"):

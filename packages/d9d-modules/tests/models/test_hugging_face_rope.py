@@ -124,7 +124,7 @@ def test_a_scaling_is_found_in_either_place(places: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_ignored_entries_raise(changes: dict[str, Any], message: str) -> None:
+def test_conflicting_rope_entries_raise(changes: dict[str, Any], message: str) -> None:
     config = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, **changes}
     with pytest.raises(UserError, match=message):
         rope_from_hugging_face(config)

@@ -123,7 +123,7 @@ def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_checkpoints_go_both_ways(tmp_path: Path, tied: bool) -> None:
+def test_checkpoints_are_exchanged_with_transformers(tmp_path: Path, tied: bool) -> None:
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     params = replace(EXPORTED, tie_word_embeddings=tied)

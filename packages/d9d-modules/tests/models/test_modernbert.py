@@ -73,7 +73,7 @@ def _in_float64(reference: Any) -> Any:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_classifier_is_that_of_transformers(tmp_path: Path, pooling: Any) -> None:
+def test_a_classifier_equals_transformers(tmp_path: Path, pooling: Any) -> None:
     reference = _reference("ModernBertForSequenceClassification", replace(PARAMS, classifier_pooling=pooling))
     reference.save_pretrained(tmp_path / "theirs")
     reference = _in_float64(reference)
@@ -117,7 +117,7 @@ def test_padding_and_packed_documents_are_not_attended_to() -> None:
 
 
 def test_folders_of_other_heads_are_read(tmp_path: Path) -> None:
-    """A classifier takes the transform of a masked language model; embedding models have names without a prefix."""
+    """A classifier loads the transform of a masked language model; embedding models have names without a prefix."""
     reference = _reference("ModernBertForMaskedLM")
     reference.save_pretrained(tmp_path)
     found = from_pretrained_config(tmp_path, head="classification", num_classes=2)

@@ -53,7 +53,7 @@ def _loaded(found: PretrainedDecoder) -> Any:
     return model
 
 
-def test_entries_of_a_configuration_are_a_model_without_weights(tmp_path: Path) -> None:
+def test_a_dict_of_config_entries_describes_a_new_model_without_weights(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "qwen")
     found = from_pretrained_config(json.loads((folder / "config.json").read_text()))
     assert found.params == from_pretrained_config(folder).params
@@ -80,7 +80,7 @@ def test_a_folder_is_recognized_and_described(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
 
 
-def test_tensors_that_are_not_used_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_the_model_does_not_use_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
     found = from_pretrained_config(_folder(tmp_path / "old", tensors={rotary: torch.ones(2)}))
     assert found.unused == (rotary,)
@@ -111,7 +111,7 @@ def test_the_language_model_of_a_multimodal_gemma_is_loaded(tmp_path: Path, pref
     assert torch.equal(_loaded(found)(ids), model(ids))
 
 
-def test_an_unknown_family_is_compared_with_the_nearest(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_family_lists_differences_from_the_nearest_one(tmp_path: Path) -> None:
     entries = {"model_type": "new", "clip_qkv": 8.0, "max_window_layers": 28}
     folder = _folder(tmp_path / "new", entries=entries)
     config = json.loads((folder / "config.json").read_text())
@@ -127,7 +127,7 @@ def test_an_unknown_family_is_compared_with_the_nearest(tmp_path: Path) -> None:
     assert from_pretrained_config(folder, families=[own]).params == PARAMS
 
 
-def test_the_nearest_family_is_that_of_the_text_entries_and_of_the_likest_name(tmp_path: Path) -> None:
+def test_the_nearest_family_is_chosen_by_the_text_entries_and_then_the_name(tmp_path: Path) -> None:
     text = QWEN2.write(PARAMS)
     with pytest.raises(UserError, match=r"'qwen2_vl'; .*nearest family is qwen2; .*not know: none; .*lacks: none"):
         from_pretrained_config({"model_type": "qwen2_vl", "text_config": text, "vision_config": {}})
@@ -153,7 +153,9 @@ def test_folders_without_a_model_are_refused(tmp_path: Path, files: dict[str, st
         from_pretrained_config(tmp_path)
 
 
-def test_a_name_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_name_is_looked_up_in_the_hugging_face_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--Qwen--Qwen2.5-0.5B"
     (cached / "refs").mkdir(parents=True)

@@ -130,7 +130,7 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("params", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])
-def test_stages_and_packed_documents(params: SparseParams) -> None:
+def test_stages_of_packed_rows_give_the_losses_of_separate_documents(params: SparseParams) -> None:
     """Two stages of a packed row give the losses of the separate documents."""
     whole = DecoderWithMtp(params, num_mtp_layers=2).double()
     input_ids, labels = torch.randint(0, 19, (2, 1, 9))
@@ -169,7 +169,7 @@ def test_stages_and_packed_documents(params: SparseParams) -> None:
         assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} < set(mapper.inputs)
 
 
-def test_targets_end_with_their_document() -> None:
+def test_mtp_targets_do_not_cross_documents() -> None:
     ids, labels = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 3, -100, 5, 6]])
     ids_BLK, labels_BLK = mtp_targets(ids, labels, torch.tensor([[0, 0, 0, 1, 1]]), num_mtp_layers=2)
     assert ids_BLK[0].T.tolist() == [[2, 3, 0, 5, 0], [3, 0, 0, 0, 0]]

@@ -141,7 +141,7 @@ def test_logits_losses_and_gradients_match(*, params: Qwen3MoeParams, batch: int
         assert_rounds_like(single[kind], exact[kind], peer=peer[kind])
 
 
-def test_greedy_text_equals_that_of_the_reference() -> None:
+def test_greedy_text_equals_transformers() -> None:
     torch.manual_seed(1)
     params = replace(_params(), sliding_window=4, sliding_layers=(0, 1, 2))
     reference = _reference(params).double().eval()
@@ -298,7 +298,7 @@ def test_config_round_trip(changes: dict[str, Any]) -> None:
     assert QWEN3_MOE.read(Qwen3MoeConfig.from_dict(written).to_diff_dict()) == params
 
 
-def test_window_of_some_layers_is_refused_in_the_config() -> None:
+def test_a_window_in_only_some_layers_cannot_be_written_to_the_config() -> None:
     params = _params()
     params = replace(params, sliding_window=3, sliding_layers=(0, 2))
     with pytest.raises(UserError, match=r"sliding_layers = \(0, 2\) of 3 layers; .*: expected all layers, or none\."):

@@ -352,7 +352,7 @@ def test_weights_and_config_are_exchanged_bit_for_bit(name: str, seed: int, tmp_
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_stages_and_packed_documents(name: str) -> None:
+def test_stages_of_packed_rows_give_the_losses_of_separate_documents(name: str) -> None:
     """Two stages of a packed row give the losses of the separate documents."""
     changes = {"sliding_layers": (), "sliding_window": None, "full_layers": (1,), "dense_layers": ()}
     params: Any = FAMILIES[name].params(Pick(3))
@@ -385,7 +385,7 @@ CLASSIFIERS = [name for name in FAMILIES if name not in {"glm4_moe", "glm4_moe_l
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 @pytest.mark.sample("gpt_oss")
-def test_a_classifier_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+def test_a_classifier_equals_transformers(name: str, tmp_path: Path) -> None:
     """A saved classifier is recognized, and the backbone of an embedder is loaded from the same folder."""
     import transformers
 

@@ -35,7 +35,7 @@ PARAMS = Qwen3MoeParams(
 )
 
 
-def test_sparse_params_are_like_those_of_a_dense_model() -> None:
+def test_like_copies_the_sizes_of_a_dense_model() -> None:
     dense = Qwen3Params(
         vocab_size=19, hidden_size=12, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=20
     )

@@ -18,7 +18,7 @@ def test_gpipe_idle_time_is_p_minus_1_microbatches(p: int, m: int, costs: Costs)
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 4), costs=costs)
-def test_breadth_first_has_the_bubble_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
+def test_breadth_first_bubble_is_p_minus_1_stage_times(p: int, m: int, v: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
     timeline = simulate(build(LoopedBreadthFirst(v), num_ranks=p, num_microbatches=m), costs)
     # With fewer microbatches than ranks, each stage of the loop takes as long as with p microbatches.

@@ -10,7 +10,7 @@ costs = st.builds(Costs, *[st.integers(1, 9)] * 3)
 
 @settings(max_examples=30)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), costs=costs)
-def test_takes_as_long_as_gpipe_and_holds_p_minus_r_microbatches(p: int, m: int, costs: Costs) -> None:
+def test_1f1b_takes_as_long_as_gpipe_and_holds_p_minus_r_microbatches(p: int, m: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
     program = build(OneForwardOneBackward(), num_ranks=p, num_microbatches=m)
     assert simulate(program, costs).makespan == (m + p - 1) * each
@@ -19,7 +19,7 @@ def test_takes_as_long_as_gpipe_and_holds_p_minus_r_microbatches(p: int, m: int,
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(2, 4), costs=costs)
-def test_interleaved_has_the_bubble_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
+def test_interleaved_bubble_is_p_minus_1_stage_times(p: int, m: int, v: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
     program = build(Interleaved(v), num_ranks=p, num_microbatches=m)
     makespan = simulate(program, costs).makespan
@@ -44,7 +44,7 @@ def test_rejects_zero_stages_per_rank() -> None:
 
 @settings(max_examples=10)
 @given(p=st.integers(1, 5), m=st.integers(1, 12), v=st.integers(1, 3))
-def test_a_larger_bound_is_respected_and_never_slower(p: int, m: int, v: int) -> None:
+def test_a_larger_max_activations_is_respected_and_never_slower(p: int, m: int, v: int) -> None:
     longest = -(-m // max(1, m // p))  # number of microbatches in the longest round
     least, makespans = (v - 1) * longest + 1, []
     for bound in range(least, least + 2 * p):

@@ -44,7 +44,7 @@ def test_zb_v_is_never_slower_than_torch_with_a_full_pipeline(p: int, costs: Cos
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 32), overlap=st.sampled_from([1.0, 0.875, 0.75]))
-def test_dualpipev_has_the_bubble_of_its_authors(p: int, extra: int, overlap: float) -> None:
+def test_the_dualpipev_bubble_equals_the_formula_of_its_authors(p: int, extra: int, overlap: float) -> None:
     program = build(DualPipeV(), num_ranks=p, num_microbatches=2 * p + extra)
     timeline = simulate(program, Costs(overlap=overlap))
     forward, backward, weight = 1, 2, 1

@@ -12,7 +12,7 @@ from d9d_pipeline.schedules.one_forward_one_backward import Warmup
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 48), w=st.integers(1, 5), f=st.integers(0, 5), i=st.integers(0, 5))
-def test_idle_time_is_p_minus_1_times_f_plus_i_minus_w(p: int, extra: int, w: int, f: int, i: int) -> None:
+def test_zero_bubble_idle_time_is_p_minus_1_times_f_plus_i_minus_w(p: int, extra: int, w: int, f: int, i: int) -> None:
     costs = Costs(w + f, w + i, w)  # as in the paper, weight gradients take no longer than the other actions
     timeline = simulate(build(ZeroBubble1P(), num_ranks=p, num_microbatches=p + extra), costs)
     expected = (p - 1) * (costs.forward + costs.backward_input - costs.backward_weight)
@@ -46,7 +46,7 @@ def test_interleaved_zb1p_is_never_slower_than_interleaved(p: int, m: int, v: in
 
 
 @pytest.mark.parametrize(("p", "v"), list(product((2, 4, 8), (2, 3, 4))))
-def test_is_as_fast_as_torch_with_equal_activations(p: int, v: int) -> None:
+def test_zero_bubble_is_as_fast_as_torch_with_equal_activations(p: int, v: int) -> None:
     for m in (p, 2 * p, 4 * p):
         costs = Costs(1.0, 1.25, 0.75, transfer=0.25)
         ours, theirs = (
@@ -68,7 +68,9 @@ def test_is_as_fast_as_torch_with_equal_activations(p: int, v: int) -> None:
     warmup=st.sampled_from(["short", "long"]),
     transfer=st.sampled_from([0.0, 0.25]),
 )
-def test_a_larger_bound_is_respected_and_never_slower(p: int, m: int, v: int, warmup: Warmup, transfer: float) -> None:
+def test_a_larger_max_activations_is_respected_and_never_slower(
+    p: int, m: int, v: int, warmup: Warmup, transfer: float
+) -> None:
     longest = -(-m // max(1, m // p))  # number of microbatches in the longest round
     least, costs = (v - 1) * longest + 1, Costs(transfer=transfer)
     makespans = []

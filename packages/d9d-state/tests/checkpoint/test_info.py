@@ -25,7 +25,7 @@ def test_negative_step_is_refused() -> None:
         folder_name(-1)
 
 
-def test_verify_error_names_file_and_advice(tmp_path: Path) -> None:
+def test_the_verify_error_names_all_damaged_files_and_the_remedy(tmp_path: Path) -> None:
     CheckpointStore(tmp_path).save(1, {"a": torch.ones(1)})
     info = open_complete(tmp_path / "step-00000001")
     info.verify()

@@ -207,7 +207,7 @@ def test_wrong_settings_are_refused(options: dict[str, int], message: str) -> No
         LocalTier("folder", every=options.get("every", 1), replicas=options.get("replicas", 1))
 
 
-def test_single_process_saves_and_clears(tmp_path: Path) -> None:
+def test_a_single_process_saves_loads_and_clears_local_steps(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "global", tiers=[LocalTier(tmp_path / "memory", replicas=0)])
     weight = torch.zeros(3)
     for step in range(1, 5):
@@ -229,7 +229,7 @@ def _refuse_space(*_arguments: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_steps_after_the_resumed_one_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_after_the_resumed_step_are_not_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path / "global", tiers=[LocalTier(tmp_path / "memory", replicas=0)])
     store.save(1, {"a": torch.ones(1)})
     for step in (2, 3):
@@ -256,7 +256,7 @@ def test_steps_after_the_resumed_one_are_forgotten(tmp_path: Path, monkeypatch: 
     assert loaded.item() == 5
 
 
-def test_full_memory_is_an_error_and_the_step_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_raises_an_error_and_keeps_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path / "global", tiers=[LocalTier(tmp_path / "memory", replicas=0)])
     store.save_local(1, {"a": torch.ones(1)})
     store.wait()

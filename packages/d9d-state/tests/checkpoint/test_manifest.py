@@ -121,7 +121,7 @@ def test_bit_flips_and_truncations_are_detected(tmp_path: Path) -> None:
             Manifest.read(tmp_path)
 
 
-def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"manifest\.json cannot be read: No such file or directory"):
         Manifest.read(tmp_path)
 

@@ -76,7 +76,7 @@ def test_newest_has_the_highest_step(tmp_path: Path) -> None:
     assert _steps(store) == [100, 20, 9]
 
 
-def test_a_run_keeps_its_id(tmp_path: Path) -> None:
+def test_checkpoints_of_one_folder_have_the_same_run_id(tmp_path: Path) -> None:
     _save(CheckpointStore(tmp_path / "a"), 1)
     _save(CheckpointStore(tmp_path / "a"), 2)
     _save(CheckpointStore(tmp_path / "b"), 1)
@@ -405,7 +405,7 @@ def test_full_disk_keeps_earlier_checkpoints(tmp_path: Path, monkeypatch: pytest
     assert _steps(store) == [2, 1]
 
 
-def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="step-00000001 could not be written: "):
         _save(CheckpointStore(tmp_path / "file"), 1)

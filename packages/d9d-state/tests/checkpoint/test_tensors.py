@@ -48,7 +48,7 @@ def _saved(folder: Path, tensors: dict[str, Tensor]) -> tuple[CheckpointStore, C
     return store, info
 
 
-def test_optimizer_tensor_names_follow_parameters() -> None:
+def test_optimizer_tensors_are_named_after_their_parameters() -> None:
     model = _Model()
     optimizer = AdamW(model.parameters())
     _step(model, optimizer)

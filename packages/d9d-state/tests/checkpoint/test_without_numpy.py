@@ -45,7 +45,7 @@ assert sys.modules["numpy"] is None
 
 
 @pytest.mark.full
-def test_everything_works_without_numpy(tmp_path: Path) -> None:
+def test_saves_loads_and_collectives_work_without_numpy(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(tmp_path)], check=False, capture_output=True, text=True, timeout=120
     )

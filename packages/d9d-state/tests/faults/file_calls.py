@@ -1,7 +1,7 @@
 """Interception of the file system calls that open or change files, to kill the process or fail a call.
 
-A fault is chosen by the number of the call, so that a test can try every one. Only what happens below one folder
-counts, so that a test runner's own files are left alone.
+A fault is chosen by the number of the call, so that a test can try every call. Only calls below one folder are
+intercepted, so that files of the test runner are not affected.
 """
 
 import errno
@@ -25,14 +25,14 @@ _ALLOCATING = ("mkdir", "write", "pwrite", "writev", "pwritev", "ftruncate", "li
 @final
 @dataclass(frozen=True, slots=True)
 class FileCall:
-    """One call, about to be made.
+    """File system call before it is made.
 
     Attributes:
-        name: Of the function in `os`, or `exchange`.
-        path: Of the file or folder, also where the call has a descriptor.
-        other: The second path of a rename or an exchange.
-        descriptor: Where the call has one; for `open` none yet.
-        arguments: As the caller gave them.
+        name: Name of the function in `os`, or `exchange`.
+        path: Path of the file or folder, also for calls with a descriptor.
+        other: Second path of a rename or an exchange.
+        descriptor: File descriptor, if the call has one; `None` for `open`.
+        arguments: Arguments of the caller.
         make: Makes the call.
     """
 
@@ -54,7 +54,7 @@ class Fault(Protocol):
     """Handler of each intercepted call."""
 
     def __call__(self, call: FileCall) -> Any:
-        """Handle the call; the caller gets the returned value."""
+        """Handle the call; return the result for the caller."""
         ...
 
 

@@ -26,8 +26,8 @@ def run_forked(
         For each rank 0 if it succeeded, -9 if it was killed, 1 if it raised because another rank was killed.
 
     Raises:
-        AssertionError: If a rank raises although none was killed, or is left waiting for one that is gone; with what
-            ranks raised.
+        AssertionError: If a rank raises although no rank was killed, or hangs. The message contains the errors of
+            all ranks.
     """
     meeting = folder.with_name(f"{folder.name}.meeting-{time.monotonic_ns()}")
     log = meeting.with_suffix(".log")

@@ -14,12 +14,12 @@ _LONGEST = 32 * _MEGABYTE  # the maximum header length
 @final
 @dataclass(frozen=True, slots=True)
 class HostileFile:
-    """What a file begins with, how long it is, and what is said of it.
+    """Header and size of a file, and the error that reading it must raise.
 
     Attributes:
-        header: Makes the header, without its length.
-        num_data_bytes: What follows, as a hole in the file.
-        message: Of the refusal.
+        header: Returns the header, without the length field.
+        num_data_bytes: Number of bytes after the header, written as a hole.
+        message: Fragment of the expected error message.
     """
 
     header: Callable[[], bytes]

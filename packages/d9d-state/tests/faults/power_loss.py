@@ -1,8 +1,8 @@
 """Simulated power loss: a recorded run is cut after any call, and unsynced data may be lost.
 
-The model is that of POSIX, harsher than any file system of today: a file's bytes are safe after `fsync` of the file;
-its name, and any rename or removal, after `fsync` of the folder. Until then each may have reached the disk or not,
-whatever else did.
+The model is POSIX, which guarantees less than current file systems: the bytes of a file are safe after `fsync` of the
+file; its name, and any rename or removal, after `fsync` of the folder. Until then, each change may have reached the
+disk or not, independent of the others.
 """
 
 import os
@@ -26,15 +26,15 @@ class Operation:
     """Recorded file system call.
 
     Attributes:
-        time: When, in nanoseconds of a clock that all processes share.
-        process: Which process made it.
-        name: Of the function.
-        path: Relative to the root.
-        other: The same of a second path.
-        descriptor: That the call had or gave.
-        offset: Where a write begins; a new length for `ftruncate`.
-        data: What was written.
-        flags: Of `open`.
+        time: Time of the call, in nanoseconds of a clock that all processes share.
+        process: Id of the process that made the call.
+        name: Name of the function.
+        path: Path relative to the root.
+        other: Second path of a rename or an exchange, relative to the root.
+        descriptor: File descriptor that the call used or returned.
+        offset: Offset of a write, or the new length of `ftruncate`.
+        data: Written bytes.
+        flags: Flags of `open`.
     """
 
     time: int
@@ -242,10 +242,10 @@ def crash_images(start: Tree, operations: Sequence[Operation], *, cuts: Iterable
     """Return the distinct possible disk contents after a power loss, by a descriptive name.
 
     Args:
-        start: What was safe on the disk before.
-        operations: What was done.
-        cuts: After how many of them the power goes.
-        seeds: How many random images of each cut there are, besides those where all or nothing was lost.
+        start: Synced content of the disk before the operations.
+        operations: Recorded calls.
+        cuts: Numbers of operations after which the power fails.
+        seeds: Number of random images of each cut, besides images in which all or no unsynced names are lost.
     """
     images: dict[str, Tree] = {}
     kinds: list[tuple[Names, Content]] = [("lost", "lost"), ("kept", "lost"), ("kept", "zeros"), ("kept", "cut")]

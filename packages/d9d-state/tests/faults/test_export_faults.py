@@ -72,7 +72,9 @@ _FAULTS: dict[str, tuple[Callable[[int], Fault], str]] = {
 
 @pytest.mark.parametrize("kind", _FAULTS)
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "replaced"])
-def test_an_error_at_any_call(tmp_path: Path, kind: str, fresh: bool, points: Callable[..., Sequence[int]]) -> None:
+def test_an_error_at_any_call_leaves_a_complete_export(
+    tmp_path: Path, kind: str, fresh: bool, points: Callable[..., Sequence[int]]
+) -> None:
     fault_at, text = _FAULTS[kind]
     before = _begin(tmp_path / "counted", fresh=fresh)
     count = count_calls(tmp_path / "counted", lambda: _export(2, tmp_path / "counted" / "export"))
@@ -140,7 +142,9 @@ def _export_on_ranks(root: Path, told: Path | None = None) -> Callable[[Distribu
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_is_killed_at_any_call(tmp_path: Path, rank: int, points: Callable[..., Sequence[int]]) -> None:
+def test_a_rank_killed_at_any_call_leaves_a_complete_export(
+    tmp_path: Path, rank: int, points: Callable[..., Sequence[int]]
+) -> None:
     killed = 0
     for at in points(_CALLS[rank][0], stride=_CALLS[rank][1]):
         root = tmp_path / str(at)

@@ -49,7 +49,7 @@ _MODES = pytest.mark.parametrize("background", [False, True], ids=["foreground",
 @_MODES
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.sample("0-foreground", "1-background")
-def test_a_rank_is_killed_at_any_call(
+def test_a_rank_killed_at_any_call_leaves_a_loadable_checkpoint(
     tmp_path: Path, start: Path, rank: int, background: bool, points: Callable[..., Sequence[int]]
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -81,7 +81,7 @@ def test_error_on_a_rank_at_any_call_raises_on_all(
 
 
 @_MODES
-def test_power_loss_on_all_ranks(
+def test_power_loss_on_all_ranks_leaves_a_loadable_checkpoint(
     tmp_path: Path, start: Path, background: bool, exhaustive: bool, points: Callable[..., Sequence[int]]
 ) -> None:
     root = tmp_path / "root"

@@ -47,7 +47,7 @@ def test_sequential_separates_equal_intermediate_names() -> None:
     assert sequential(swap, swap, swap).groups == swap.groups
 
 
-def test_graphs_are_acyclic() -> None:
+def test_nodes_of_repeated_mappers_are_in_topological_order() -> None:
     there, back = rename("a", "b"), rename("b", "a")
     tensor = torch.ones(1)
     for mapper in (sequential(there, back), sequential(there, back, there, back)):
@@ -86,14 +86,14 @@ def test_sequential_needs_a_mapper() -> None:
         sequential()
 
 
-def test_drop_removes_the_group_it_depends_on() -> None:
+def test_drop_removes_the_outputs_of_a_group() -> None:
     mapper = sequential(stack(["a", "b"], "ab"), drop("ab"))
     assert mapper.groups == (StateGroup(("a", "b"), ()),)
     assert mapper.apply({"a": torch.ones(1), "b": torch.ones(1)}) == {}
     assert mapper.inverse().unset_wires >= set(mapper.input_wires.values())
 
 
-def test_kept_outputs_stay_unset_through_operations() -> None:
+def test_outputs_of_keep_stay_unset_after_further_operations() -> None:
     mapper = sequential(keep("a"), cast("a", dtype=torch.float16, back=torch.float32), rename("a", "b"))
     assert mapper.groups == (StateGroup((), ("b",)),)
 

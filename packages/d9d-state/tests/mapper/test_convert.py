@@ -8,7 +8,7 @@ from d9d_state import TensorInfo, cast, transform, transpose
 from d9d_state.mapper.convert import permute
 
 
-def test_transpose_and_back() -> None:
+def test_the_inverse_of_transpose_restores_the_tensor() -> None:
     tensor = torch.arange(24).view(2, 3, 4)
     mapper = transpose("a", "b", dim0=0, dim1=2)
     output = mapper.apply({"a": tensor})
@@ -20,7 +20,7 @@ def test_transpose_keeps_the_name_by_default() -> None:
     assert transpose("a").apply({"a": torch.ones(2, 3)})["a"].shape == (3, 2)
 
 
-def test_permute_and_back() -> None:
+def test_the_inverse_of_permute_restores_the_tensor() -> None:
     tensor = torch.arange(24).view(2, 3, 4)
     mapper = permute("a", "b", dims=[-1, 0, 1])
     output = mapper.apply({"a": tensor})
@@ -30,7 +30,7 @@ def test_permute_and_back() -> None:
 
 
 @pytest.mark.parametrize("dims", [[0, 0], [0, 2], [-3, 0], [1]])
-def test_permute_names_every_dim_once(dims: list[int]) -> None:
+def test_permute_needs_every_dim_once(dims: list[int]) -> None:
     with pytest.raises(ValueError, match=f"permute of a got dims .*; expected each of {len(dims)} dims once"):
         permute("a", dims=dims)
 
@@ -45,7 +45,7 @@ def test_dims_out_of_range_are_refused() -> None:
         transpose("a", dim1=2).infer({"a": info})
 
 
-def test_cast_and_back() -> None:
+def test_the_inverse_of_cast_restores_the_dtype() -> None:
     tensor = torch.randn(8).bfloat16()
     mapper = cast("a", "b", dtype=torch.float32, back=torch.bfloat16)
     output = mapper.apply({"a": tensor})["a"]
@@ -71,7 +71,7 @@ def test_transform_runs_a_function_and_its_inverse() -> None:
     assert mapper.inverse().apply(output) == tensors
 
 
-def test_transform_without_an_inverse() -> None:
+def test_a_transform_without_an_inverse_cannot_be_inverted() -> None:
     with pytest.raises(ValueError, match=r"has no inverse; build it as transform\(..., inverse=function\)"):
         transform(["a", "b"], ["c", "d"], _swap).inverse()
 

@@ -5,14 +5,14 @@ from d9d_state import StateMapper, TensorInfo
 from d9d_state.mapper.cut import narrow, pad, select
 
 
-def test_narrow() -> None:
+def test_narrow_takes_a_range_of_a_dim() -> None:
     tensor = torch.arange(12).view(3, 4)
     mapper = narrow("a", "b", dim=-1, start=1, length=2)
     assert torch.equal(mapper.apply({"a": tensor})["b"], tensor[:, 1:3])
     assert list(narrow("a", start=0, length=1).outputs) == ["a"]
 
 
-def test_select() -> None:
+def test_select_takes_one_index_of_a_dim() -> None:
     tensor = torch.arange(12).view(3, 4)
     assert torch.equal(select("a", "b", dim=1, index=-1).apply({"a": tensor})["b"], tensor[:, 3])
     assert list(select("a", index=0).outputs) == ["a"]
@@ -29,7 +29,7 @@ def test_narrow_and_select_have_no_inverse() -> None:
         select("a", index=1).inverse()
 
 
-def test_pad_and_back() -> None:
+def test_the_inverse_of_pad_removes_the_padding() -> None:
     tensor = torch.randn(2, 3).bfloat16()
     mapper = pad("a", "b", dim=-1, size=3, padded_size=5, value=-1)
     output = mapper.apply({"a": tensor})

@@ -188,7 +188,7 @@ def test_mxfp4_rounds_midpoints_to_even_and_saturates() -> None:
     assert again[:11].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, -0.0, -1.0, -4.0]
 
 
-def test_transformers_decodes_the_same() -> None:
+def test_decoded_weights_equal_transformers() -> None:
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     held = _fp8((256, 384), (128, 128))

@@ -45,7 +45,7 @@ def _all_values(dtype: torch.dtype) -> torch.Tensor:
     return values[values.double().isfinite()]
 
 
-def test_common_dtype() -> None:
+def test_the_common_dtype_is_the_promoted_dtype_of_torch() -> None:
     def common(*dtypes: torch.dtype) -> torch.dtype:
         return common_dtype([TensorInfo((), dtype) for dtype in dtypes])
 

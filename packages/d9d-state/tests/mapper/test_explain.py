@@ -102,7 +102,7 @@ def test_explain_shows_known_shapes() -> None:
     ]
 
 
-def test_mermaid() -> None:
+def test_explain_writes_a_mermaid_flowchart() -> None:
     mapper = parallel(
         repeat(sequential(concat(["q.{i}", "k.{i}"], "qk"), transpose("qk", "qk.{i}")), i=range(3)),
         rename("a", "b"),

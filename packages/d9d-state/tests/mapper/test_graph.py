@@ -38,7 +38,7 @@ def test_apply_on_meta_infers_shape_and_dtype() -> None:
     assert output.dtype is torch.bfloat16
 
 
-def test_groups_keep_every_name_once() -> None:
+def test_groups_contain_every_name_once() -> None:
     mapper = parallel(stack(["a", "b"], "ab"), rename("c", "d"), drop("e"))
     assert mapper.groups == (StateGroup(("a", "b"), ("ab",)), StateGroup(("c",), ("d",)), StateGroup(("e",), ()))
 

@@ -4,7 +4,7 @@ import torch
 from d9d_state import StateMapper, TensorInfo, concat, split, stack, unstack
 
 
-def test_stack_and_unstack() -> None:
+def test_unstack_restores_stacked_tensors() -> None:
     parts = {"a": torch.arange(6).view(2, 3), "b": torch.arange(6, 12).view(2, 3)}
     whole = stack(["a", "b"], "ab", dim=1).apply(parts)["ab"]
     assert torch.equal(whole, torch.stack([parts["a"], parts["b"]], dim=1))
@@ -22,7 +22,7 @@ def test_unstack_checks_the_size() -> None:
         unstack("ab", ["a", "b"]).apply({"ab": torch.ones(3, 2)})
 
 
-def test_concat_and_split() -> None:
+def test_split_restores_concatenated_tensors() -> None:
     parts = {"a": torch.arange(4).view(2, 2), "b": torch.arange(6).view(2, 3)}
     mapper = concat(["a", "b"], "ab", dim=1, sizes=[2, 3])
     whole = mapper.apply(parts)["ab"]
@@ -47,7 +47,7 @@ def test_split_checks_the_size() -> None:
         split("ab", ["a", "b"], [1, 2]).apply({"ab": torch.ones(4)})
 
 
-def test_one_size_per_part() -> None:
+def test_concat_and_split_need_one_size_per_part() -> None:
     with pytest.raises(ValueError, match="concat into ab got 1 sizes for 2 tensors"):
         concat(["a", "b"], "ab", sizes=[1])
     with pytest.raises(ValueError, match="split of ab got 1 sizes for 2 tensors"):
@@ -78,7 +78,7 @@ def test_mismatched_tensors_are_refused(mapper: StateMapper, shapes: list[tuple[
         mapper.apply({name: torch.ones(shape) for name, shape in named.items()})
 
 
-def test_sizes_are_not_negative() -> None:
+def test_negative_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"concat into ab got sizes \[3, -1\]; expected sizes of 0 or more"):
         concat(["a", "b"], "ab", sizes=[3, -1])
     with pytest.raises(ValueError, match=r"split of ab got sizes \[3, -1\]; expected sizes of 0 or more"):

@@ -29,7 +29,7 @@ def test_identity_refuses_a_name_twice() -> None:
         identity("a", "b", "a")
 
 
-def test_identity_of_names_tied_once_and_persistent_buffers_only() -> None:
+def test_identity_of_lists_tied_tensors_once_and_only_persistent_buffers() -> None:
     assert list(identity_of(_Tied()).inputs) == ["scale", "embedding.weight"]
 
 
@@ -39,7 +39,7 @@ def test_identity_of_mapper_passes_its_outputs() -> None:
     assert sequential(mapper, identity_of(mapper)).groups == mapper.groups
 
 
-def test_rename_all() -> None:
+def test_rename_all_exchanges_names_and_refuses_duplicates() -> None:
     mapper = rename_all({"a": "b", "c": "a"})
     assert mapper.groups == parallel(rename("a", "b"), rename("c", "a")).groups
     assert mapper.inverse().groups == rename_all({"b": "a", "a": "c"}).groups
@@ -47,13 +47,13 @@ def test_rename_all() -> None:
         rename_all({"a": "b", "c": "b"})
 
 
-def test_rename() -> None:
+def test_rename_passes_the_tensor_under_another_name() -> None:
     tensor = torch.ones(2)
     assert rename("a", "b").apply({"a": tensor}) == {"b": tensor}
     assert rename("a", "b").inverse().apply({"b": tensor}) == {"a": tensor}
 
 
-def test_keep_is_a_group_without_inputs_and_drop_its_inverse() -> None:
+def test_keep_is_a_group_without_inputs_and_drop_is_the_inverse_of_keep() -> None:
     mapper = keep("a", "b")
     assert mapper.groups == (StateGroup((), ("a",)), StateGroup((), ("b",)))
     assert mapper.inverse().groups == drop("a", "b").groups == (StateGroup(("a",), ()), StateGroup(("b",), ()))

@@ -54,7 +54,7 @@ def test_infer_takes_exactly_one_group() -> None:
         identity("a").infer({"x": info})
 
 
-def test_protocols_are_distinguished() -> None:
+def test_operations_are_instances_of_the_layout_or_local_protocol() -> None:
     function = transform(["a"], ["a"], lambda a: [a]).nodes[0].operation
     elementwise = transform(["a"], ["a"], lambda a: [a], elementwise=True).nodes[0].operation
     move = cast("a", dtype=torch.float16).nodes[0].operation

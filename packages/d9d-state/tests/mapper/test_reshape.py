@@ -10,7 +10,7 @@ from d9d_state.mapper.fill import Destination
 from d9d_state.mapper.reshape import reshape
 
 
-def test_reshape_and_back() -> None:
+def test_the_inverse_of_reshape_restores_the_shape() -> None:
     tensor = torch.arange(32)
     mapper = reshape("a", "b", [4, -1], source_shape=[32])
     output = mapper.apply({"a": tensor})
