@@ -266,6 +266,8 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft or pretrain"),
         ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* dataset.packing = true"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
+        ({"dataset": {"files": ["x"], "too_long": "drop"}}, r"too_long = drop needs dataset.packing = true"),
+        ({"job": "pretrain", "dataset": {"files": ["x"], "too_long": "refuse"}}, r"job = pretrain splits long texts"),
         (
             {"model": {"folder": "x", "dtype": "bfloat16"}, "dataset": {"files": ["x"], "packing": True}},
             r"model.dtype applies to models of transformers, but dataset.packing = true uses",

@@ -167,6 +167,17 @@ class TextJobConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
+    def _has_too_long_that_is_used(self) -> Self:
+        data = self.dataset
+        if self.job == "pretrain" and data.too_long != "truncate":
+            raise ValueError(f"dataset.too_long = {data.too_long}, but job = pretrain splits long texts. Remove it")
+        if data.too_long == "drop" and not data.packing:
+            raise ValueError(
+                "dataset.too_long = drop needs dataset.packing = true, with job = sft; expected truncate or refuse"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_what_prompts_need(self) -> Self:
         if not self.prompts:
             return self

@@ -269,8 +269,7 @@ class _ChatRow:
 
     def __call__(self, sample: Any) -> dict[str, Tensor]:
         chat = self._tokenizer(read_conversation(sample))
-        too_long = "truncate" if self._data.too_long == "drop" else self._data.too_long
-        tokens, mask = fit_tokens(chat, max_length=self._data.length, too_long=too_long) or (
+        tokens, mask = fit_tokens(chat, max_length=self._data.length, too_long=self._data.too_long) or (
             chat.tokens[:2],
             [False] * 2,
         )
