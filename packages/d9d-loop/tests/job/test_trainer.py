@@ -637,7 +637,7 @@ def test_a_bad_step_stops_or_rolls_back_the_job_as_configured(tmp_path: Path) ->
     assert "the policy is stop." in stop[1][2]
     back = _explode(str(tmp_path / "back"), 1, "roll_back")
     assert [(step, decision) for step, decision, _ in back] == [(2, "roll_back"), (2, "stop"), (0, "raised")]
-    assert "it is non-finite again after a rollback" in back[2][2]
+    assert "it is bad again after a rollback" in back[2][2]
 
 
 class _ExplodesFirst(_Regression):

@@ -168,7 +168,7 @@ def test_a_step_is_rolled_back_once(ctx: DistributedContext) -> None:
     verdicts, _ = _go_on(guard, model, [1.0, _NAN], first=2)
     assert verdicts[-1] is not None
     assert verdicts[-1].decision == "stop"
-    assert "it is non-finite again after a rollback" in verdicts[-1].why
+    assert "it is bad again after a rollback" in verdicts[-1].why
 
 
 def test_the_number_of_rollbacks_is_limited(ctx: DistributedContext) -> None:

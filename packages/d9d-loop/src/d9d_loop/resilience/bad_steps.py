@@ -232,7 +232,7 @@ class StepGuard:
 
     def _roll_back(self, step: int, kind: Kind) -> tuple[Decision, str]:
         if step in self._rolled_back_from:
-            return "stop", "it is non-finite again after a rollback: data or model are the cause, not a hardware fault."
+            return "stop", "it is bad again after a rollback: data or model are the cause, not a hardware fault."
         if self._num_rollbacks >= self._config.max_rollbacks:
             return "stop", f"the job has already rolled back {self._num_rollbacks} times."
         self._num_rollbacks += 1

@@ -56,7 +56,7 @@ class StopConfig(Section):
     )
     repeat_seconds: PositiveFloat = Field(
         default=2.0,
-        description="A signal more than this many seconds after the first one ends the process immediately.",
+        description="A signal at least this many seconds after the first one ends the process immediately.",
     )
 
     @property
