@@ -120,7 +120,7 @@ def test_fully_tuned_parameters_need_their_original_values() -> None:
     with torch.no_grad():
         model.get_parameter("2.weight").add_(1.0)
     before = model(X)
-    message = r"adapters_off got originals of none; expected those of .*: 2\.weight, 2\.bias\. Pass originals="
+    message = r"adapters_off got originals of none; expected originals of .*: 2\.weight, 2\.bias\. Pass originals="
     with pytest.raises(UserError, match=message), adapters_off(model):
         pass
     with adapters_off(model, originals):

@@ -138,7 +138,7 @@ def test_conflicting_rope_entries_raise(changes: dict[str, Any], message: str) -
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, r"has no 'factor'"),
         (
             {"rope_theta": 1e4, "rope_scaling": {"type": "new"}},
-            r"rope_type 'new' in rope_scaling; expected one of default, linear, dynamic",
+            r"rope_type = 'new' in rope_scaling; expected one of default, linear, dynamic",
         ),
         (
             {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1, "2"]}},
