@@ -286,7 +286,7 @@ class Engine:
 
         Args:
             learning_rate: Learning rate of all parameter groups from this step on; `None` keeps the learning rate of
-            each group. For groups of different learning rates, see `set_learning_rates`.
+                each group. For groups of different learning rates, see `set_learning_rates`.
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
