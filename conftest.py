@@ -1,4 +1,4 @@
-"""Settings of every test run: fixed seeds, the flag `--all`, progress by package, and a summary of skipped tests.
+"""Settings of every test run: fixed seeds, the flags `--slow` and `--all`, progress by package, and a summary.
 
 Also used when one package is tested alone, from its wheel.
 """
@@ -39,7 +39,7 @@ from hypothesis.internal.constants_ast import Constants
 
 _LANES = {"integration_tests/test_oracle.py": "oracle", "integration_tests/test_mutants.py": "oracle"}
 _EXCLUDED = pytest.StashKey[Counter[str]]()
-"""Number of cases by the lane of .ci/nightly that runs them."""
+"""Number of cases by the lane of .ci/nightly that runs them, and of slow ones."""
 
 # Hypothesis also draws constants from the sources of the local modules that are loaded. That set depends on the order
 # of the tests, and modules of an installed wheel are not local. Without it, drawn examples depend on the seed alone.
@@ -50,7 +50,8 @@ settings.register_profile("random", database=None, deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the flags `--all` and `--lane`."""
+    """Add the flags `--slow`, `--all` and `--lane`."""
+    parser.addoption("--slow", action="store_true", help="run the slow cases that .ci/run adds, and no others")
     parser.addoption("--all", action="store_true", help="run also the cases that the default run leaves to CI")
     parser.addoption("--lane", help="run all cases of a lane of .ci/nightly, and no others")
 
@@ -76,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: a case that runs only with --all")
     config.addinivalue_line("markers", "long: a test of many seconds, which runs first")
     config.addinivalue_line("markers", "sample(*ids): cases of a parametrized test that run without --all")
+    config.addinivalue_line("markers", "slow(*ids): cases, or a whole test, that run only with --slow or --all")
     is_fixed = getattr(config.option, "randomly_seed", "default") == "default"
     if is_fixed:
         config.option.randomly_seed = 0
@@ -109,17 +111,33 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
-    """Mark the cases that the marker `sample` of their test does not name."""
+    """Mark the cases that the markers `sample` and `slow` of their test do not name."""
     made = yield
     cases = [case for case in made if isinstance(case, pytest.Function)] if isinstance(made, list) else []
-    if cases and (sample := cases[0].get_closest_marker("sample")):
-        if unknown := set(sample.args) - {case.callspec.id for case in cases}:
-            ids = ", ".join(case.callspec.id for case in cases)
-            raise pytest.UsageError(f"{cases[0].originalname}: the sample names {unknown}; expected some of {ids}")
+    if not cases:
+        return made
+    named = {name: marker.args for name in ("sample", "slow") if (marker := cases[0].get_closest_marker(name))}
+    for name, sample in named.items():
+        if unknown := set(sample) - {_case(case) for case in cases}:
+            ids = ", ".join(map(_case, cases))
+            raise pytest.UsageError(f"{cases[0].originalname}: the marker {name} names {unknown}; expected some of {ids}")
+    if "sample" in named:
         for case in cases:
-            if case.callspec.id not in sample.args:
+            if not any(_case(case) in sample for sample in named.values()):
                 case.add_marker("full")
     return made
+
+
+def _case(item: pytest.Item) -> str:
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+
+
+def _marker(item: pytest.Item) -> str:
+    """Return the marker that excludes a case from the default run, or an empty string."""
+    if item.get_closest_marker("full"):
+        return "full"
+    slow = item.get_closest_marker("slow")
+    return "slow" if slow and (not slow.args or _case(item) in slow.args) else ""
 
 
 @pytest.hookimpl(trylast=True)
@@ -131,9 +149,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if lane := config.option.lane:
         items[:] = [item for item in items if _lane(item.nodeid) == lane]
     elif not config.option.all:
-        excluded = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
-        config.stash[_EXCLUDED] = Counter(_lane(item.nodeid) for item in excluded)
+        by_marker: dict[str, list[pytest.Item]] = {"": [], "slow": [], "full": []}
+        for item in items:
+            by_marker[_marker(item)].append(item)
+        items[:] = by_marker["slow" if config.option.slow else ""]
+        slow = Counter(slow=0 if config.option.slow else len(by_marker["slow"]))
+        config.stash[_EXCLUDED] = slow + Counter(_lane(item.nodeid) for item in by_marker["full"])
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -164,7 +185,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         by_count = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
         text = "; ".join(f"{count} {kind}" for kind, count in by_count)
         terminalreporter.write_line(f"{len(reports)} skipped: {text}")
-    if excluded := terminalreporter.config.stash.get(_EXCLUDED, None):
+    excluded = terminalreporter.config.stash.get(_EXCLUDED, Counter())
+    if slow := excluded.pop("slow", 0):
+        terminalreporter.write_line(f"{slow} run only with --slow, in .ci/run, or with --all")
+    if excluded:
         text = ", ".join(f"{count} in the lane {lane}" for lane, count in sorted(excluded.items()))
         terminalreporter.write_line(f"{excluded.total()} run only with --all: {text} of .ci/nightly")
 

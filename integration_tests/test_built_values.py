@@ -210,6 +210,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_caught(tmp_path: Path, bug: Bug) -> None:
     assert _difference(run_ranks(_train, tmp_path, {"data_parallel_shard": 2}, bug, _build, world_size=2)) is not None

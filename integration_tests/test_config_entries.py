@@ -272,7 +272,8 @@ def _outcome(family: Family, config: dict[str, Any], edited: list[str]) -> str:
 
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sample("qwen3-False", "qwen3-True")
+@pytest.mark.sample("qwen3-True")
+@pytest.mark.slow("qwen3-False")
 def test_every_edit_is_applied_or_refused_with_the_name_of_the_entry(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
     files = family.files

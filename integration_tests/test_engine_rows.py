@@ -138,6 +138,7 @@ def _adapters_in_one_process() -> list[dict[str, Any]]:
     return run_ranks(adapter_rows, {}, world_size=1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["sharded", *(pytest.param(name, marks=pytest.mark.full) for name in list(ADAPTER_LAYOUTS)[1:])]
 )
@@ -150,6 +151,7 @@ def test_the_reference_of_an_adapted_model_equals_the_model_without_adapters(lay
 NAMED_LAYOUTS = {name: ADAPTER_LAYOUTS[name] for name in ("sharded", "stages and tensor")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
 @pytest.mark.sample("sharded")
 def test_one_adapter_is_trained_and_another_is_the_reference(layout: str) -> None:
@@ -303,6 +305,7 @@ MUTANTS: dict[Callable[[], AbstractContextManager[object]], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "layout"), MUTANTS.items(), ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.sample("_each_rank_divides_by_its_own_weight-", "_entropy_is_that_of_a_vocabulary_shard-")
 def test_a_deliberate_bug_is_caught(bug: Callable[[], AbstractContextManager[object]], layout: str) -> None:

@@ -99,6 +99,7 @@ def _original(tmp_path: Path) -> tuple[Path, list[int], Qwen3Params]:
     return tmp_path / "original", written, QWEN3.read(config)
 
 
+@pytest.mark.slow
 def test_an_export_generates_like_the_original(tmp_path: Path, original: tuple[Path, list[int], Qwen3Params]) -> None:
     import transformers
 
@@ -139,6 +140,7 @@ def test_changed_sizes_replace_those_of_the_source(
     assert transformers.AutoConfig.from_pretrained(exported).rope_parameters["rope_theta"] == 500.0
 
 
+@pytest.mark.slow
 def test_a_resumed_job_does_not_need_the_source(
     tmp_path: Path, original: tuple[Path, list[int], Qwen3Params], capsys: pytest.CaptureFixture[str]
 ) -> None:

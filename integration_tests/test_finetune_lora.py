@@ -52,6 +52,7 @@ def test_losses_equal_on_four_ranks_and_peft_and_transformers_load_the_result(tm
     assert (after - before).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_job_resumes_bitwise_from_a_checkpoint_of_only_adapters(tmp_path: Path, pretrained: Path) -> None:
     adapters_only = {"checkpoint.trainable_only": "true", "checkpoint.every": 5, "checkpoint.background": "false"}
     _finetune(tmp_path, "run", pretrained, adapters_only, 1)

@@ -52,6 +52,7 @@ def one_process(recipe: Float8Recipe | None) -> dict[str, Any]:
     return trace(InFloat8(recipe), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     ["dp_shard=2,microbatch=2", "dp_replicate=2,cp_shard=2", "pp=2,dp_shard=2,schedule=zb1p,microbatch=1"],

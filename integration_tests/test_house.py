@@ -231,6 +231,7 @@ print(sorted(heavy & set(sys.modules)))
 """
 
 
+@pytest.mark.slow
 def test_imports_are_light() -> None:
     """A package imports nothing heavy; configurations, the Trainer and base classes no DTensor; models no compiler."""
     run = subprocess.run([sys.executable, "-c", _IMPORT_ALL], capture_output=True, text=True, check=True)

@@ -23,6 +23,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _train("", tmp_path_factory.mktemp("balanced") / "one")
 
 
+@pytest.mark.slow
 def test_biases_balance_an_unbalanced_router(one_process: Path, tmp_path: Path) -> None:
     alone = curve(_train("", tmp_path / "unbalanced", rate=0.0), "experts/max_over_mean")
     balanced = curve(one_process, "experts/max_over_mean")

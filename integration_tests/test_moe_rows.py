@@ -241,6 +241,8 @@ ROWS = [
 @pytest.mark.sample(
     "qwen3,ep=2,tp=2",
     "qwen3,pp=2,ep=2,dp_shard=2,schedule=zb1p,microbatch=1",
+)
+@pytest.mark.slow(
     "joint_batch,pp=2,ep=2,dp_shard=2",
     "deepseek,ep=2,cp_shard=2,cp_replicate=2,replicas whole",
     "skewed,ep=2,dp_shard=4,replicas whole",
@@ -378,6 +380,7 @@ def _balanced_with(bug: Bug) -> Generator[None]:
 
 
 # The lane `jobs` of .ci/nightly catches the others.
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "row"), MUTANTS, ids=lambda each: getattr(each, "__name__", ""))
 @pytest.mark.sample(
     "_gradients_of_weights_stay_with_the_experts-",

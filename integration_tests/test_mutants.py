@@ -16,6 +16,7 @@ CHECKS = (
 """Errors by which a job notices a bug: gradients that are not finite, an unknown weight, parameters left unsharded."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 @pytest.mark.sample(*(mutant.name for mutant in ALL if not mutant.is_nightly))
 def test_the_oracle_detects_each_mutant(mutant: Mutant) -> None:

@@ -30,6 +30,15 @@ CELLS = {**_caught_by((*MUTANTS, *DECODER_MUTANTS)), **{cell.name: cell for cell
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 @pytest.mark.sample(*_caught_by(mutant for mutant in (*MUTANTS, *DECODER_MUTANTS) if not mutant.is_nightly))
+@pytest.mark.slow(
+    "dense,dp_shard=2,mask=ragged",
+    "dense,dp_shard=2,microbatch=1",
+    "dense,pp=2",
+    "plain,dp_replicate=2",
+    "plain,pp=2",
+    "plain,tp=2",
+    "tied,pp=2",
+)
 def test_each_cell_equals_one_process(cell: Cell) -> None:
     found = list(cell.differences())
     assert not found, f"{len(found)} differences. First: {found[0]}"

@@ -118,6 +118,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.sample("tensor")
 def test_float32_adapters_of_a_bfloat16_model_train_equally_in_every_layout_and_resume_bitwise(

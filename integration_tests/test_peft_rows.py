@@ -137,7 +137,8 @@ def one_process(method: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("method", "layout"), [*ROWS, *FAMILY_ROWS])
-@pytest.mark.sample("dora-tp=2", "experts-ep=2,dp_shard=2", "ends-pp=4,microbatch=4")
+@pytest.mark.sample("experts-ep=2,dp_shard=2")
+@pytest.mark.slow("dora-tp=2", "ends-pp=4,microbatch=4")
 def test_fine_tuning_in_a_layout_equals_one_process(method: str, layout: str) -> None:
     expected = one_process(method)
     found = list(differences(trace(method, layout), expected, rtol=RTOL))

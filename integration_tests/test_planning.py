@@ -15,6 +15,7 @@ _ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _ROWS)
 @pytest.mark.sample("dense,pp=2,microbatch=1")
 def test_dry_run_equals_the_real_run(name: str) -> None:

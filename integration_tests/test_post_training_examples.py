@@ -34,6 +34,7 @@ def _sft(pretrained: Path, steps: int) -> dict[str, Any]:
     return {**text, "text.length": 192, "text.pattern": "sh*.py", "evaluation.every": steps // 2, **job}
 
 
+@pytest.mark.slow
 def test_sft_exports_adapters_and_a_merged_model_that_answers(tmp_path: Path, pretrained: Path) -> None:
     summary = _run("sft_chat", tmp_path, _sft(pretrained, 6)).summary
     losses = curve(tmp_path / "sft-chat", "loss")

@@ -50,6 +50,8 @@ ROWS: tuple[tuple[str, str, str, ContextMethod], ...] = (
 )
 @pytest.mark.sample(
     "dpo-dense-cp_shard=2-all_gather",
+)
+@pytest.mark.slow(
     "dpo-moe with losses-ep=2,dp_shard=2,microbatch=2-all_gather",
     "distill-dense-pp=2,cp_shard=2,schedule=zb1p,microbatch=1-ring",
 )
@@ -61,6 +63,7 @@ def test_post_training_in_a_layout_equals_one_process(
 
 
 # The lane `jobs` of .ci/nightly catches the others.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.sample("document_sums_are_not_reduced_over_cp", "weight_averaged_per_rank", "pairs_are_split")
 def test_a_mutant_is_caught(name: str) -> None:

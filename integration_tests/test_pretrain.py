@@ -75,6 +75,7 @@ def test_more_steps_continue_a_run(tmp_path: Path) -> None:
     assert max(curve(tmp_path / "run", "step")) == 7
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     first = _run(_tiny(tmp_path, "run", steps=4))
     before = records(tmp_path / "run")
@@ -93,6 +94,7 @@ def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
         assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=curve_rounding(8)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tied"), [("dense", "true"), ("dense", "false"), ("moe", "true")])
 @pytest.mark.sample("dense-false")
 def test_transformers_loads_the_export_and_gives_the_same_logits(tmp_path: Path, kind: str, tied: str) -> None:
@@ -120,6 +122,7 @@ def _exported_model(run_dir: Path, kind: str) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_the_moe_job_learns(tmp_path: Path) -> None:
     _run([MOE, *_tiny(tmp_path, "moe", steps=40, optimizer__learning_rate="1e-2")])
     losses = curve(tmp_path / "moe", "loss")

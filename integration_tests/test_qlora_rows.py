@@ -178,6 +178,7 @@ def _handed_over(kind: str, mesh: dict[str, int], folder: Path, is_dense: bool =
         return {name: tensor.clone() for name, tensor in engine.weights(base_only=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [

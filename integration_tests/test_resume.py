@@ -325,7 +325,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@pytest.mark.sample("adamw", "muon", "schedule-free", "stochastic, bfloat16 averages", "annealed, packed and shuffled")
+@pytest.mark.sample("adamw", "schedule-free", "annealed, packed and shuffled")
+@pytest.mark.slow("muon", "stochastic, bfloat16 averages")
 def test_a_job_resumed_after_any_step_gives_bitwise_equal_results(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
     assert len(set(whole.losses.values())) == STEPS
@@ -342,6 +343,7 @@ def _left_after(step: int, whole: Path, folder: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "schedule"), [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule-free", "waits two steps")]
 )

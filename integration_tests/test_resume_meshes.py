@@ -243,6 +243,7 @@ def _assert_close(found: _Course, expected: _Course, what: str) -> None:
         assert values == pytest.approx({step: others[step] for step in values}, rel=1e-9), what
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path, exhaustive: bool) -> None:
     layouts = LAYOUTS if exhaustive else SAMPLE
@@ -267,6 +268,7 @@ def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path, exh
             assert (course.losses, course.norms) == (_last(expected.losses), _last(expected.norms)), source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout])
 @pytest.mark.sample("tp=2")
 def test_a_job_that_lost_the_memory_of_a_host_resumes_bitwise(tmp_path: Path, layout: str) -> None:

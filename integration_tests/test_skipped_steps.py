@@ -104,6 +104,7 @@ def _train(folder: Path, stages: int, is_bad: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.slow("2")
 def test_a_skipped_step_does_not_affect_later_steps(tmp_path: Path, stages: int) -> None:
     expected = _train(tmp_path / "expected", 1, False)
     assert not expected.pop("told")

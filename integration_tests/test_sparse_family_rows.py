@@ -228,7 +228,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.sample("gpt_oss,ep=2,dp_shard=2", "qwen3_next,cp_shard=2", "mtp,pp=2,microbatch=2", "glm,tp=2")
+@pytest.mark.sample("gpt_oss,ep=2,dp_shard=2", "glm,tp=2")
+@pytest.mark.slow("qwen3_next,cp_shard=2", "mtp,pp=2,microbatch=2")
 def test_each_family_equals_one_process(row: Row) -> None:
     found = _differences(row)
     assert not found, f"{len(found)} differences. First: {found[:4]}"
@@ -369,6 +370,7 @@ QUICK = {
 
 
 # The lane `jobs` of .ci/nightly catches the others.
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "row"), MUTANTS, ids=[getattr(bug, "__name__", "") for bug, _ in MUTANTS])
 @pytest.mark.sample(*(getattr(bug, "__name__", "") for bug, _ in MUTANTS if bug in QUICK))
 def test_a_bug_is_caught(bug: Bug, row: Row) -> None:

@@ -57,6 +57,16 @@ def test_full(exhaustive):
 def test_sampled(case, exhaustive):
     assert exhaustive or case == "b"
 
+@pytest.mark.parametrize("case", ["a", "b", "c"])
+@pytest.mark.sample("b")
+@pytest.mark.slow("c")
+def test_slow_case(case, exhaustive, pytestconfig):
+    assert exhaustive or case == ("c" if pytestconfig.option.slow else "b")
+
+@pytest.mark.slow
+def test_slow(exhaustive, pytestconfig):
+    assert exhaustive or pytestconfig.option.slow
+
 @pytest.mark.parametrize(
     "reason", ["needs 4 accelerators", "needs an accelerator", "needs abc, which is optional", "x"]
 )
@@ -109,21 +119,30 @@ def test_seeds_and_order_change_only_on_demand(name: str, request: pytest.Fixtur
 @pytest.mark.long
 def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-n2")
-    result.assert_outcomes(passed=6, skipped=4)
+    result.assert_outcomes(passed=7, skipped=4)
     result.stdout.fnmatch_lines(["*test_a_run_lists_what_it_skips.py is done; tests left: none"])
     assert "4 skipped: 2 need accelerators; 1 (x); 1 need abc" in result.outlines
-    assert "2 run only with --all: 2 in the lane jobs of .ci/nightly" in result.outlines
+    assert "2 run only with --slow, in .ci/run, or with --all" in result.outlines
+    assert "3 run only with --all: 3 in the lane jobs of .ci/nightly" in result.outlines
 
 
 def test_the_flag_all_runs_every_test(suite_without_torch: pytest.Pytester) -> None:
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--all", "-v")
-    result.assert_outcomes(passed=8, skipped=4)
+    result.assert_outcomes(passed=12, skipped=4)
     assert "::test_full " in next(line for line in result.outlines if "::" in line), "long tests run first"
 
 
 @pytest.mark.full
+def test_the_flag_slow_runs_only_slow_cases(suite_without_torch: pytest.Pytester) -> None:
+    result = suite_without_torch.runpytest_subprocess("-n2", "--slow", "-v")
+    result.assert_outcomes(passed=2)
+    assert "3 run only with --all: 3 in the lane jobs of .ci/nightly" in result.outlines
+    assert not any("only with --slow" in line for line in result.outlines)
+
+
+@pytest.mark.full
 def test_a_lane_runs_all_its_cases(suite_without_torch: pytest.Pytester) -> None:
-    suite_without_torch.runpytest_subprocess("-n2", "--lane", "jobs").assert_outcomes(passed=8, skipped=4)
+    suite_without_torch.runpytest_subprocess("-n2", "--lane", "jobs").assert_outcomes(passed=12, skipped=4)
     suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--lane", "oracle").assert_outcomes()
 
 
@@ -131,7 +150,7 @@ def test_a_lane_runs_all_its_cases(suite_without_torch: pytest.Pytester) -> None
 def test_a_sample_names_existing_cases(suite_without_torch: pytest.Pytester) -> None:
     suite_without_torch.makepyfile(WITHOUT_TORCH.replace('sample("b")', 'sample("c")'))
     result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--collect-only")
-    result.stdout.fnmatch_lines(["*test_sampled: the sample names {'c'}; expected some of a, b*"])
+    result.stdout.fnmatch_lines(["*test_sampled: the marker sample names {'c'}; expected some of a, b*"])
 
 
 @pytest.mark.full

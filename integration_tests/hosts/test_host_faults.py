@@ -38,6 +38,7 @@ def _assert_all_match(ended: list[Rank], pattern: str, *, without: int | None = 
             assert re.search(pattern, rank.errors), f"rank {number}: {rank.errors}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.sample("2")
 def test_every_log_names_a_killed_rank_that_was_alone_on_its_host(culprit: int) -> None:

@@ -183,6 +183,7 @@ def _late_peer(folder: str, group_kind: str) -> float:
         return time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_kind", ["axis", "flattened"])
 @pytest.mark.sample("flattened")
 def test_a_collective_fails_after_the_last_timeout_set(group_kind: str, tmp_path: Path) -> None:

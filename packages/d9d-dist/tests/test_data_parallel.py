@@ -168,6 +168,7 @@ def test_gradients_are_the_sum_over_all_ranks(kind: str, degrees: dict[str, int]
         ),
     ],
 )
+@pytest.mark.slow("degrees1-placements1", "degrees2-placements2")
 def test_replicate_axes_are_merged(degrees: dict[str, int], placements: tuple[Any, ...]) -> None:
     _check("hsdp", degrees, placements, world_size=8)
 

@@ -18,6 +18,7 @@ def drawn(seed: int, num_samples: int, *, num_values: int | None = None) -> tupl
     return (logits if num_values is None else (logits * num_values / 8).round() * 8 / num_values), targets
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(2, 60), num_values=st.sampled_from([None, 4]))
 def test_the_value_is_exact_while_all_samples_are_stored(seed: int, num_samples: int, num_values: int | None) -> None:

@@ -111,7 +111,8 @@ def computed_on_ranks(cases: list[list[Values]]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @settings(max_examples=4)
 @given(data=st.data())
-@pytest.mark.sample("1", "2")
+@pytest.mark.sample("1")
+@pytest.mark.slow("2")
 def test_synced_values_equal_one_process_for_any_split_of_the_data(world_size: int, data: st.DataObject) -> None:
     values = st.lists(st.floats(-1e3, 1e3, width=32), max_size=6)
     split = st.lists(values, min_size=world_size, max_size=world_size)

@@ -46,6 +46,7 @@ def _in_their_layout(weights: Mapping[str, Tensor], config: Any) -> dict[str, Te
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     num_key_heads=st.integers(1, 3),

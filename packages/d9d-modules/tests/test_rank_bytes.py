@@ -67,6 +67,7 @@ def _stored(mesh: MeshConfig) -> int:
     "degrees",
     [{"data_parallel_shard": 4}, {"data_parallel_replicate": 2, "tensor_parallel": 2}, {"context_parallel_shard": 2}],
 )
+@pytest.mark.slow("degrees1")
 def test_counts_the_bytes_that_real_ranks_store(degrees: dict[str, int]) -> None:
     mesh = MeshConfig(**degrees)
     (counted,) = run_ranks(_counted, SMALL, mesh, world_size=1)

@@ -29,6 +29,7 @@ TOLERANCE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_kernels_in_the_interpreter() -> None:

@@ -137,6 +137,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
 
 @pytest.mark.parametrize("method", ["LoRA", "DoRA"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow("sharded and tensor-DoRA")
 def test_gradients_and_merged_weights_in_a_layout_equal_one_process(
     layout: str, method: str, alone: dict[str, dict[str, Any]]
 ) -> None:

@@ -165,6 +165,7 @@ def test_all_entries_of_peft_are_tested() -> None:
     assert EDITS.keys() == {field.name for field in dataclasses.fields(peft.LoraConfig)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (values, _) in EDITS.items() for value in values])
 def test_edited_entry_gives_the_output_of_peft(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
     check_equal(edited(saved, tmp_path, {name: value}))

@@ -210,6 +210,7 @@ def test_error_of_the_writer_raises_on_every_rank(tmp_path: Path) -> None:
     assert "export could not be written" in messages[0]
 
 
+@pytest.mark.slow
 def test_an_export_that_is_killed_anywhere_is_the_earlier_one_or_the_new_one(
     tmp_path: Path, run_killed: Callable[..., bool]
 ) -> None:

@@ -103,6 +103,7 @@ def _on_ranks(method: ContextMethod, cases: list[Case], length: int) -> list[lis
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.world_size(n)) for n in (4, 8))])
+@pytest.mark.slow("cpu-8-all_gather", "cpu-8-ring")
 def test_context_parallel_attention_equals_one_process(method: ContextMethod, world_size: int, device: Device) -> None:
     length = 6 * world_size
     cases = [c for c in CASES if c.heads % world_size == 0 or method != "all_to_all"]

@@ -124,6 +124,7 @@ def _reset_handler() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_a_hang_shows_the_stacks_of_all_ranks() -> None:
     run_ranks(_reset_handler)  # starts the processes, so that both ranks hang in time; a job resets handlers, too
     with pytest.raises(RankError) as caught:

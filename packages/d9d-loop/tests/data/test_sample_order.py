@@ -120,6 +120,7 @@ def test_all_orders_of_few_samples_are_equally_likely() -> None:
     assert abs(_chi_squared(torch.tensor(list(found.values())).double())) < 4.5
 
 
+@pytest.mark.slow
 def test_samples_at_a_position_are_uniform_over_epochs() -> None:
     order = SampleOrder(400, seed=0)
     cells = torch.tensor([order.take(epoch * 400, (epoch + 1) * 400) for epoch in range(300)]) // 20

@@ -30,6 +30,7 @@ def _done(step: int) -> StepDone:
     return StepDone(step, torch.ones(()), torch.ones(()), 0.1, nullcontext)
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_only_at_fixed_steps() -> None:
     garbage, events = GarbageCollection(3), Events()
     events.subscribe(garbage)

@@ -89,6 +89,7 @@ def _train_each(folder: Path, mesh: dict[str, int], cases: list[tuple[str, int]]
     return [_train(folder / str(frozen), mesh, schedule, frozen, more) for schedule, frozen in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [{}, {"data_parallel_replicate": 2}], ids=["two ranks", "replicated"])
 @pytest.mark.sample("two ranks")
 def test_losses_equal_one_process_with_frozen_stages_and_random_samples(tmp_path: Path, beside: dict[str, int]) -> None:

@@ -160,6 +160,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> d
     return dict(zip(names, traces, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.sample("2")
 def test_evaluations_of_every_optimizer_equal_one_process(
@@ -173,6 +174,7 @@ def test_evaluations_of_every_optimizer_equal_one_process(
             _equal(trace, one_process[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [1, 2])
 @pytest.mark.sample("2")
 def test_every_optimizer_resumes_with_stages(tmp_path: Path, one_process: dict[str, Trace], later: int) -> None:

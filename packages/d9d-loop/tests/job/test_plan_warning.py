@@ -82,6 +82,7 @@ def _hardware(folder: Path, *, spare_bytes: float) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_warning_of_a_job_that_does_not_fit_names_the_nearest_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -286,6 +286,7 @@ def _on_ranks(folder: Path, dropout: float, at: int | None) -> tuple[dict[int, f
     return losses, weights
 
 
+@pytest.mark.slow
 def test_several_ranks_resume_bitwise(tmp_path: Path) -> None:
     whole = run_ranks(_on_ranks, tmp_path / "whole", 0.5, None, world_size=2)
     first = run_ranks(_on_ranks, tmp_path / "parts", 0.5, 5, world_size=2)

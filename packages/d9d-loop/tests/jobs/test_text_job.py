@@ -111,6 +111,7 @@ def _load(job: str, export: Path) -> Any:
     return kinds.get(job, transformers.AutoModelForCausalLM).from_pretrained(export, dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.sample("sft")
 def test_losses_equal_on_four_ranks_and_transformers_loads_the_export(job: str, folder: Path, tmp_path: Path) -> None:

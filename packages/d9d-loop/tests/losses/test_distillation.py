@@ -32,6 +32,7 @@ def test_the_rest_of_the_vocabulary_counts_as_one_more_candidate() -> None:
     assert_close(same.total, torch.tensor(0.0, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_equal_trl() -> None:
     gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
     server = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")

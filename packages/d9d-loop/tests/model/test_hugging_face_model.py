@@ -150,7 +150,8 @@ def _load(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("mesh", "name"), _TRIED)
-@pytest.mark.sample("replicas-gpt2", "tensor-glm4 moe lite")
+@pytest.mark.sample("replicas-gpt2")
+@pytest.mark.slow("tensor-glm4 moe lite")
 def test_a_folder_trains_as_the_model_of_from_pretrained(tmp_path: Path, name: str, mesh: str) -> None:
     import transformers
 

@@ -189,6 +189,7 @@ def _resume(folder: Path, mesh: dict[str, Any]) -> Result:
         return result
 
 
+@pytest.mark.slow
 def test_every_optimizer_resumes_bitwise(tmp_path: Path) -> None:
     expected = _save_midway(tmp_path, {})
     found = _resume(tmp_path, {})

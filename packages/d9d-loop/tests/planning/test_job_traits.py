@@ -112,6 +112,7 @@ def test_checkpointing_is_read_from_the_operators_that_run_again(
     assert (layout.recompute, layout.recompute_every) == (policy, every)
 
 
+@pytest.mark.slow
 def test_compiled_layers_and_models_have_compiled_pointwise_operators(tmp_path: Path) -> None:
     blocks = Provider()
     blocks.compiles = True

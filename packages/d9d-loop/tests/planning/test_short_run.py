@@ -118,6 +118,7 @@ def test_costs_extrapolated_from_few_layers_equal_a_dry_run_of_all_layers(
                 assert one.collective_bytes() == other.collective_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data_parallel_shard": 4}, {"pipeline_parallel": 2, "data_parallel_shard": 2}])
 @pytest.mark.parametrize("reduces", [False, True], ids=["once", "each microbatch"])
 @pytest.mark.sample("each microbatch-mesh1")

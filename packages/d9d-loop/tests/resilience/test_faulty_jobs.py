@@ -89,6 +89,7 @@ def test_the_errors_name_a_rank_that_is_killed(culprit: int) -> None:
     assert re.search(rf"[Rr]ank {culprit} failed( before this rank)?: its process \d+ on \S+ is gone", survivor.errors)
 
 
+@pytest.mark.slow
 def test_the_errors_name_a_rank_whose_process_is_stopped() -> None:
     ended = _run("is stopped", 1, unwaited=1)
     assert ended[0].code == ExitCode.HANG, ended[0]
@@ -147,6 +148,7 @@ def test_the_error_names_a_tracker_that_is_down_without_delay() -> None:
     assert "the tensorboard tracker did not receive all values" in ended[0].errors
 
 
+@pytest.mark.slow
 def test_a_job_restarted_by_torchrun_resumes() -> None:
     with RankPool() as pool:
         (lives,) = pool.run(restarted, world_size=1, timeout=120)

@@ -31,6 +31,7 @@ ALL_ANSWER = "This rank failed first: a connection broke, but all ranks answer: 
 ONE_IS_SILENT = f"Rank 1 failed before this rank: its process on {re.escape(socket.gethostname())} does not answer: k"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_second_poller", "text", "expected"),
     [

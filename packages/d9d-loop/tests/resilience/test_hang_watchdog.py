@@ -59,12 +59,14 @@ def test_an_error_caused_by_a_hang_shows_the_report() -> None:
     assert all("no progress for" in rank.errors and "in a step, step 2" in rank.errors for rank in ended)
 
 
+@pytest.mark.slow
 def test_the_report_names_a_rank_whose_process_is_stopped() -> None:
     ended = run_forked(watched, "is stopped", 1, world_size=3, unwaited=1)
     for report in _reports(ended, 1):
         assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", report)
 
 
+@pytest.mark.slow
 def test_the_report_names_a_rank_that_holds_the_gil_and_the_rank_exits() -> None:
     ended = run_forked(watched, "holds the interpreter", 1)
     (report,) = _reports(ended, 1)

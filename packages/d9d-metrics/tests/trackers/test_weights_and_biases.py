@@ -64,6 +64,7 @@ def a_picture() -> Image:
     return Image.of(Figure(figsize=(1, 1), dpi=20))
 
 
+@pytest.mark.slow
 def test_values_can_be_read_and_a_run_is_resumed(tmp_path: Path) -> None:
     first = WandbTracker(tmp_path, project="test", mode="offline")
     first.log_config({"lr": 0.5, "mesh": {"dp": 2, "password": "canary"}})

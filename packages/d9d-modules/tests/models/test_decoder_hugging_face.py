@@ -164,6 +164,7 @@ def _take_rotary_tables(rotary: Any, params: GroupedQueryParams) -> None:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.slow("llama3")
 def test_logits_losses_and_gradients_match(name: str) -> None:
     drawn: list[Any] = []
     # The parameters cover all four combinations of query and key/value heads in any draw.

@@ -175,6 +175,7 @@ def test_logits_losses_and_gradients_match(name: str, seed: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), _seeds())
 def test_weights_and_config_round_trip_through_transformers(tmp_path: Path, name: str, seed: int) -> None:
     import transformers

@@ -424,6 +424,9 @@ def _published() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "config"), _published())
+@pytest.mark.slow(
+    "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-27B", "moonshotai/Kimi-K2-Instruct", "zai-org/GLM-4.7-Flash"
+)
 def test_published_configurations_are_accepted(name: str, config: dict[str, Any]) -> None:
     """The released `config.json` builds a model on `meta`, with the number of parameters of the release."""
     families: dict[str, HuggingFaceFamily[Any]] = {

@@ -46,6 +46,7 @@ def test_interleaved_zb1p_is_never_slower_than_interleaved(p: int, m: int, v: in
 
 
 @pytest.mark.parametrize(("p", "v"), list(product((2, 4, 8), (2, 3, 4))))
+@pytest.mark.slow("8-3", "8-4")
 def test_zero_bubble_is_as_fast_as_torch_with_equal_activations(p: int, v: int) -> None:
     for m in (p, 2 * p, 4 * p):
         costs = Costs(1.0, 1.25, 0.75, transfer=0.25)

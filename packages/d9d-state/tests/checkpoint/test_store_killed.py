@@ -41,6 +41,7 @@ def test_newest_is_the_previous_or_the_new_checkpoint(
     assert outcomes == {2, 3}
 
 
+@pytest.mark.slow
 def test_first_save_is_complete_or_absent(
     tmp_path: Path, run_killed: Callable[..., bool], points: Callable[..., Sequence[int]]
 ) -> None:

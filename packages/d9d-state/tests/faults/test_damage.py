@@ -121,6 +121,7 @@ def test_a_flipped_bit_anywhere_in_manifest_states_and_headers(folders: Path, tm
     assert not _is_noticed(store, targets)
 
 
+@pytest.mark.slow
 def test_random_damage_of_any_file_is_detected(folders: Path, tmp_path: Path, exhaustive: bool) -> None:
     own = Path(shutil.copytree(folders / "own", folders / tmp_path.name))
     store, targets = CheckpointStore(own), _targets()

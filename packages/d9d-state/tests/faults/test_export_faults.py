@@ -141,6 +141,7 @@ def _export_on_ranks(root: Path, told: Path | None = None) -> Callable[[Distribu
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_any_call_leaves_a_complete_export(
     tmp_path: Path, rank: int, points: Callable[..., Sequence[int]]
@@ -158,6 +159,7 @@ def test_a_rank_killed_at_any_call_leaves_a_complete_export(
     assert killed > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_on_a_rank_raises_on_all(tmp_path: Path, rank: int, points: Callable[..., Sequence[int]]) -> None:
     errors = 0

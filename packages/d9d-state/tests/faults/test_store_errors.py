@@ -22,6 +22,12 @@ _FAULTS: dict[str, tuple[Callable[[int], Fault], str]] = {
 @pytest.mark.parametrize("kind", _FAULTS)
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("older", [(), (1, 2)], ids=["fresh", "retention"])
+@pytest.mark.slow(
+    "retention-background-EIO",
+    "retention-background-ENOSPC once",
+    "retention-background-a full disk",
+    "retention-foreground-ENOSPC once",
+)
 def test_error_at_any_call_fails_only_that_save(
     tmp_path: Path,
     *,

@@ -45,6 +45,7 @@ def _save_step_3(folder: Path, *, background: bool) -> Callable[[DistributedCont
 _MODES = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 @_MODES
 @pytest.mark.parametrize("rank", [0, 1])
