@@ -120,7 +120,9 @@ def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     for name, sample in named.items():
         if unknown := set(sample) - {_case(case) for case in cases}:
             ids = ", ".join(map(_case, cases))
-            raise pytest.UsageError(f"{cases[0].originalname}: the marker {name} names {unknown}; expected some of {ids}")
+            raise pytest.UsageError(
+                f"{cases[0].originalname}: the marker {name} names {unknown}; expected some of {ids}"
+            )
     if "sample" in named:
         for case in cases:
             if not any(_case(case) in sample for sample in named.values()):

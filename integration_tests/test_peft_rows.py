@@ -146,7 +146,8 @@ def test_fine_tuning_in_a_layout_equals_one_process(method: str, layout: str) ->
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sample("lora", "dora", "experts", "new tokens", "ends")
+@pytest.mark.sample("lora", "experts")
+@pytest.mark.slow("dora", "new tokens", "ends")
 def test_only_selected_parameters_are_trained(method: str) -> None:
     first, last = (one_process(method)[f"step {step}"]["gradients"] for step in (1, 3))
     assert first.keys() == last.keys()

@@ -92,6 +92,7 @@ def one_process() -> dict[str, dict[str, Any]]:
     return dict(zip(MODELS, run_ranks(_train_rows, {}, rows, world_size=1)[0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample("two ranks")
 def test_every_schedule_equals_one_process(

@@ -62,6 +62,7 @@ def _dpo(pretrained: Path, steps: int) -> dict[str, Any]:
     return {**job, "evaluation_every": steps, "text.pattern": "s*.py", "optimizer.learning_rate": 1e-2}
 
 
+@pytest.mark.slow
 def test_dpo_starts_at_log_two_and_learns(tmp_path: Path, pretrained: Path) -> None:
     found = _run("dpo", tmp_path, _dpo(pretrained, 4)).summary
     assert found["losses"][0] == pytest.approx(math.log(2), rel=curve_rounding(1))  # the adapters do nothing yet

@@ -89,6 +89,7 @@ def test_gradients_of_ordinary_layers_have_the_same_values(function: Function) -
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_compiled_code_copies_shared_gradients() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

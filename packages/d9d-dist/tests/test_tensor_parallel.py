@@ -166,6 +166,12 @@ _ON_FOUR = {"tensor_parallel": 2, "data_parallel_shard": 2}
     ids=str,
 )
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.slow(
+    "cpu-False-{'tensor_parallel': 2}-{'checkpointed': True}",
+    "cpu-False-{'tensor_parallel': 2}-{'tied': True}",
+    "cpu-True-{'tensor_parallel': 2}-{}",
+    "cpu-False-{'tensor_parallel': 2, 'data_parallel_shard': 2}-{}",
+)
 def test_tensor_parallel_training_equals_one_process(
     sequence: bool, degrees: dict[str, int], options: dict[str, bool], device: Device
 ) -> None:

@@ -33,6 +33,7 @@ def test_the_value_is_exact_while_all_samples_are_stored(seed: int, num_samples:
     assert value["error_bound"].item() == 0.0
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**31),

@@ -101,6 +101,7 @@ def test_reference_and_trained_model_in_one_loss() -> None:
     torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_without_adapters() -> None:
     model = adapted(METHODS["LoRA"])
     before = model(X)

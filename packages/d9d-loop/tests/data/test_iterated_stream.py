@@ -27,6 +27,7 @@ def test_an_epoch_without_elements_is_an_error() -> None:
         stream.cursor().take(1)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_dataset_can_be_streamed(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets, which is optional")
     for number in range(2):

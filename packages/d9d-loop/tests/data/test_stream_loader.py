@@ -122,6 +122,7 @@ def test_a_rank_reads_consecutive_samples_of_each_microbatch(rank: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.slow("2")
 def test_prefetched_samples_are_not_lost(num_workers: int) -> None:
     stream = PACKED(lists_stream(17), 1)
     expected = _steps([_loader(stream, (3, 2, 2), rank) for rank in range(2)], 8)

@@ -187,6 +187,7 @@ def test_every_optimizer_resumes_with_stages(tmp_path: Path, one_process: dict[s
             _equal(trace, {key: values for key, values in one_process[name].items() if key[-1] in "34"})
 
 
+@pytest.mark.slow
 def test_a_rollback_restores_the_tied_weight_on_every_stage(tmp_path: Path, one_process: dict[str, Trace]) -> None:
     """The fourth step is non-finite, also when it is replayed: the job rolls back past an applied step."""
     names = ("schedule free", "adamw", "muon")

@@ -98,6 +98,7 @@ def test_the_warning_of_a_job_that_does_not_fit_names_the_nearest_layout(
     assert "The nearest layout that fits" in out
 
 
+@pytest.mark.slow
 def test_a_job_that_fits_is_not_warned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _trainer(tmp_path / "runs", "h100-dgx").train()
     assert "the job needs" not in capsys.readouterr().out

@@ -189,6 +189,7 @@ def test_losses_of_a_packed_job_are_equal_over_pipelines(
     assert [file.read_bytes() for file in sorted(export.glob("*.safetensors"))] == before
 
 
+@pytest.mark.slow
 def test_the_loss_of_packed_chats_equals_transformers_on_separate_chats(folder: Path, tmp_path: Path) -> None:
     import transformers
 
@@ -409,6 +410,7 @@ def test_a_resumed_job_ends_like_an_uninterrupted_one(job: str, folder: Path, tm
     assert (whole / "export" / name).read_bytes() == (parts / job / "export" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_export_of_a_bidirectional_decoder_has_bidirectional_attention(folder: Path, tmp_path: Path) -> None:
     embedding = {"group": 2, "attention": "bidirectional"}
     run = _train(_config(folder, tmp_path, "embed", steps=1, embedding=embedding))

@@ -69,6 +69,7 @@ class Sampled:
         assert_close(*(torch.autograd.grad(loss, self.policy)[0] for loss in (found, expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -31,6 +31,7 @@ def _is_in_time(rank: Rank) -> bool:
     return 0 <= rank.seconds <= STARTUP_SECONDS / 2  # on a busy machine the exit may take longer than the step timeout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "sections", "expected"),
     [

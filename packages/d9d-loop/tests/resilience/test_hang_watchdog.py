@@ -47,12 +47,14 @@ def test_ranks_end_with_an_error_that_names_a_host_lost_by_the_agents() -> None:
     assert all(LOST_HOST in rank.errors for rank in ended), ended
 
 
+@pytest.mark.slow
 def test_the_error_names_a_lost_host_even_if_a_peer_exits_first() -> None:
     ended = run_forked(watched_with_a_host_lost_after_a_peer, 0)
     assert ended[1].code == ExitCode.PEER_LOST
     assert LOST_HOST in ended[1].errors
 
 
+@pytest.mark.slow
 def test_an_error_caused_by_a_hang_shows_the_report() -> None:
     ended = run_forked(watched_failing_late)
     assert [rank.code for rank in ended] == [ExitCode.HANG] * 2

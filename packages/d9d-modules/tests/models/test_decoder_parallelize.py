@@ -77,6 +77,7 @@ def test_layouts_give_the_gradients_of_one_process(params: Qwen3Params | Llama3P
             assert_trees_close(gradients, expected, rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_each_block_is_compiled_if_enabled() -> None:
     (compiled,) = run_ranks(_compiled, world_size=1)
     assert compiled == [False, False, True, True]

@@ -13,6 +13,9 @@ from d9d_state.safetensors_header import read_header
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.slow(
+    "32 MB of a name without an end", "32 MB of dims", "32 MB of empty objects", "32 MB of one name", "32 MB of spaces"
+)
 def test_hostile_header_is_refused_with_little_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.safetensors"
     length = HOSTILE[name].write(path)

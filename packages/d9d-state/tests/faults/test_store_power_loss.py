@@ -13,6 +13,7 @@ from d9d_state import CheckpointStore
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("older", [(), (1, 2)], ids=["fresh", "retention"])
+@pytest.mark.slow("retention-foreground")
 def test_newest_is_the_previous_or_the_new_checkpoint(
     tmp_path: Path, older: tuple[int, ...], background: bool, exhaustive: bool, points: Callable[..., Sequence[int]]
 ) -> None:
