@@ -39,7 +39,6 @@ def test_layers_compute_the_same_under_the_same_names(policy: CheckpointPolicy) 
     torch.testing.assert_close(run(compiled), run(layers))
 
 
-@pytest.mark.slow
 def test_a_compiled_model_may_contain_the_loss() -> None:
     hidden, weight = torch.randn(9, 4, requires_grad=True), torch.randn(12, 4, requires_grad=True)
     labels = torch.randint(0, 12, (9,))
