@@ -356,6 +356,13 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
             "rank 0 lacks SendOutput(stage=0, microbatch=0, peer=1)",
         ),
         (
+            two_ranks(
+                [Forward(0, 0), SendOutput(0, 0, 1), ReceiveOutputGradient(0, 0, 1)],
+                [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0), SendInputGradient(1, 0, 0)],
+            ),
+            "rank 1 lacks Backward(stage=1, microbatch=0)",
+        ),
+        (
             two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [ReceiveInput(1, 0, 0), Forward(1, 0)]),
             "rank 1 lacks ComputeLoss(stage=1, microbatch=0)",
         ),

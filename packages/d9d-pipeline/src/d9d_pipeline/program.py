@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from d9d_pipeline.actions import Action, BackwardInput, Compute, ComputeLoss, Forward, Transfer, parts
+from d9d_pipeline.actions import (
+    Action,
+    BackwardInput,
+    Compute,
+    ComputeLoss,
+    Forward,
+    ReceiveInput,
+    SendOutput,
+    Transfer,
+    parts,
+)
 
 
 @final
@@ -29,8 +39,8 @@ class Program:
 
     @property
     def trains(self) -> bool:
-        """True if the program contains any backward."""
-        forward_only = Forward | ComputeLoss | Transfer
+        """True if the program contains any backward, or a transfer of a gradient."""
+        forward_only = Forward | ComputeLoss | SendOutput | ReceiveInput
         return not all(isinstance(action, forward_only) for actions in self.ranks for action in actions)
 
     @property
