@@ -339,8 +339,7 @@ def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode)
 
 def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> Any:
     """Return the first microbatch of the job with fake tensors."""
-    samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(plan.microbatch_size)]
-    batch = BatchPlacement(plan.task, ctx)(plan.data.collate(samples))
+    batch = BatchPlacement(plan.task, ctx)(plan.first_batch())
     return pytree.tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), batch)
 
 

@@ -31,9 +31,8 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
         UnknownDecoderError: If the model is not such a decoder. The message says which part was not found.
     """
     model = plan.model.built.module
-    samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(1)]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    batch = pytree.tree_map_only(Tensor, fake.from_tensor, plan.data.collate(samples))
+    batch = pytree.tree_map_only(Tensor, fake.from_tensor, plan.first_batch(1))
     inputs = to_inputs(plan.task.inputs(batch))
     found = layer_list(model)
     if found is None:
