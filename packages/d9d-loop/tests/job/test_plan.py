@@ -11,7 +11,7 @@ from torch import nn
 
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
-from d9d_loop.data import DatasetProvider
+from d9d_loop.data import DatasetProvider, IndexedStream
 from d9d_loop.job.plan import plan_job
 from d9d_metrics import Compose, Metric, Sum
 from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
@@ -103,6 +103,18 @@ def test_all_samples_of_a_rank_are_a_microbatch_by_default(tmp_path: Path) -> No
         data=DatasetProvider(DATA, evaluation=DATA),
     )
     assert (plan.model.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
+
+
+def test_the_first_microbatch_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cursors: list[object] = []
+    cursor = IndexedStream.cursor
+    monkeypatch.setattr(IndexedStream, "cursor", lambda *args: cursors.append(args) or cursor(*args))
+    config = _config(tmp_path, batch={"global_size": 8, "microbatch_size": 2})
+    data = [torch.full((3,), value) for value in range(8)]
+    plan = plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(data, shuffle=False))
+    assert plan.first_batch().tolist() == [[0] * 3, [1] * 3]
+    assert plan.first_batch(1).tolist() == [[0] * 3]
+    assert len(cursors) == 1
 
 
 def test_a_mesh_of_another_size_than_the_world_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import StageInfo, UserError
+from d9d_dist import StageInfo, UserError, each_block
 from d9d_loop import FunctionProvider
 from d9d_loop.model.stage_check import build_stages, check_chain, check_parts
 from d9d_pipeline import Inputs
@@ -102,6 +102,18 @@ def test_outputs_that_cannot_be_sent_are_refused_between_ranks_only() -> None:
     check_chain(model, stages, _inputs(), (0, 0))
     with pytest.raises(UserError, match=r"got a container in a stage's output that cannot be (.|\n)* Return tuples,"):
         check_chain(model, stages, _inputs(), (0, 1))
+
+
+def test_each_stage_runs_once_with_one_of_its_equal_blocks() -> None:
+    ran: list[slice] = []
+
+    class Blocks(nn.Module):
+        def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+            ran.extend(each_block(100, 10))
+            return x + shift
+
+    check_chain(Blocks(), [Blocks(), Blocks()], _inputs(), (0, 1))
+    assert ran == [slice(0, 10)] * 2
 
 
 def test_a_model_that_cannot_run_on_meta_is_not_checked() -> None:

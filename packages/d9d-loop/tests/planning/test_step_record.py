@@ -5,6 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from d9d_dist import each_block, recorded_blocks
 from d9d_loop.planning import recorded
+from d9d_loop.planning.step_record import RepeatMarks
 
 
 def test_a_product_has_its_flops_bytes_and_shapes() -> None:
@@ -58,6 +59,25 @@ def test_a_record_of_one_of_several_equal_blocks_counts_all_of_them() -> None:
         run()
     assert short.operations == whole.operations
     assert short.peak_bytes == whole.peak_bytes
+
+
+def test_a_tensor_has_no_share_of_a_freed_tensor_at_its_address() -> None:
+    marks = RepeatMarks(1)
+    for _ in range(100):
+        repeated = torch.zeros(4)
+        marks.add_state([repeated])
+        assert marks.share(repeated) == 1
+        del repeated
+        assert marks.share(torch.zeros(4)) == 0
+
+
+def test_a_device_query_is_answered_and_not_recorded() -> None:
+    with FakeTensorMode():
+        x, y = torch.zeros(2), torch.zeros(2, device="xla:1")
+        with recorded() as record:
+            devices = [torch.ops.prim.device(x), torch.ops.prim.device(y)]
+    assert devices == [torch.device("cpu"), torch.device("xla:1")]
+    assert record.operations == []
 
 
 def test_equal_chunks_are_one_tensor_with_the_bytes_of_all() -> None:

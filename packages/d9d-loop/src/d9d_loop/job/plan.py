@@ -1,7 +1,9 @@
 """Plan of a training job: each rank checks it independently, before a process group starts or a file is written."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -9,6 +11,7 @@ from d9d_dist import Launch, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.evaluation_pass import check_evaluation_data
+from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import (
     changed_settings,
@@ -52,6 +55,7 @@ class JobPlan:
         microbatch_size: Samples of a microbatch on one data-parallel rank.
         num_microbatches: Microbatches of a step on one data-parallel rank.
         stream: Training samples in the order of training.
+        first_entries: Return the entries of the first microbatch. They are planned once, at the first call.
         evaluation_data: Held-out samples; `None` without evaluation.
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.
@@ -69,9 +73,14 @@ class JobPlan:
     microbatch_size: int
     num_microbatches: int
     stream: SampleStream
+    first_entries: Callable[[], list[Entry]]
     evaluation_data: Samples | SampleStream | None
     export_mapper: StateMapper | None
     changes: list[str]
+
+    def first_batch(self, size: int | None = None) -> Any:
+        """Read the first `size` samples of training, by default a microbatch, and collate them."""
+        return self.data.collate([self.stream.read(entry) for entry in self.first_entries()[:size]])
 
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""
@@ -112,6 +121,7 @@ def plan_job(
     if config.compile is not None:
         check_backend(config.compile)
     check_writable(config.run.dir)
+    first_entries = cache(lambda: stream.cursor().take(microbatch_size))
     schedule = pipeline_schedule or config.pipeline.schedule.build()
     if pipeline_schedule is None and isinstance(model, FunctionProvider | ModuleProvider):
         check_schedule(schedule, mesh, name=config.pipeline.schedule.kind)
@@ -123,7 +133,7 @@ def plan_job(
         num_microbatches=num_microbatches,
         seed=config.seed,
         task=task,
-        first_batch=lambda: data.collate([stream.read(entry) for entry in stream.cursor().take(microbatch_size)]),
+        first_batch=lambda: data.collate(list(map(stream.read, first_entries()))),
     )
     whole = layout.built.module
     check_trainable(whole)
@@ -148,6 +158,7 @@ def plan_job(
         microbatch_size=microbatch_size,
         num_microbatches=num_microbatches,
         stream=stream,
+        first_entries=first_entries,
         evaluation_data=evaluation_data,
         export_mapper=export_mapper,
         changes=changes,

@@ -125,8 +125,7 @@ class _Rehearsal:
     def _read(self) -> Any:
         plan = self._plan
         seed_data_random(plan.config.seed, position=0)
-        entries = plan.stream.cursor().take(plan.microbatch_size)
-        samples = [_call(f"reading sample {entry!r:.60}", plan.stream.read, entry) for entry in entries]
+        samples = [_call(f"reading sample {entry!r:.60}", plan.stream.read, entry) for entry in plan.first_entries()]
         batch = _call("collating the first samples", plan.data.collate, samples)
         self._batch = _describe_tree(batch)
         return batch

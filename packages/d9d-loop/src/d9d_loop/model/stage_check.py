@@ -1,13 +1,13 @@
 """Checks on `meta` that the stages of a provider make up its whole model, before a process group starts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from d9d_dist import StageInfo, UserError, canonical_name
+from d9d_dist import StageInfo, UserError, canonical_name, recorded_blocks
 from d9d_loop.model.built_model import build_model
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_pipeline import Inputs, check_can_be_sent, shared_names
@@ -88,30 +88,38 @@ def _tied_names(model: nn.Module) -> set[str]:
 def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, stage_ranks: Sequence[int]) -> None:
     """Run the stages in order on `meta`, each with the output of the previous one.
 
-    Skipped if the whole model cannot run on `meta`. `stage_ranks` are the pipeline ranks of the stages.
+    Errors are ignored if the whole model cannot run on `meta`. `stage_ranks` are the pipeline ranks of the stages.
 
     Raises:
         UserError: If a stage rejects its inputs, or an output cannot be sent to the next stage's rank.
     """
     first, shared = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (inputs.first, inputs.shared))
-    with torch.no_grad(), torch.device("meta"):
+    with torch.no_grad(), torch.device("meta"), recorded_blocks(lambda: lambda num_equal: True):
         try:
-            model(*first, **shared)
-        except Exception:
-            return
-        payload: tuple[Any, ...] = first
-        for index, stage in enumerate(stages):
-            given = "the microbatch's inputs" if index == 0 else f"what stage {index - 1} returns"
+            _run_chain(stages, first, shared, stage_ranks)
+        except UserError:
             try:
-                payload = (stage(*payload, **shared),)
-            except Exception as error:
-                raise UserError(
-                    f"stage {index} of {len(stages)} does not accept {given}, {_show(payload)}: "
-                    f"{type(error).__name__}: {error}\nThe whole model accepts the same inputs. Each stage must return "
-                    "the only positional argument of the next stage's forward; keyword arguments go to every stage."
-                ) from error
-            if index + 1 < len(stages) and stage_ranks[index] != stage_ranks[index + 1]:
-                check_can_be_sent(payload[0])
+                model(*first, **shared)
+            except Exception:
+                return
+            raise
+
+
+def _run_chain(
+    stages: Sequence[nn.Module], payload: tuple[Any, ...], shared: Mapping[str, Any], stage_ranks: Sequence[int]
+) -> None:
+    for index, stage in enumerate(stages):
+        given = "the microbatch's inputs" if index == 0 else f"what stage {index - 1} returns"
+        try:
+            payload = (stage(*payload, **shared),)
+        except Exception as error:
+            raise UserError(
+                f"stage {index} of {len(stages)} does not accept {given}, {_show(payload)}: "
+                f"{type(error).__name__}: {error}\nThe whole model accepts the same inputs. Each stage must return "
+                "the only positional argument of the next stage's forward; keyword arguments go to every stage."
+            ) from error
+        if index + 1 < len(stages) and stage_ranks[index] != stage_ranks[index + 1]:
+            check_can_be_sent(payload[0])
 
 
 def _show(payload: tuple[Any, ...]) -> str:

@@ -31,6 +31,7 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_build import parallelize_stages
+from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
 from d9d_loop.task import to_inputs
@@ -122,7 +123,7 @@ def dry_run(
     Raises:
         UserError: If this process already has a process group, or the job fails a check of `Trainer.train`.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = DryRunMode()
     with warnings.catch_warnings():
         # Reading addresses of fake tensors is harmless if code only compares them. FSDP2 warns again in the real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -339,8 +340,7 @@ def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode)
 
 def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> Any:
     """Return the first microbatch of the job with fake tensors."""
-    samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(plan.microbatch_size)]
-    batch = BatchPlacement(plan.task, ctx)(plan.data.collate(samples))
+    batch = BatchPlacement(plan.task, ctx)(plan.first_batch())
     return pytree.tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), batch)
 
 

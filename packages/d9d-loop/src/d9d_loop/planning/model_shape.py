@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from d9d_dist import UserError, allocate
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.layer_repeats import layer_list, repeats_of, without_repeats
 from d9d_loop.planning.step_record import Operation, recorded
 from d9d_loop.task import to_inputs
@@ -31,9 +31,8 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
         UnknownDecoderError: If the model is not such a decoder. The message says which part was not found.
     """
     model = plan.model.built.module
-    samples = [plan.stream.read(entry) for entry in plan.stream.cursor().take(1)]
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    batch = pytree.tree_map_only(Tensor, fake.from_tensor, plan.data.collate(samples))
+    fake = DryRunMode()
+    batch = pytree.tree_map_only(Tensor, fake.from_tensor, plan.first_batch(1))
     inputs = to_inputs(plan.task.inputs(batch))
     found = layer_list(model)
     if found is None:

@@ -16,13 +16,13 @@ from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, PrecisionName, StageInfo
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.built_model import build_model
 from d9d_loop.planning.dry_run import DryRun, fake_batch, placed, run_rank, stages_on_fake
+from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.layer_repeats import ShortProvider, layer_list, repeats_of
 from d9d_loop.planning.step_record import RepeatMarks, answered
 from d9d_loop.task import to_inputs
@@ -65,7 +65,7 @@ class _ShortRuns:
 
     def __init__(self, plan: JobPlan, num_first: int, world_size: int, precision: PrecisionName) -> None:
         self._plan, self._num_first, self._world_size, self._precision = plan, num_first, world_size, precision
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = DryRunMode()
         self._stages: dict[int, nn.Module] = {}
 
     def run(self, rank: int, messages: Messages | None) -> DryRun:

@@ -25,6 +25,7 @@ from d9d_dist import DeferredWeightGrads, recorded_blocks
 from d9d_loop.planning.collective_log import COLLECTIVE_NAMESPACES, Collective, collective_of, tensors_in
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+_GET_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,21 @@ class RepeatMarks:
     def add_state(self, tensors: Iterable[Tensor]) -> None:
         """Assign these tensors, and memory that the update derives from them, to the repeat."""
         for tensor in tensors:
-            self._shares[_storage_key(tensor)] = 1.0
+            self._set_share(tensor, 1.0)
 
     def share(self, tensor: Tensor) -> float:
         """Return the fraction of a tensor's bytes that belongs to the repeat, from `add_state` and `derive`."""
         if not self._shares:
             return 0.0
-        return self._shares.get(_storage_key(tensor), 0.0)
+        return self._shares.get(_storage_of(tensor)._cdata, 0.0)
+
+    def _set_share(self, tensor: Tensor, share: float) -> None:
+        storage = _storage_of(tensor)
+        if storage._cdata not in self._shares:
+            if share == 0:
+                return
+            weakref.finalize(storage, self._shares.pop, storage._cdata)  # a later storage may have the same address
+        self._shares[storage._cdata] = share
 
     def derive(self, result: Any, args: Any, *, joins: bool) -> None:
         """Set the shares of an operator's results. In a list, a result has the share of the inputs at its index."""
@@ -123,12 +132,12 @@ class RepeatMarks:
             shares = [self.share(tensor) for tensor in tensors_in(args)]
             share = fmean(shares) if joins else max(shares, default=0.0)
             # A number that is derived from all layers, such as the gradient norm, exists once.
-            self._shares[_storage_key(result)] = share if result.dim() or share == 1 else 0.0
+            self._set_share(result, share if result.dim() or share == 1 else 0.0)
 
 
-def _storage_key(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return local.untyped_storage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +230,8 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _READ_SCALAR and isinstance(args[0], FakeTensor):
-            return _answer(args[0])
+        if (answer := _answer(func, args)) is not None:
+            return answer
         result = func(*args, **kwargs)
         kind = _kind(func)
         self._marks.derive(result, args, joins=kind.joins)
@@ -301,9 +310,8 @@ class _Answers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _READ_SCALAR and isinstance(args[0], FakeTensor):
-            return _answer(args[0])
-        return func(*args, **(kwargs or {}))
+        answer = _answer(func, args)
+        return func(*args, **(kwargs or {})) if answer is None else answer
 
 
 @contextmanager
@@ -313,9 +321,17 @@ def answered() -> Generator[None]:
         yield
 
 
-def _answer(tensor: Tensor) -> float | bool:
-    """Return a substitute for the value of a fake scalar: False for a bool, 1.0 for a float, 0 for an integer."""
-    return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
+def _answer(func: Any, args: Sequence[Any]) -> float | bool | torch.device | None:
+    """Return the answer to a query of a fake tensor; `None` if the operator is not a query.
+
+    The value of a fake scalar is False for a bool, 1.0 for a float, and 0 for an integer. Half of all dispatched
+    operators are autograd's queries of devices, which `FakeTensorMode` answers in the same way, but slowly.
+    """
+    if func is _GET_DEVICE and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    if func is _READ_SCALAR and isinstance(args[0], FakeTensor):
+        return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
+    return None
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:
