@@ -1,7 +1,7 @@
 """Serve mermaid from the site itself, so that its charts are drawn without a network.
 
 `mermaid-tiny-11.17.2.js.gz` is the file `dist/mermaid.tiny.js` of the npm package `@mermaid-js/tiny` 11.17.2 (MIT
-licence, https://github.com/mermaid-js/mermaid), compressed. The theme loads mermaid from elsewhere only if the page did
+license, https://github.com/mermaid-js/mermaid), compressed. The theme loads mermaid from elsewhere only if the page did
 not define it before.
 """
 

@@ -207,7 +207,7 @@ def a_fused_norm_drops_the_residual() -> AbstractContextManager[object]:
 
 
 @caught_by("sinks,tp=2", is_nightly=True)
-def a_zero_centred_weight_is_taken_plainly() -> AbstractContextManager[object]:
+def a_zero_centered_weight_is_taken_plainly() -> AbstractContextManager[object]:
     real = RMSNorm.forward
 
     def plain(self: RMSNorm, *args: Tensor) -> Any:

@@ -337,7 +337,7 @@ def foreign_tokens_are_embedded_too() -> AbstractContextManager[object]:
 
 
 @caught_by("dense,tp=2")
-def a_loss_normalises_over_its_part_of_the_vocabulary() -> AbstractContextManager[object]:
+def a_loss_normalizes_over_its_part_of_the_vocabulary() -> AbstractContextManager[object]:
     def only_the_largest(tensor: Tensor, **kwargs: Any) -> None:
         if kwargs.get("op") is dist.ReduceOp.MAX:
             dist.all_reduce(tensor, **kwargs)

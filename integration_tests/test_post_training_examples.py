@@ -80,7 +80,7 @@ def test_dpo_gives_the_same_curve_on_several_ranks(tmp_path: Path, pretrained: P
     assert two["held_out"][-1]["margin"] == pytest.approx(one["held_out"][-1]["margin"], rel=1e-9, abs=1e-9)
 
 
-def test_typos_swap_neighbouring_letters_of_two_words() -> None:
+def test_typos_swap_neighboring_letters_of_two_words() -> None:
     sentence = "Return a shell-escaped version of the string."
     rejected = with_typos(sentence, random.Random(0))  # noqa: S311 - no secret
     assert rejected is not None

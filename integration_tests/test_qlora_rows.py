@@ -1,4 +1,4 @@
-"""QLoRA in layouts: adapters over a quantised base train as LoRA over its dequantised weights, through the Trainer."""
+"""QLoRA in layouts: adapters over a quantized base train as LoRA over its dequantized weights, through the Trainer."""
 
 import zlib
 from collections.abc import Callable
@@ -34,13 +34,13 @@ BLOCK_SIZE = 2  # each rank of a row-parallel layer has whole blocks
 @final
 @dataclass
 class Quantized(ModelProvider):
-    """Adapters over a base that is quantised, or that has the dequantised values.
+    """Adapters over a base that is quantized, or that has the dequantized values.
 
     Attributes:
         kind: Model of the oracle.
-        folder: Folder of the dense weights, which are quantised while they are loaded; `None` to quantise what `build`
+        folder: Folder of the dense weights, which are quantized while they are loaded; `None` to quantize what `build`
             draws.
-        is_dense: True for the dequantised values in dense weights.
+        is_dense: True for the dequantized values in dense weights.
     """
 
     kind: str
@@ -57,10 +57,10 @@ class Quantized(ModelProvider):
         if not self.is_dense:
             return self._build(stage)[0]
         with torch.random.fork_rng():
-            quantised, mapper = self._build(stage)
+            quantized, mapper = self._build(stage)
         model, _ = self._adapted(stage)
         for name in (group.outputs[0] for group in mapper.groups if len(group.outputs) > 1):
-            layer = quantised.get_submodule(name.removesuffix(".weight"))
+            layer = quantized.get_submodule(name.removesuffix(".weight"))
             dense = layer.get_submodule("quantized")(layer.get_parameter("weight"), torch.float64)
             model.get_parameter(name).data = dense
         return model
@@ -159,7 +159,7 @@ ROWS = (
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout", "streamed"), ROWS)
-def test_a_quantised_base_trains_as_its_dequantised_weights(kind: str, layout: str, streamed: bool) -> None:
+def test_a_quantized_base_trains_as_its_dequantized_weights(kind: str, layout: str, streamed: bool) -> None:
     assert _difference(kind, layout, streamed=streamed) is None
 
 
@@ -187,7 +187,7 @@ def _handed_over(kind: str, mesh: dict[str, int], folder: Path, is_dense: bool =
         pytest.param("moe", {"pipeline_parallel": 2, "data_parallel_shard": 2}, marks=pytest.mark.full),
     ],
 )
-def test_a_quantised_base_is_handed_over_dequantised(kind: str, mesh: dict[str, int], tmp_path: Path) -> None:
+def test_a_quantized_base_is_handed_over_dequantized(kind: str, mesh: dict[str, int], tmp_path: Path) -> None:
     (expected,) = run_ranks(_handed_over, kind, {}, tmp_path, True, world_size=1)
     size = prod(degree for name, degree in mesh.items() if name != "expert_parallel")
     found = run_ranks(_handed_over, kind, mesh, tmp_path, world_size=size)

@@ -492,7 +492,7 @@ TORCH: dict[str, Entry] = {
     "gradient of gradients": Entry(InputGradient, features(8)),
     "loaded": Entry(_loaded, features(8)),
     "loaded by assignment": Entry(_assigned, features(8)),
-    "applied initialisation": Entry(_applied, features(8)),
+    "applied initialization": Entry(_applied, features(8)),
     "Python's and NumPy's random numbers": Entry(Relative, features(8)),
     "hooks": Entry(_hooked, features(8)),
     "complex": Entry(Complex, features(8, 4), keep_dtype=True),

@@ -369,7 +369,7 @@ def _losses(trace: Trace) -> dict[str, Tensor]:
 
 
 def _compare_values(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bound: float) -> Iterator[str]:
-    """Compare to within 1e-9 of a tensor's norm plus the rounding of cancelling sums, in units of the module's norm.
+    """Compare to within 1e-9 of a tensor's norm plus the rounding of canceling sums, in units of the module's norm.
 
     A gradient that is zero in exact arithmetic is a sum of about a thousand numbers of the size of the others.
     """

@@ -75,7 +75,7 @@ WAYS: dict[str, Write] = {
     "transposed": lambda m, w: w.t().normal_().mul_(torch.arange(w.shape[0]) / 3),
     "heads": lambda m, w: w.normal_().unflatten(0, (-1, 1))[0].div_(3),
     "computed": lambda m, w: w.uniform_(-0.9, 0.9).erfinv_().sigmoid_(),
-    "normalised": lambda m, w: w.normal_().div_(w.norm()),
+    "normalized": lambda m, w: w.normal_().div_(w.norm()),
     "item": lambda m, w: w.normal_().mul_(w[0, 0].item()),
     "any": _halve_if_any,
     "swallow": _swallow,

@@ -201,7 +201,7 @@ def test_all_gather_variadic_returns_tensors_of_different_shapes(dtype: torch.dt
 
 
 @contextmanager
-def _travelling() -> Generator[dict[str, int]]:
+def _traveling() -> Generator[dict[str, int]]:
     """Count the bytes that this rank passes to torch.distributed as a sender, by collective, and the calls."""
     names = ("all_gather_into_tensor", "broadcast", "all_to_all_single")
     sent = dict.fromkeys((*names, "calls"), 0)
@@ -238,10 +238,10 @@ def _bytes_sent() -> list[tuple[int, ...]]:
         found = []
         for case in range(3):
             mine = _variadic_tensor(case, ctx.rank)
-            with _travelling() as sent:
+            with _traveling() as sent:
                 all_gather_variadic(mine)
             found.append(tuple(sent.values()))
-            with _travelling() as sent:
+            with _traveling() as sent:
                 gather_variadic(mine)
             found.append(tuple(sent.values()))
         return found

@@ -32,7 +32,7 @@ def test_normal_numbers_have_the_moments_of_a_normal_distribution() -> None:
     assert abs((values**4).mean().item() - 3) < 5 * sigma * 96**0.5
 
 
-def test_neighbours_and_streams_are_uncorrelated() -> None:
+def test_neighbors_and_streams_are_uncorrelated() -> None:
     values, others = normal_at(torch.arange(N), stream_key("a")), normal_at(torch.arange(N), stream_key("b"))
     assert abs((values[1:] * values[:-1]).mean().item()) < 5 * N**-0.5
     assert abs((values * others).mean().item()) < 5 * N**-0.5
@@ -62,8 +62,8 @@ def test_the_four_words_of_16_bits_are_uniform_and_independent() -> None:
     assert uniform.mean(dim=1).abs().max() < 4.5 * (1 / 12 / num) ** 0.5
     products = uniform @ uniform.T / num
     assert (products - products.diag().diag()).abs().max() < 4.5 / 12 / num**0.5
-    neighbours = (uniform[:, 1:] * uniform[:, :-1]).mean(dim=1)
-    assert neighbours.abs().max() < 4.5 / 12 / num**0.5
+    neighbors = (uniform[:, 1:] * uniform[:, :-1]).mean(dim=1)
+    assert neighbors.abs().max() < 4.5 / 12 / num**0.5
     counts = torch.bincount((draws[0] / 256).long(), minlength=256).double()
     chi_squared = ((counts - num / 256) ** 2 / (num / 256)).sum()
     assert abs(chi_squared - 255) < 4.5 * (2 * 255) ** 0.5

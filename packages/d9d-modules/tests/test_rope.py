@@ -69,10 +69,10 @@ def test_interleaved_pairs_are_adjacent() -> None:
 def test_layouts_differ_only_in_the_order_of_features() -> None:
     tables = rotary_tables(torch.randint(0, 1000, (2, 5)), head_dim=8, theta=100.0)
     x = torch.randn(2, 5, 3, 8)
-    halves_to_neighbours = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    halves_to_neighbors = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
     half = apply_rotary(x, tables)
-    interleaved = apply_rotary(x[..., halves_to_neighbours], tables, layout="interleaved")
-    assert torch.equal(interleaved, half[..., halves_to_neighbours])
+    interleaved = apply_rotary(x[..., halves_to_neighbors], tables, layout="interleaved")
+    assert torch.equal(interleaved, half[..., halves_to_neighbors])
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

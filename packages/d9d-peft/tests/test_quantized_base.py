@@ -35,7 +35,7 @@ X = torch.linspace(-1, 1, 64).view(4, 16)
 
 
 def dense(weight: Tensor, block_format: BlockFormat, block_size: int = 8) -> Tensor:
-    """Quantise and dequantise a weight, by a plain loop over its blocks."""
+    """Quantize and dequantize a weight, by a plain loop over its blocks."""
     out = torch.empty_like(weight)
     for row, values in enumerate(weight.flatten(0, -2)):
         for start in range(0, len(values), block_size):
@@ -51,7 +51,7 @@ def dense(weight: Tensor, block_format: BlockFormat, block_size: int = 8) -> Ten
 
 
 @pytest.mark.parametrize("block_format", FORMATS)
-def test_quantised_values_equal_a_plain_loop(block_format: BlockFormat) -> None:
+def test_quantized_values_equal_a_plain_loop(block_format: BlockFormat) -> None:
     weight = torch.randn(3, 5, 16)
     codes, scales = quantize_blocks(weight, block_format, 8)
     got = dequantize_blocks(codes, scales, block_format, dtype=torch.float32)
@@ -84,7 +84,7 @@ def test_nf4_codes_and_values_equal_torchao() -> None:
     )
     assert torch.equal(ours[to_border > 1e-4], theirs[to_border > 1e-4])
     got = dequantize_blocks(codes, scales, "nf4", dtype=torch.float32)
-    # torchao also quantises the scales, to 8 bits.
+    # torchao also quantizes the scales, to 8 bits.
     near = (got - reference.get_original_weight()).abs()[to_border > 1e-4]
     assert near.max() < 0.02 * weight.abs().max()
 
@@ -95,7 +95,7 @@ def base() -> nn.Sequential:
 
 
 def adapted(block_format: BlockFormat | None = "nf4") -> nn.Sequential:
-    """Return a model with changed adapters; None for dense weights with quantised values."""
+    """Return a model with changed adapters; None for dense weights with quantized values."""
     model = base()
     inject(LoRA("0|2", rank=3, alpha=6), model)
     torch.manual_seed(1)
@@ -124,7 +124,7 @@ def results(model: nn.Sequential) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block_format", FORMATS)
-def test_outputs_and_gradients_equal_the_dequantised_weights(block_format: BlockFormat) -> None:
+def test_outputs_and_gradients_equal_the_dequantized_weights(block_format: BlockFormat) -> None:
     got, exact = results(adapted(block_format)), results(reference(block_format).double())
     assert len(got) == 6
     assert_rounds_like(got, exact, peer=results(reference(block_format)))
@@ -154,7 +154,7 @@ def test_checkpointed_layers_have_the_same_gradients() -> None:
     torch.testing.assert_close(model.get_parameter("0.adapter.lora_a").grad, expected["0.adapter.lora_a"])
 
 
-def test_quantised_experts_compute_as_with_dequantised_weights() -> None:
+def test_quantized_experts_compute_as_with_dequantized_weights() -> None:
     grouped = GroupedLinear(3, 16, 8, init_std=0.5)
     inject(LoRA(GroupedLinear, rank=2), grouped)
     original = copy.deepcopy(grouped)
@@ -186,7 +186,7 @@ def test_weights_take_the_bits_of_their_format_and_scales() -> None:
         assert stored * 8 == bits * 256 * 512
 
 
-def test_casts_of_the_model_do_not_change_the_quantised_weights() -> None:
+def test_casts_of_the_model_do_not_change_the_quantized_weights() -> None:
     model = adapted().bfloat16()
     y = model(X.bfloat16())
     assert y.dtype == torch.bfloat16
@@ -218,7 +218,7 @@ def _sharded(mesh: dict[str, int], mixed: bool) -> dict[str, Any]:
 
 
 def _stored(model: nn.Module) -> int:
-    """Return this rank's bytes of quantised weights and scales."""
+    """Return this rank's bytes of quantized weights and scales."""
     tensors = [p for p in model.parameters() if p.dtype == torch.uint8]
     return sum(local_tensor(tensor).numel() for tensor in tensors)
 
@@ -253,7 +253,7 @@ def test_tensor_parallelism_must_split_whole_blocks() -> None:
         quantized.prepare_tensor(Shard(1), three_ranks)
 
 
-def test_layers_that_cannot_be_quantised_are_refused() -> None:
+def test_layers_that_cannot_be_quantized_are_refused() -> None:
     def refused(message: str, model: nn.Module, target: Any = nn.Module, **options: Any) -> None:
         options = {"block_size": 8, **options}
         before = {name: id(p) for name, p in model.named_parameters()}
@@ -277,7 +277,7 @@ def test_layers_that_cannot_be_quantised_are_refused() -> None:
 
 
 def _streamed(mesh: dict[str, int], folder: Path) -> dict[str, Tensor]:
-    """Load a dense folder into a model on `meta` that is quantised and sharded; return its whole tensors."""
+    """Load a dense folder into a model on `meta` that is quantized and sharded; return its whole tensors."""
     with MeshConfig(**mesh).build() as ctx:
         with torch.device("meta"):
             model = base()
@@ -292,7 +292,7 @@ def _streamed(mesh: dict[str, int], folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data_parallel_shard": 2}, {"tensor_parallel": 2}])
-def test_weights_are_quantised_while_they_are_loaded(mesh: dict[str, int], tmp_path: Path) -> None:
+def test_weights_are_quantized_while_they_are_loaded(mesh: dict[str, int], tmp_path: Path) -> None:
     save_model_state(base(), tmp_path)
     expected = {name: value for name, value in adapted().named_parameters() if "adapter" not in name}
     for found in run_ranks(_streamed, mesh, tmp_path, world_size=2 if mesh else 1):
@@ -327,6 +327,6 @@ def test_the_inverse_of_the_mapper_yields_the_weights_that_the_model_computes_wi
         assert torch.equal(again[f"{name}.quantized.scales"], scales)
 
 
-def test_merging_into_quantised_weights_is_refused() -> None:
+def test_merging_into_quantized_weights_is_refused() -> None:
     with pytest.raises(UserError, match=r"0\.weight is quantized, and merging would round the update"):
         merge_(adapted())

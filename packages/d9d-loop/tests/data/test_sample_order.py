@@ -102,7 +102,7 @@ def _chi_squared(counts: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_samples_are_uniform_and_independent_of_position_and_of_their_neighbours(seed: int) -> None:
+def test_samples_are_uniform_and_independent_of_position_and_of_their_neighbors(seed: int) -> None:
     length, cells, count = 10**12, 16, 200_000
     order = torch.tensor(SampleOrder(length, seed=seed).take(3 * 10**11, 3 * 10**11 + count))
     cell = order * cells // length

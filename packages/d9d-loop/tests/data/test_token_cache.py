@@ -43,7 +43,7 @@ def test_an_existing_file_is_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [{"documents": [b"on", b"e", b"another"]}, {"documents": TEXTS[:2]}, {"name": "octets"}, {"vocab_size": 257}],
-    ids=["cut elsewhere", "fewer", "tokenised otherwise", "another vocabulary"],
+    ids=["cut elsewhere", "fewer", "tokenized otherwise", "another vocabulary"],
 )
 def test_other_documents_or_options_are_cached_in_another_file(tmp_path: Path, other: dict[str, Any]) -> None:
     cached_token_file(TEXTS, tmp_path)

@@ -140,7 +140,7 @@ def test_weights_that_omit_trained_parameters_are_refused(shards: bool, tmp_path
 
 
 @pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
-def test_only_finite_learning_rates_of_at_least_0_are_set(rate: float, tmp_path: Path) -> None:
+def test_only_finite_learning_rates_of_at_least_0_are_accepted(rate: float, tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         engine.forward_backward(BATCHES, TASK.loss)
         with pytest.raises(UserError, match=rf"learning_rate = {rate}; expected a finite number, 0 or more"):

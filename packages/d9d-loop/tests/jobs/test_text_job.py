@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-FILES = {"sft": "chats.jsonl", "pretrain": "texts.jsonl", "classify": "labelled.jsonl", "embed": "pairs.jsonl"}
+FILES = {"sft": "chats.jsonl", "pretrain": "texts.jsonl", "classify": "labeled.jsonl", "embed": "pairs.jsonl"}
 QUICK = {"resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}}}
 
 
@@ -59,10 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = [{"prompt": f"count to {n}", "completion": " ".join(map(str, range(n)))} for n in range(1, 41)]
     _write(path / "chats.jsonl", chats)
     _write(path / "texts.jsonl", [{"text": f"{n} plus {n} is {2 * n}. " * 4} for n in range(40)])
-    labelled = [
-        {"text": ("good" if n % 2 else "bad") * (1 + n % 3), "label": ["bad", "good"][n % 2]} for n in range(40)
-    ]
-    _write(path / "labelled.jsonl", labelled)
+    labeled = [{"text": ("good" if n % 2 else "bad") * (1 + n % 3), "label": ["bad", "good"][n % 2]} for n in range(40)]
+    _write(path / "labeled.jsonl", labeled)
     pairs = [{"query": f"{n}?", "positive": f"it is {n}", "negatives": [f"not {n}"]} for n in range(40)]
     _write(path / "pairs.jsonl", pairs)
     return path
@@ -299,7 +297,7 @@ def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_pat
 
 
 @pytest.mark.full
-def test_a_base_is_quantised_while_it_is_loaded(folder: Path, tmp_path: Path) -> None:
+def test_a_base_is_quantized_while_it_is_loaded(folder: Path, tmp_path: Path) -> None:
     peft, blocks = pytest.importorskip("peft"), pytest.importorskip("d9d_peft.block_format")
     adapter = {"rank": 4, "alpha": 8.0, "base": "nf4", "block_size": 8}
     trainer = text_trainer(_config(folder, tmp_path, "sft", adapter=adapter))
@@ -353,11 +351,11 @@ def test_a_new_model_of_a_family_learns_bytes(folder: Path, tmp_path: Path) -> N
 @pytest.mark.full
 def test_samples_of_a_table_equal_those_of_json_lines(folder: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    table = datasets.load_dataset("json", data_files=str(folder / "labelled.jsonl"), split="train")
-    table.to_parquet(tmp_path / "labelled.parquet")
+    table = datasets.load_dataset("json", data_files=str(folder / "labeled.jsonl"), split="train")
+    table.to_parquet(tmp_path / "labeled.parquet")
     table.save_to_disk(str(tmp_path / "saved"))
     runs = []
-    for number, path in enumerate([folder / "labelled.jsonl", tmp_path / "labelled.parquet", tmp_path / "saved"]):
+    for number, path in enumerate([folder / "labeled.jsonl", tmp_path / "labeled.parquet", tmp_path / "saved"]):
         data = {"files": [path], "held_out": 0.2, "length": 48}
         runs.append(_losses(_train(_config(folder, tmp_path / str(number), "classify", dataset=data, steps=2))))
     assert runs[0] == runs[1] == runs[2]
@@ -497,7 +495,7 @@ def test_a_broken_model_folder_is_refused(job: str, name: str, message: str, fol
 
 
 @pytest.mark.full
-def test_a_packed_job_with_a_quantised_base_runs_from_its_file_on_one_and_two_ranks(
+def test_a_packed_job_with_a_quantized_base_runs_from_its_file_on_one_and_two_ranks(
     folder: Path, tmp_path: Path
 ) -> None:
     peft = pytest.importorskip("peft")

@@ -81,7 +81,7 @@ def _assigned() -> nn.Module:
     return layer
 
 
-def _initialised() -> nn.Module:
+def _initialized() -> nn.Module:
     layer = nn.Linear(2, 2)
     nn.init.zeros_(layer.bias)
     return layer
@@ -103,7 +103,7 @@ def _fill(module: nn.Module) -> None:
     [
         (_loaded, "weight is written to outside of reset_parameters\n  bias is written to outside of"),
         (_assigned, "weight already has values"),
-        (_initialised, "bias is written to outside of reset_parameters"),
+        (_initialized, "bias is written to outside of reset_parameters"),
         (_applied, "0.weight is written to outside of reset_parameters"),
     ],
 )

@@ -37,9 +37,9 @@ class _Author(nn.Module):
         self.frozen.requires_grad_(False).eval()
         self.register_buffer("offset", torch.arange(3.0) / 7)
         self.register_buffer("scale", torch.rand(3), persistent=False)
-        self.apply(self._initialise)
+        self.apply(self._initialize)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear) and module.weight.requires_grad:
             module.weight.data.normal_(0, 0.2)
             nn.init.constant_(module.bias, 0.1)

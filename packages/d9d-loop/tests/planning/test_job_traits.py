@@ -128,19 +128,19 @@ def test_bytes_per_parameter_depend_on_optimizer_and_precision(tmp_path: Path) -
     assert adam.master_bytes == pytest.approx(8, rel=0.01)
     assert sgd.layout.master_bytes < 5
     assert (adam.weight_bytes, sgd.layout.weight_bytes) == (2, 4)
-    assert sgd.timed.not_modelled == ("products in float32 (timed as bfloat16)",)
-    assert "not modelled, so the step time may be off: products in float32" in verdict(sgd)
-    assert sgd.to_json()["not_modelled"] == sgd.timed.not_modelled
+    assert sgd.timed.not_modeled == ("products in float32 (timed as bfloat16)",)
+    assert "not modeled, so the step time may be off: products in float32" in verdict(sgd)
+    assert sgd.to_json()["not_modeled"] == sgd.timed.not_modeled
 
 
-def test_adapters_do_not_change_the_decoder_shape_and_frozen_parameters_are_listed_as_not_modelled(
+def test_adapters_do_not_change_the_decoder_shape_and_frozen_parameters_are_listed_as_not_modeled(
     tmp_path: Path,
 ) -> None:
     plain, adapted = _plan(tmp_path, Provider()), _plan(tmp_path, Provider(rank=16))
-    assert plain.timed.not_modelled == ()
+    assert plain.timed.not_modeled == ()
     assert adapted.timed.shape == plain.timed.shape
     assert adapted.timed.shape.intermediate_size == INNER
-    assert any(text.startswith("frozen parameters, 9") for text in adapted.timed.not_modelled)
+    assert any(text.startswith("frozen parameters, 9") for text in adapted.timed.not_modeled)
     assert adapted.layout.gradient_bytes < 0.1 * plain.layout.gradient_bytes
     assert adapted.time.optimizer < plain.time.optimizer / 2
 

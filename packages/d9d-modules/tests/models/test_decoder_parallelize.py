@@ -218,7 +218,7 @@ def _gathered_units(tied: bool) -> list[list[str]]:
         ]
 
 
-def test_embedding_and_head_are_gathered_apart_unless_tied() -> None:
+def test_embedding_and_head_are_gathered_separately_unless_tied() -> None:
     (apart, _), (tied, _) = (run_ranks(_gathered_units, flag) for flag in (False, True))
     assert apart == [["backbone.norm.weight"], ["backbone.embedding.weight"], ["lm_head.weight"]]
     assert tied == [["backbone.embedding.weight", "backbone.norm.weight"]]

@@ -128,8 +128,8 @@ def quantize_base(
         # torch.compile does not support hooks on saved tensors and replaced parameters.
         layer.forward = torch.compiler.disable(partial(_dequantized_forward, layer, layer.forward))
         layer.reset_parameters = partial(_refuse_reset, names[0])
-    quantised = {name for mapper in mappers for name in mapper.inputs}
-    return parallel(identity(*(name for name in given.inputs if name not in quantised)), *mappers)
+    quantized = {name for mapper in mappers for name in mapper.inputs}
+    return parallel(identity(*(name for name in given.inputs if name not in quantized)), *mappers)
 
 
 def is_quantized(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Reading of a model folder through a mapper, one group at a time, without a module."""
+"""Read a model folder through a mapper, one group at a time, without a module."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

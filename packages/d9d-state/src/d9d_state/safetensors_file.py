@@ -1,4 +1,4 @@
-"""Writing of a safetensors file in one pass, with the digest of each tensor."""
+"""Write a safetensors file in one pass, with the digest of each tensor."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ class DeviceLog:
         entries: All entries; complete after the block.
         start_bytes: Allocated device memory at the start of the block.
         peak_bytes: Largest allocated device memory in the block. Blocks are rounded up to 512 bytes; fragmentation and
-            the delayed release of `Tensor.record_stream` are not modelled.
+            the delayed release of `Tensor.record_stream` are not modeled.
     """
 
     entries: list[DeviceEntry] = field(default_factory=list)

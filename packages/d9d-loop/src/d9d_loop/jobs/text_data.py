@@ -148,7 +148,7 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
     return _rows(training, evaluation, config, _ChatRow(tokenizer, config))
 
 
-def labelled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
+def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
     """Return the labeled texts of a job, and the names of the classes in the order of the class numbers.
 
     Classes are sorted: integers by value, then texts alphabetically. All labels are read once.
@@ -162,7 +162,7 @@ def labelled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
             f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
         )
     numbers = {name: number for number, name in enumerate(names)}
-    rows = _LabelledRow(text_tokenizer(config), numbers, config)
+    rows = _LabeledRow(text_tokenizer(config), numbers, config)
     held_out: Samples = [] if evaluation is None else evaluation
     for index in range(len(held_out)):
         rows.number(_label(held_out[index], field, index))
@@ -278,7 +278,7 @@ class _ChatRow:
 
 
 @final
-class _LabelledRow:
+class _LabeledRow:
     def __init__(self, tokenizer: TextTokenizer, numbers: Mapping[Any, int], config: TextJobConfig) -> None:
         self._tokenizer, self._numbers, self._data = tokenizer, numbers, config.dataset
 

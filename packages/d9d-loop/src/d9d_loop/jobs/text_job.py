@@ -16,7 +16,7 @@ from d9d_loop.job.trainer import Trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
 from d9d_loop.jobs.embed_task import Embed
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import PackedTexts, chat_rows, labelled_rows, text_tokenizer, text_windows
+from d9d_loop.jobs.text_data import PackedTexts, chat_rows, labeled_rows, text_tokenizer, text_windows
 from d9d_loop.jobs.text_groups import text_groups
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, NextToken
@@ -88,7 +88,7 @@ def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
         data, model = text_groups(config, embedding), _model(config, "AutoModel", new=_POOLERS, unused=_ALL_HEADS)
         task = Embed(num_pairs=embedding.group, pooling=embedding.pooling, temperature=embedding.temperature)
     else:
-        data, classes = labelled_rows(config)
+        data, classes = labeled_rows(config)
         task = Classify()
         model = _model(config, "AutoModelForSequenceClassification", classes, new=_NEW_HEADS, unused=_OTHER_HEADS)
     return data, task, model

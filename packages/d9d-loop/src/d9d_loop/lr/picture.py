@@ -12,7 +12,7 @@ Target: TypeAlias = "Path | str | Axes"
 """Output of a plot: a file, whose suffix selects the format (`.png`, `.svg`, `.pdf`), or matplotlib axes."""
 
 _POINTS = 2000
-_COLOR, _GREY = "#0072b2", "#5a5a5a"
+_COLOR, _GRAY = "#0072b2", "#5a5a5a"
 
 
 def plot_lr_schedule(
@@ -50,9 +50,9 @@ def _draw_on(axes: "Axes", schedule: Callable[[int], float], *, num_steps: int, 
     steps = sorted({*range(0, num_steps, stride), num_steps - 1})
     axes.plot(steps, [peak * schedule(step) for step in steps], color=_COLOR, linewidth=1.6)
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel("steps done", color=_GREY, loc="right")
+    axes.set_xlabel("steps done", color=_GRAY, loc="right")
     axes.set_ylim(bottom=0.0)
     axes.margins(x=0.01)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_GREY, labelsize=9)
+    axes.tick_params(colors=_GRAY, labelsize=9)

@@ -87,8 +87,8 @@ class Hardware(_Part):
         default=0.27,
         gt=0,
         lt=1,
-        description="Half width of the 90 % interval of memory, as a fraction: measured rows of four sources, none of "
-        "which is fitted, lie within it.",
+        description="Half width of the 90 % interval of memory, as a fraction. It covers the measured rows of four "
+        "sources, to which nothing was fitted.",
     )
     failures_per_device_day: float = Field(
         default=1.4e-4,

@@ -11,7 +11,7 @@ from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import DryRun, representatives
 from d9d_loop.planning.goodput import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
-from d9d_loop.planning.job_traits import layout_of, logit_tokens, unmodelled_traits
+from d9d_loop.planning.job_traits import layout_of, logit_tokens, unmodeled_traits
 from d9d_loop.planning.layout_search import (
     Candidate,
     MemoryScale,
@@ -69,14 +69,14 @@ class Timing:
         step: Predicted step time and its parts.
         sensitivity: Step time in seconds if one part of the hardware were 10 % faster, by part.
         scale: Ratios of the job's exact memory to the closed form.
-        not_modelled: Traits of the job that change its step time, but that the time model ignores.
+        not_modeled: Traits of the job that change its step time, but that the time model ignores.
     """
 
     shape: DecoderShape
     step: StepTime
     sensitivity: dict[str, float]
     scale: MemoryScale
-    not_modelled: tuple[str, ...]
+    not_modeled: tuple[str, ...]
 
 
 @final
@@ -175,7 +175,7 @@ class ClusterPlan:
             return {**known, "no_step_time": self.timing}
         return {
             **known,
-            "not_modelled": self.timing.not_modelled,
+            "not_modeled": self.timing.not_modeled,
             "seconds": {name: getattr(self.time, name) for name in StepTime.__slots__},
             "interval_seconds": self.interval,
             "limit": self.time.limit,
@@ -274,7 +274,7 @@ def _timing(
             rest_bytes=largest.gradients + largest.activations,
             logit_tokens=max(logit_tokens(each, layout, shape) for each in runs),
         ),
-        not_modelled=unmodelled_traits(plan, runs[0], layout, shape),
+        not_modeled=unmodeled_traits(plan, runs[0], layout, shape),
     )
 
 

@@ -73,7 +73,7 @@ def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
     return "full" if products else "selective", max(1, round(1 / share))
 
 
-def unmodelled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: DecoderShape) -> tuple[str, ...]:
+def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: DecoderShape) -> tuple[str, ...]:
     """Return the traits of a job that change its step time, but that the time model ignores."""
     operators = {each.name for each in run.forward_backward.operations}
     schedule, found = plan.model.schedule, []

@@ -26,8 +26,8 @@ def verdict(plan: ClusterPlan) -> str:
         f"limited by {limit} ({share:.0%} of the step); goodput {plan.goodput.fraction:.1%} with a save every "
         f"{plan.goodput.save_seconds / 60:.0f} minutes",
     ]
-    if plan.timing.not_modelled:
-        lines.append(f"not modelled, so the step time may be off: {'; '.join(plan.timing.not_modelled)}")
+    if plan.timing.not_modeled:
+        lines.append(f"not modeled, so the step time may be off: {'; '.join(plan.timing.not_modeled)}")
     return "\n".join(lines)
 
 

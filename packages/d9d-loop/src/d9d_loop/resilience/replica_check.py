@@ -137,7 +137,7 @@ def _groups(parameter: nn.Parameter, stage: dist.ProcessGroup) -> tuple[dist.Pro
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of the module docstring, as a 0-dim int64 tensor on the tensor's device."""
+    """Return the checksum defined in the module docstring, as a 0-dim int64 tensor on the tensor's device."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)

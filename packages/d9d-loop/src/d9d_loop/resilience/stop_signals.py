@@ -1,4 +1,4 @@
-"""Handling of preemption signals: all ranks agree on the step after which they save a checkpoint and exit.
+"""Preemption signals: all ranks agree on the step after which they save a checkpoint and exit.
 
 A rank that reacted only to its own signal would save while the other ranks compute. So after every step, the ranks
 start an asynchronous all-reduce (maximum) of the received signal numbers on the CPU. They read the result one step

@@ -1,4 +1,4 @@
-"""Folding of rows of numbers into ranges: (0, 0), (1, 1), (2, 2) becomes the row `{0..2}`, `{0..2}`."""
+"""Fold rows of numbers into ranges: (0, 0), (1, 1), (2, 2) becomes the row `{0..2}`, `{0..2}`."""
 
 from collections.abc import Sequence
 from math import prod
