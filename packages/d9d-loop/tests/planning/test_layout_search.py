@@ -10,6 +10,7 @@ from d9d_loop.planning import (
     DecoderShape,
     Hardware,
     PlanLayout,
+    SearchSpace,
     describe,
     legal_layouts,
     memory_of,
@@ -23,7 +24,6 @@ from d9d_loop.planning.layout_search import (
     mesh_config,
     microbatch_activations,
     num_changes,
-    replicas_near,
     with_logits,
     worst_memory,
 )
@@ -44,7 +44,7 @@ HARDWARE = Hardware.load("h100-dgx")
 
 
 def test_every_layout_is_a_mesh_of_all_devices() -> None:
-    layouts = list(legal_layouts(QWEN3_30B, HARDWARE, world_size=16, global_size=16, length=4096))
+    layouts = list(legal_layouts(QWEN3_30B, HARDWARE, SearchSpace(world_size=16, global_size=16, length=4096)))
     assert len(layouts) > 500
     for layout in layouts:
         mesh_config(layout).resolve(16)
@@ -54,7 +54,7 @@ def test_every_layout_is_a_mesh_of_all_devices() -> None:
 
 @pytest.mark.full
 def test_layouts_are_sorted_and_fit() -> None:
-    found = search_layouts(QWEN3_30B, HARDWARE, world_size=16, global_size=16, length=4096)
+    found = search_layouts(QWEN3_30B, HARDWARE, SearchSpace(world_size=16, global_size=16, length=4096))
     seconds = [each.seconds for each in found.fitting]
     assert seconds == sorted(seconds)
     assert all(worst_memory(QWEN3_30B, each.layout).total <= HARDWARE.device.memory_bytes for each in found.fitting)
@@ -71,7 +71,7 @@ def test_the_nearest_layouts_have_the_fewest_changes() -> None:
     keys = [(num_changes(layout, each.layout), each.seconds) for each in found]
     assert keys
     assert keys == sorted(keys)
-    legal = legal_layouts(QWEN3_30B, HARDWARE, world_size=8, global_size=8, length=4096)
+    legal = legal_layouts(QWEN3_30B, HARDWARE, SearchSpace(world_size=8, global_size=8, length=4096))
     fits = {each: scale.apply(worst_memory(QWEN3_30B, each)).total <= HARDWARE.device.memory_bytes for each in legal}
     assert {each.layout for each in found} == {
         each for each, does_fit in fits.items() if does_fit and num_changes(layout, each)
@@ -101,9 +101,7 @@ def test_the_nearest_layout_of_a_replicated_job_is_the_same_with_sharding() -> N
 
 def test_a_search_for_a_job_considers_its_number_of_replicas() -> None:
     layout = PlanLayout(dp=8, length=4096, shard_ranks=4)
-    legal = legal_layouts(
-        DENSE_8B, HARDWARE, world_size=8, global_size=8, length=4096, base=layout, replicas=replicas_near(layout)
-    )
+    legal = legal_layouts(DENSE_8B, HARDWARE, SearchSpace.of(layout, 8))
     meshes = [mesh_config(each) for each in legal if each.dp == 8]
     assert {(each.data_parallel_replicate, each.data_parallel_shard) for each in meshes} == {(1, 8), (2, 4)}
     for mesh in meshes:
@@ -146,11 +144,11 @@ def test_offload_moves_the_activations_of_every_microbatch_once_each_way() -> No
 
 
 def test_the_search_for_a_model_that_fits_nowhere_returns_the_smallest_layout() -> None:
-    found = search_layouts(QWEN3_30B, HARDWARE, world_size=1, global_size=1, length=4096)
+    found = search_layouts(QWEN3_30B, HARDWARE, SearchSpace(world_size=1, global_size=1, length=4096))
     assert found.fitting == ()
     assert found.smallest.layout.recompute == "full"
 
 
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(UserError, match=r"no layout of 16 devices is legal for batch\.global_size = 0"):
-        search_layouts(QWEN3_30B, HARDWARE, world_size=16, global_size=0, length=4095)
+        search_layouts(QWEN3_30B, HARDWARE, SearchSpace(world_size=16, global_size=0, length=4095))

@@ -25,6 +25,7 @@ from d9d_loop.planning.job_plan import describe as describe
 from d9d_loop.planning.job_plan import plan_cluster as plan_cluster
 from d9d_loop.planning.layout_search import Candidate as Candidate
 from d9d_loop.planning.layout_search import SearchResult as SearchResult
+from d9d_loop.planning.layout_search import SearchSpace as SearchSpace
 from d9d_loop.planning.layout_search import legal_layouts as legal_layouts
 from d9d_loop.planning.layout_search import nearest_layouts as nearest_layouts
 from d9d_loop.planning.layout_search import search_layouts as search_layouts

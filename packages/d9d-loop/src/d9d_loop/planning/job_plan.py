@@ -16,9 +16,9 @@ from d9d_loop.planning.layout_search import (
     Candidate,
     MemoryScale,
     SearchResult,
+    SearchSpace,
     mesh_config,
     nearest_layouts,
-    replicas_near,
     search_layouts,
 )
 from d9d_loop.planning.memory_size import reserve_bytes
@@ -289,17 +289,8 @@ def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: in
         nearest = next(iter(checks.accepted(others, 1)), None)
     if nearest is not None and not search:
         return replace(plan, nearest=nearest)
-    found = search_layouts(
-        timed.shape,
-        hardware,
-        world_size=layout.world_size,
-        global_size=global_size,
-        length=layout.length,
-        base=layout,
-        replicas=replicas_near(layout),
-        scale=timed.scale,
-        keep=None,
-    )
+    space = SearchSpace.of(layout, global_size)
+    found = search_layouts(timed.shape, hardware, space, scale=timed.scale, keep=None)
     fastest, front = (checks.accepted(each, 10) for each in (found.fitting, found.pareto()))
     fitting = tuple(sorted({*fastest, *front}, key=lambda each: each.seconds))
     return replace(plan, search=replace(found, fitting=fitting), nearest=nearest)

@@ -1,9 +1,9 @@
 """Search for the layouts of a decoder on a cluster: legal degrees, microbatches, recomputation and offload, ranked."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import final
+from typing import Self, final
 
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
@@ -115,15 +115,42 @@ class SearchResult:
         return front
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """Sizes that all layouts of a search share.
+
+    Attributes:
+        world_size: Number of devices.
+        global_size: Samples of a step.
+        length: Tokens of a sample.
+        base: Traits of the implementation; by default d9d's: sharded fp32 master weights, sequence parallelism.
+        replicas: Numbers of replicas of the sharded state to consider.
+    """
+
+    world_size: int
+    global_size: int
+    length: int
+    base: PlanLayout = field(default_factory=PlanLayout)
+    replicas: tuple[int, ...] = (1,)
+
+    @classmethod
+    def of(cls, layout: PlanLayout, global_size: int) -> Self:
+        """Return the space of a job's layout: its devices and traits, with one replica or as many as the job has."""
+        return cls(
+            world_size=layout.world_size,
+            global_size=global_size,
+            length=layout.length,
+            base=layout,
+            replicas=tuple(sorted({1, layout.replicas})),
+        )
+
+
 def search_layouts(
     shape: DecoderShape,
     hardware: Hardware,
+    space: SearchSpace,
     *,
-    world_size: int,
-    global_size: int,
-    length: int,
-    base: PlanLayout | None = None,
-    replicas: tuple[int, ...] = (1,),
     scale: MemoryScale | None = None,
     keep: int | None = 200,
 ) -> SearchResult:
@@ -132,11 +159,7 @@ def search_layouts(
     Args:
         shape: Sizes of the decoder.
         hardware: The cluster.
-        world_size: Number of devices.
-        global_size: Samples of a step.
-        length: Tokens of a sample.
-        base: Traits of the implementation; by default d9d's: sharded fp32 master weights, sequence parallelism.
-        replicas: Numbers of replicas of the sharded state to consider.
+        space: Numbers of devices, samples and tokens.
         scale: Ratios of the job's exact memory to the closed form; by default 1, with the logits of a whole microbatch.
         keep: Number of fitting layouts to return; `None` for all.
 
@@ -148,9 +171,7 @@ def search_layouts(
     num_legal = 0
     evaluate = Evaluation(shape, hardware)
     scale = scale or MemoryScale()
-    for layout in legal_layouts(
-        shape, hardware, world_size=world_size, global_size=global_size, length=length, base=base, replicas=replicas
-    ):
+    for layout in legal_layouts(shape, hardware, space):
         num_legal += 1
         memory = scale.apply(worst_memory(shape, with_logits(layout, scale.logit_tokens)))
         fits = memory.total <= hardware.device.memory_bytes
@@ -164,7 +185,7 @@ def search_layouts(
             found.append(candidate)
     if smallest is None:
         raise UserError(
-            f"no layout of {world_size} devices is legal for batch.global_size = {global_size}; expected a number of "
+            f"no layout of {space.world_size} devices is legal for batch.global_size = {space.global_size}; expected "
             "samples that data-parallel ranks can share. Use a multiple of the number of devices divided by 8."
         )
     found.sort(key=lambda each: each.seconds)
@@ -186,15 +207,7 @@ def nearest_layouts(
         scale: Ratios of the exact memory of `layout` to the closed form.
     """
     by_changes: dict[int, list[PlanLayout]] = {}
-    for each in legal_layouts(
-        shape,
-        hardware,
-        world_size=layout.world_size,
-        global_size=global_size,
-        length=layout.length,
-        base=layout,
-        replicas=replicas_near(layout),
-    ):
+    for each in legal_layouts(shape, hardware, SearchSpace.of(layout, global_size)):
         by_changes.setdefault(num_changes(layout, each), []).append(each)
     by_changes.pop(0, None)
     evaluate = Evaluation(shape, hardware)
@@ -202,11 +215,6 @@ def nearest_layouts(
         memories = ((each, scale.apply(worst_memory(shape, with_logits(each, scale.logit_tokens)))) for each in layouts)
         fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
         yield from sorted(fitting, key=lambda each: each.seconds)
-
-
-def replicas_near(layout: PlanLayout) -> tuple[int, ...]:
-    """Return the numbers of replicas that a search for a job considers: one, and the job's own."""
-    return tuple(sorted({1, layout.replicas}))
 
 
 _SETTINGS = (
@@ -272,28 +280,19 @@ def worst_memory(shape: DecoderShape, layout: PlanLayout) -> Memory:
     return max((first, last), key=lambda each: each.total)
 
 
-def legal_layouts(
-    shape: DecoderShape,
-    hardware: Hardware,
-    *,
-    world_size: int,
-    global_size: int,
-    length: int,
-    base: PlanLayout | None = None,
-    replicas: tuple[int, ...] = (1,),
-) -> Iterator[PlanLayout]:
+def legal_layouts(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -> Iterator[PlanLayout]:
     """Yield every layout that the checks of a job accept: degrees divide ranks, heads, experts, layers and samples.
 
-    The ranks of each replica shard the same state as in `base`: by default, all of it.
+    The ranks of each replica shard the same state as in `space.base`: by default, all of it.
     """
-    base = base or PlanLayout()
+    world_size, global_size = space.world_size, space.global_size
     degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
     tensor = [
         t
         for t in degrees
         if t <= hardware.devices_per_node and shape.num_kv_heads % t == 0 and shape.num_heads % t == 0
     ]
-    context = [c for c in degrees if c <= 64 and length % (2 * c) == 0]
+    context = [c for c in degrees if c <= 64 and space.length % (2 * c) == 0]
     stages = sorted({*degrees, *(p for p in range(1, 65) if world_size % p == 0)})
     for tp, cp, pp in product(tensor, context, stages):
         if world_size % (tp * cp * pp) or pp > shape.num_layers:
@@ -301,7 +300,7 @@ def legal_layouts(
         dp = world_size // (tp * cp * pp)
         if global_size % dp:
             continue
-        shardings = [_sharding(base, dp, cp, each) for each in replicas if dp % each == 0]
+        shardings = [_sharding(space.base, dp, cp, each) for each in space.replicas if dp % each == 0]
         expert_degrees = _expert_degrees(shape, dp * cp * tp)
         for ep, size, (sharding, shard_ranks) in product(expert_degrees, (1, 2, 4, 8, 16), shardings):
             if (global_size // dp) % size:
@@ -311,7 +310,7 @@ def legal_layouts(
                 reduces = (False, True) if m > 1 and pp == 1 else (False,)
                 for (recompute, every), reduce, offload in product(RECOMPUTE, reduces, (False, True)):
                     yield replace(
-                        base,
+                        space.base,
                         tp=tp,
                         cp=cp,
                         pp=pp,
@@ -322,7 +321,7 @@ def legal_layouts(
                         shard_ranks=shard_ranks,
                         microbatch_size=size,
                         num_microbatches=m,
-                        length=length,
+                        length=space.length,
                         recompute=recompute,
                         recompute_every=every,
                         offload=offload,
