@@ -11,7 +11,7 @@ from d9d_loop.planning.dry_run_mode import DryRunMode
 
 CASES: dict[str, list[Callable[[], object]]] = {
     "dtype": [lambda: torch.zeros(4, 6).abs(), lambda: torch.zeros(4, 6, dtype=torch.int32).abs()],
-    "shape": [lambda: torch.zeros(12)[:4].exp(), lambda: torch.zeros(12)[:8].exp()],
+    "shape": [lambda: torch.exp(torch.zeros(12)[:4]), lambda: torch.exp(torch.zeros(12)[:8])],
     "stride": [lambda: torch.zeros(6, 6).exp(), lambda: torch.zeros(6, 6).t().exp()],
     "device": [lambda: torch.zeros(4, 6).exp(), lambda: torch.zeros(4, 6, device="xla:1").exp()],
     "offset": [lambda: torch.zeros(8)[0:4].unsqueeze(0), lambda: torch.zeros(8)[4:8].unsqueeze(0)],
