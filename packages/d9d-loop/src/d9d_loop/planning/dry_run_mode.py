@@ -18,7 +18,7 @@ class DryRunMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
-    def _prep_args_for_hash(self, result: list[object], args: Any, *state: Any) -> None:  # ty: ignore[invalid-method-override]
+    def _prep_args_for_hash(self, result: list[object], args: Any, *state: Any) -> None:  # ty: ignore[incompatible-method-override]
         if not isinstance(args, list | tuple):
             super()._prep_args_for_hash(result, args, *state)
             return
