@@ -62,7 +62,7 @@ def _of_a_decoder(change: Callable[..., None]) -> AbstractContextManager[object]
 
 
 @caught_by("llama3,cp_shard=2,rows=packed", is_nightly=True)
-def given_positions_start_anew_on_every_rank() -> AbstractContextManager[object]:
+def given_position_ids_are_ignored() -> AbstractContextManager[object]:
     return _of_a_decoder(lambda self, places: places.pop("position_ids"))
 
 
@@ -207,7 +207,7 @@ def a_fused_norm_drops_the_residual() -> AbstractContextManager[object]:
 
 
 @caught_by("sinks,tp=2", is_nightly=True)
-def a_zero_centered_weight_is_taken_plainly() -> AbstractContextManager[object]:
+def a_zero_centered_weight_is_used_without_adding_one() -> AbstractContextManager[object]:
     real = RMSNorm.forward
 
     def plain(self: RMSNorm, *args: Tensor) -> Any:
@@ -252,7 +252,7 @@ def chunks_start_with_an_empty_state() -> AbstractContextManager[object]:
 
 
 @caught_by("delta,cp_shard=2", is_nightly=True)
-def convolutions_start_anew_in_each_chunk() -> AbstractContextManager[object]:
+def convolutions_restart_in_each_chunk() -> AbstractContextManager[object]:
     real = DeltaContext.extended
 
     def extended(self: DeltaContext, x_BLF: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def every_rank_has_the_decay_of_the_first_heads() -> Generator[None]:
 
 
 @caught_by("delta,dp_shard=2,rows=packed", is_nightly=True)
-def a_state_goes_through_from_document_to_document() -> AbstractContextManager[object]:
+def a_state_is_not_reset_between_documents() -> AbstractContextManager[object]:
     real = GatedDeltaNet.forward
     return mock.patch.object(GatedDeltaNet, "forward", lambda self, x, rotary=None, document_ids_BL=None: real(self, x))
 
@@ -313,7 +313,7 @@ def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContex
 
 
 @caught_by("llama3,tp=2,head=tied", is_nightly=True)
-def of_a_tied_weight_only_the_head_has_a_gradient() -> AbstractContextManager[object]:
+def only_the_head_adds_a_gradient_to_a_tied_weight() -> AbstractContextManager[object]:
     real = d9d_dist.tensor_styles.embed_vocab_shard
 
     def detached(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Callable[[Tensor], Tensor]) -> Tensor:
@@ -355,7 +355,7 @@ def _with_loss(change: Callable[[CrossEntropy], CrossEntropy]) -> AbstractContex
 
 @caught_by("llama3,dp_replicate=2", is_nightly=True)
 @contextmanager
-def a_chunked_loss_leaves_out_the_last_block_of_the_vocabulary() -> Generator[None]:
+def a_chunked_loss_omits_the_last_block_of_the_vocabulary() -> Generator[None]:
     chunked = d9d_modules.chunked_cross_entropy
     vocabulary = chunked.VocabularyBlocks
     real = vocabulary.blocks

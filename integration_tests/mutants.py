@@ -170,7 +170,7 @@ def replicas_are_averaged() -> AbstractContextManager[object]:
 
 
 @caught_by("plain,dp_replicate=2,cp_replicate=2", is_nightly=True)
-def replicas_that_share_out_a_sequence_are_not_reduced() -> AbstractContextManager[object]:
+def replicas_that_split_a_sequence_are_not_reduced() -> AbstractContextManager[object]:
     real = d9d_dist._local_parameters.LocalParameters.gradient_placements
 
     def forgetful(self: Any, parameter: DTensor) -> Any:
@@ -219,7 +219,7 @@ def each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
 
 
 @caught_by("dense,cp_shard=2", is_nightly=True)
-def the_weight_leaves_out_context_parallel_ranks() -> AbstractContextManager[object]:
+def the_weight_omits_context_parallel_ranks() -> AbstractContextManager[object]:
     real = DistributedContext.group_for
     return mock.patch.object(
         DistributedContext, "group_for", lambda self, domain, *axes: real(self, domain, *(set(axes) - {"cp"}))
@@ -326,7 +326,7 @@ def every_rank_adds_the_bias() -> AbstractContextManager[object]:
 
 
 @caught_by("dense,tp=2", is_nightly=True)
-def foreign_tokens_are_embedded_too() -> AbstractContextManager[object]:
+def tokens_of_other_ranks_are_embedded_too() -> AbstractContextManager[object]:
     real = d9d_dist.vocab_parallel._local_ids
 
     def everywhere(ids: Tensor, num_local: int, mesh: Any) -> tuple[Tensor, Tensor]:
@@ -398,7 +398,7 @@ def the_head_keeps_its_value_of_a_tied_weight() -> AbstractContextManager[object
 
 
 @caught_by("dense,pp=2,schedule=zb1p,microbatch=1")
-def weight_gradients_wait_for_ever() -> AbstractContextManager[object]:
+def deferred_weight_gradients_are_never_computed() -> AbstractContextManager[object]:
     return mock.patch.object(DeferredWeightGrads, "compute")
 
 
@@ -416,7 +416,7 @@ def split_gradients_are_reduced_after_the_first_microbatch() -> Generator[None]:
 
 
 @caught_by("dense,pp=2")
-def the_norm_is_that_of_the_own_stages() -> AbstractContextManager[object]:
+def the_norm_covers_only_the_stages_of_the_rank() -> AbstractContextManager[object]:
     return collectives_replaced(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
 
 
@@ -432,7 +432,7 @@ def only_the_last_stage_knows_the_weight() -> AbstractContextManager[object]:
 
 @caught_by("dense,pp=2,microbatch=1,mask=ragged")
 @contextmanager
-def every_output_meets_the_first_batch() -> Generator[None]:
+def every_loss_uses_the_first_batch() -> Generator[None]:
     real = d9d_pipeline.executor.Executor._loss
 
     def first(self: Any, stage: int, microbatch: int, step: Any) -> None:
@@ -446,7 +446,7 @@ def every_output_meets_the_first_batch() -> Generator[None]:
 
 
 @caught_by("plain,pp=2")
-def what_crosses_a_boundary_has_no_gradient() -> AbstractContextManager[object]:
+def sent_gradients_are_zero() -> AbstractContextManager[object]:
     real = d9d_pipeline._channel.Channel.send_gradients
 
     def zeros(self: Any, gradients: Any, **options: Any) -> None:
@@ -498,12 +498,12 @@ def keys_get_the_gradient_of_their_own_rank_only() -> AbstractContextManager[obj
 
 
 @caught_by("dense,cp_shard=2,method=ring", is_nightly=True)
-def a_ring_leaves_out_what_others_hold() -> AbstractContextManager[object]:
+def a_ring_ignores_keys_of_other_ranks() -> AbstractContextManager[object]:
     return mock.patch.object(MergedBlocks, "add", return_value=None)
 
 
 @caught_by("dense,cp_shard=2,method=ring", is_nightly=True)
-def a_ring_keeps_the_gradients_of_foreign_keys() -> AbstractContextManager[object]:
+def a_ring_keeps_the_gradients_of_received_keys() -> AbstractContextManager[object]:
     real = d9d_dist.context_parallel.ring._send_to_next
 
     def keep(tensors: list[Tensor], mesh: Any, *, tag: int) -> Any:

@@ -261,7 +261,7 @@ def _entropy_is_that_of_a_vocabulary_shard() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _weights_are_those_before_the_step() -> Generator[None]:
+def _weights_yields_values_before_the_step() -> Generator[None]:
     real, first = TrainStep.update, {}
 
     def remembering(self: TrainStep, number: int) -> Any:
@@ -300,7 +300,7 @@ MUTANTS: dict[Callable[[], AbstractContextManager[object]], str] = {
     _the_reference_has_the_trained_weights: "replicated",
     _the_reference_stays: "replicated",
     _entropy_is_that_of_a_vocabulary_shard: "tensor",
-    _weights_are_those_before_the_step: "sharded",
+    _weights_yields_values_before_the_step: "sharded",
     _shards_are_placed_by_their_local_offsets: "sharded",
 }
 

@@ -126,7 +126,7 @@ def test_an_export_generates_like_the_original(tmp_path: Path, original: tuple[P
     assert QWEN3.read(ours) == params
 
 
-def test_changed_sizes_replace_those_of_the_source(
+def test_changed_sizes_replace_the_sizes_of_the_source(
     tmp_path: Path, original: tuple[Path, list[int], Qwen3Params]
 ) -> None:
     import transformers

@@ -314,7 +314,7 @@ def _forward_counts() -> AbstractContextManager[object]:
     return mock.patch.object(ExpertCounter, "forward", forward)
 
 
-def _ranks_count_alone() -> AbstractContextManager[object]:
+def _ranks_do_not_sum_counts_over_a_sequence() -> AbstractContextManager[object]:
     real = TokenGroups
     return mock.patch.object(d9d_moe.moe_parallel, "TokenGroups", lambda sequence, batch: real(None, batch))
 
@@ -364,8 +364,8 @@ MUTANTS: list[tuple[Bug, Row]] = [
     (_gradients_of_weights_stay_with_the_experts, Row("qwen3", "ep=2,dp_shard=2")),
     (_the_bias_weighs, Row("skewed", "ep=2,dp_shard=2")),
     (_forward_counts, Row("deepseek", "ep=2,dp_shard=2", "full")),
-    (_ranks_count_alone, Row("qwen3", "ep=2,cp_shard=2")),
-    (_ranks_count_alone, Row("joint", "ep=2,cp_shard=2")),
+    (_ranks_do_not_sum_counts_over_a_sequence, Row("qwen3", "ep=2,cp_shard=2")),
+    (_ranks_do_not_sum_counts_over_a_sequence, Row("joint", "ep=2,cp_shard=2")),
     (_replicas_of_experts_are_not_added_up, Row("qwen3", "ep=1,dp_shard=2", shard_replicas=False)),
     (_the_norm_forgets_other_ranks_experts, Row("qwen3", "ep=2,dp_shard=2")),
     (_router_losses_are_not_joined, Row("qwen3", "ep=2,tp=2")),

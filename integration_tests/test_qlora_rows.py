@@ -187,7 +187,7 @@ def _handed_over(kind: str, mesh: dict[str, int], folder: Path, is_dense: bool =
         pytest.param("moe", {"pipeline_parallel": 2, "data_parallel_shard": 2}, marks=pytest.mark.full),
     ],
 )
-def test_a_quantized_base_is_handed_over_dequantized(kind: str, mesh: dict[str, int], tmp_path: Path) -> None:
+def test_engine_weights_of_a_quantized_base_are_dequantized(kind: str, mesh: dict[str, int], tmp_path: Path) -> None:
     (expected,) = run_ranks(_handed_over, kind, {}, tmp_path, True, world_size=1)
     size = prod(degree for name, degree in mesh.items() if name != "expert_parallel")
     found = run_ranks(_handed_over, kind, mesh, tmp_path, world_size=size)

@@ -240,7 +240,7 @@ def test_each_family_equals_one_process(row: Row) -> None:
 Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
-def _biases_of_experts_are_those_of_the_first() -> AbstractContextManager[object]:
+def _all_experts_use_the_bias_of_the_first() -> AbstractContextManager[object]:
     real = d9d_moe.grouped_linear._rows_of
 
     def first(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
@@ -352,7 +352,7 @@ MUTANTS: list[tuple[Bug, Row]] = [
     (_mtp_layers_are_not_sequence_parallel, Row("mtp", "ep=2,cp_shard=2,tp=2")),
     (_the_mtp_loss_reaches_only_the_last_layer, Row("mtp", "pp=2,microbatch=2")),
     (_copies_of_the_embedding_differ, Row("mtp", "pp=2,microbatch=2")),
-    (_biases_of_experts_are_those_of_the_first, Row("gpt_oss", "ep=2,dp_shard=2")),
+    (_all_experts_use_the_bias_of_the_first, Row("gpt_oss", "ep=2,dp_shard=2")),
     (_clamped_experts_lose_their_residual, Row("gpt_oss", "ep=2,dp_shard=2")),
     (_the_router_ignores_its_bias, Row("gpt_oss", "ep=2,dp_shard=2")),
     (_shared_experts_are_not_gated, Row("qwen3_next", "cp_shard=2")),

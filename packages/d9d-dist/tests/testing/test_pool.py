@@ -37,7 +37,7 @@ def _pid() -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_results_come_in_the_order_of_ranks(world_size: int) -> None:
+def test_results_are_in_rank_order(world_size: int) -> None:
     results = run_ranks(_sum_of_ranks, _Point(10), world_size=world_size)
     assert [point for point, _ in results] == [_Point(10 + rank) for rank in range(world_size)]
     assert all(total.item() == sum(range(world_size)) for _, total in results)

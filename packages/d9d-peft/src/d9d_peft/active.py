@@ -43,7 +43,7 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
 
 @contextmanager
 def use_adapter(model: nn.Module, adapter: str) -> Generator[None]:
-    """Compute with the adapters of a name inside the context, instead of the active adapters.
+    """Compute with the named adapters inside the context, instead of the active adapters.
 
     A layer without an adapter of this name computes without adapter. For costs and the backward pass, see
     `adapters_off`.

@@ -263,7 +263,7 @@ def test_several_ranks_need_a_context(tmp_path: Path) -> None:
         run_ranks(_save_without_ctx, str(tmp_path))
 
 
-def _go_on_beside_what_one_rank_found_damaged(folder: str) -> list[object]:
+def _continue_after_damage_on_one_rank(folder: str) -> list[object]:
     with MeshConfig(data_parallel_shard=2).build() as ctx, pytest.MonkeyPatch.context() as patch:
         store = CheckpointStore(folder)
         for step in (1, 2):
@@ -298,7 +298,7 @@ def _refuse(*_args: object) -> None:
 
 
 def test_job_resumes_if_one_rank_found_damage(tmp_path: Path) -> None:
-    results = run_ranks(_go_on_beside_what_one_rank_found_damaged, str(tmp_path))
+    results = run_ranks(_continue_after_damage_on_one_rank, str(tmp_path))
     assert results[0] == results[1]
     *values, message = results[0]
     assert values == [1, 2, [22.0] * 3]
