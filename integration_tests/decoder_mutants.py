@@ -162,8 +162,8 @@ def the_base_of_positions_is_that_of_the_first_layer() -> AbstractContextManager
 
 @caught_by("gemma3,tp=2", is_nightly=True)
 def embeddings_are_scaled_on_every_rank() -> AbstractContextManager[object]:
-    real = DecoderModel._scaled
-    return mock.patch.object(DecoderModel, "_scaled", lambda self, x: real(self, x) * dist.get_world_size())
+    real = DecoderModel.scaled
+    return mock.patch.object(DecoderModel, "scaled", lambda self, x: real(self, x) * dist.get_world_size())
 
 
 @caught_by("encoder,cp_shard=2,method=all_to_all", is_nightly=True)

@@ -203,9 +203,9 @@ def only_the_last_microbatch_counts() -> Generator[None]:
 def replicas_keep_the_first_microbatch_only() -> AbstractContextManager[object]:
     real = d9d_dist._gradient_buckets.Slot.set_aside
 
-    def forget(self: Any, gradient: Tensor) -> None:
+    def forget(self: Any) -> None:
         self.parameter.grad = None
-        real(self, gradient)
+        real(self)
 
     return mock.patch.object(d9d_dist._gradient_buckets.Slot, "set_aside", forget)
 

@@ -50,7 +50,7 @@ def test_reduced_gradients_are_added_to_the_gradients_set_aside(mesh: DeviceMesh
     slot = _slot(mesh, 2)
     for value in (1.0, 2.0):
         slot.parameter.grad = DTensor.from_local(torch.full((2,), value), mesh, (Replicate(),), run_check=False)
-        slot.set_aside(slot.parameter.grad)
+        slot.set_aside()
         assert slot.parameter.grad is None
     slot.give(torch.full((2,), 4.0))
     assert isinstance(slot.parameter.grad, DTensor)

@@ -201,6 +201,20 @@ def test_layers_that_compute_statistics_in_another_way_are_refused() -> None:
             assert message.startswith(f"{name} does not compute the statistics of its input with one call of F.batch")
 
 
+def _evaluated() -> str:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        layer = nn.BatchNorm2d(3, track_running_stats=False).eval()
+        synchronize_batch_norm(layer, ctx.group_for("batch", "dp", "cp"))
+        with torch.no_grad(), pytest.raises(UserError) as error:
+            layer(torch.randn(4, 3, 2, 2))
+    return str(error.value)
+
+
+def test_evaluations_without_running_statistics_are_refused() -> None:
+    for message in run_ranks(_evaluated, world_size=2):
+        assert message.startswith("BatchNorm2d has no running statistics, so in an evaluation each rank would")
+
+
 def _half() -> tuple[torch.dtype, torch.dtype, bool]:
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         layer = nn.BatchNorm2d(3)

@@ -46,7 +46,7 @@ def _ask_for_context_parallelism() -> list[str]:
 
 
 def test_pooled_heads_reject_context_parallelism() -> None:
-    rest = "pools whole rows, but 2 context-parallel ranks shard each sequence; expected one context-parallel rank"
+    rest = "pools whole sequences, but 2 context-parallel ranks shard each sequence; expected one context-parallel rank"
     for messages in run_ranks(_ask_for_context_parallelism, world_size=2):
         for message, name in zip(messages, ("ClassificationHead", "EmbeddingHead"), strict=True):
             assert message.startswith(f"head, a {name}, {rest}")

@@ -46,7 +46,7 @@ class Slot:
     def num_bytes(self) -> int:
         return self.shape.numel() * self.wire_dtype.itemsize
 
-    def set_aside(self, gradient: torch.Tensor) -> None:
+    def set_aside(self) -> None:
         """Move a reduced gradient from `.grad` to `before`: partial gradients cannot be added to a reduced one."""
         present = self.parameter.grad
         if present is not None and not is_partial(present):
@@ -58,7 +58,7 @@ class Slot:
         gradient = self.parameter.grad
         if gradient is None or not is_partial(gradient):
             if gradient is not None:
-                self.set_aside(gradient)
+                self.set_aside()
             return None
         assert isinstance(gradient, DTensor)
         assert gradient.placements == self.placements, "the gradient's placements differ from those of its parameter"

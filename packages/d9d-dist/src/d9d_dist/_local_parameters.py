@@ -19,7 +19,9 @@ from d9d_dist._owned_gradient import own_gradient
 
 
 class LocalParameters:
-    """Forward hooks of one module. Adding another mesh axis extends the existing hooks.
+    """Forward hooks of one module, which replace its DTensor parameters by local tensors during forward.
+
+    Adding another mesh axis extends the existing hooks.
 
     Attributes:
         partial_axes: Names of mesh axes whose ranks compute different parts of a replicated parameter's gradient.

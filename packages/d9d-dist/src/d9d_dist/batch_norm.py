@@ -34,8 +34,9 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
     `3d`. Each layer's class becomes a subclass; state-dict names, hooks and `isinstance` are not affected.
 
     Collective in training: for each batch norm an all-gather in forward and an all-reduce in backward; for each
-    instance norm with running statistics an all-reduce. In eval mode, only batch norms without running statistics issue
-    these collectives, and only while gradients are enabled; otherwise they use this rank's statistics.
+    instance norm with running statistics an all-reduce. In eval mode, batch norms without running statistics issue the
+    same collectives while gradients are enabled. Under `no_grad` they raise an error on several ranks: ranks may
+    evaluate different numbers of batches.
 
     Args:
         model: Model before or after parallelization, but before FSDP, which also changes classes.
@@ -43,6 +44,10 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
 
     Returns:
         The names of the layers.
+
+    Raises:
+        UserError: From the forward of a layer, if it computes its statistics in another way than by one call of
+            `F.batch_norm`, or if it has no running statistics and evaluates under `no_grad` on several ranks.
     """
     found: list[str] = []
     classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -62,6 +67,12 @@ def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  (torch's name for it)
         if not (self.training or torch.is_grad_enabled()):
+            if isinstance(self, _BatchNorm) and self.running_mean is None and dist.get_world_size(group) > 1:
+                raise UserError(
+                    f"{kind.__name__} has no running statistics, so in an evaluation each rank would normalize its "
+                    "samples by their own statistics; expected running statistics. Set track_running_stats=True, use "
+                    "a group norm, or evaluate on one process."
+                )
             return own_forward(self, input, *args, **kwargs)
         statistics = _SynchronizedMode(group, input)
         with statistics:

@@ -119,7 +119,7 @@ class GradientSync:
 
     def _set_aside(self, number: int, place: int, gradient: torch.Tensor) -> None:
         """Handle a gradient before it is accumulated into `.grad`."""
-        self._buckets[number].slots[place].set_aside(gradient)
+        self._buckets[number].slots[place].set_aside()
 
     def _receive(self, number: int, place: int, parameter: torch.Tensor) -> None:
         """Handle a gradient after it was accumulated into `.grad`."""

@@ -49,7 +49,7 @@ class _Gathered(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """True if a forward wrote to the parameter after the compared forward."""
+        """True if the parameter was written in place, or its storage replaced, since `version` was read."""
         return (self.parameter.untyped_storage()._cdata, self.parameter._version) != (self.storage, self.version)
 
 

@@ -372,7 +372,7 @@ class _SplitExperts(TensorStyle):
 
 
 _SORTED_EXPERTS = {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}
-"""Rules of the parameters of experts that take tokens sorted by expert, as in Llama 4."""
+"""Styles in the plan of `transformers` for the parameters of experts whose input is sorted by expert, as in Llama 4."""
 
 
 @final

@@ -63,7 +63,7 @@ def test_an_error_of_prepare_is_raised() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_copies_overlap_computation() -> None:
+def test_prefetched_copies_to_the_device_have_the_right_values() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     batches = [{"x": torch.full((1 << 20,), float(number))} for number in range(20)]

@@ -3,8 +3,11 @@ import re
 from contextlib import redirect_stderr
 
 import pytest
+import torch
 
 from d9d_loop.job.progress import Progress
+
+CPU = torch.device("cpu")
 
 
 class _Terminal(io.StringIO):
@@ -14,7 +17,7 @@ class _Terminal(io.StringIO):
 
 def _draw(*, visible: bool = True, bar: bool = True) -> str:
     with redirect_stderr(_Terminal()) as terminal:
-        progress = Progress(num_steps=4, done=1, visible=visible, bar=bar)
+        progress = Progress(num_steps=4, done=1, visible=visible, device=CPU, bar=bar)
         progress.values(1, {"loss": 2.5, "learning_rate": 1e-5})
         progress.step()
         progress.line("held-out loss 3")
@@ -36,7 +39,7 @@ def test_without_a_bar_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=4, done=1, visible=True, bar=True)
+    progress = Progress(num_steps=4, done=1, visible=True, device=CPU, bar=True)
     progress.step()
     progress.close()
     assert capsys.readouterr() == ("", "")
@@ -48,7 +51,7 @@ def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_log_file_gets_a_line_at_most_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=4, done=0, visible=True, bar=False, line_seconds=3600)
+    progress = Progress(num_steps=4, done=0, visible=True, device=CPU, bar=False, line_seconds=3600)
     for step in range(1, 5):
         progress.values(step, {"loss": float(step)})
     progress.close()
@@ -56,7 +59,7 @@ def test_a_log_file_gets_a_line_at_most_every_so_often(capsys: pytest.CaptureFix
 
 
 def test_evaluations_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=4, done=0, visible=True, bar=False)
+    progress = Progress(num_steps=4, done=0, visible=True, device=CPU, bar=False)
     for step in (2, 4):
         progress.evaluation(step, {"loss": 1.5 * step, "accuracy": 0.25})
     progress.close()

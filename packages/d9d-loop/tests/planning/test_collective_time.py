@@ -4,6 +4,7 @@ import pytest
 
 from d9d_loop.planning import Hardware, hardware_names
 from d9d_loop.planning.collective_time import CollectiveName, Span, collective_seconds
+from d9d_loop.planning.hardware_spec import Links, Network
 
 
 @pytest.fixture
@@ -72,3 +73,47 @@ def test_skew_slows_an_all_to_all_down(hardware: Hardware) -> None:
 )
 def test_span_counts_members_in_a_node(size: int, stride: int, expected: int) -> None:
     assert Span.of(size, stride, 8).per_node == expected
+
+
+@pytest.fixture
+def small(hardware: Hardware) -> Hardware:
+    """Nodes of 4 devices. In a node: 40 bytes/s, 1 s. Between nodes: 20 bytes/s for a device, 100 s; 5 by the spine."""
+    return hardware.model_copy(
+        update={
+            "devices_per_node": 4,
+            "links": Links(bandwidth=80, latency=1),
+            "network": Network(bandwidth=80, latency=100, oversubscription=4, rail_nodes=8),
+            "fitted": hardware.fitted.model_copy(update={"link_efficiency": 0.5, "network_efficiency": 0.25}),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes", "span", "seconds"),
+    [
+        ("send", 400, Span(2, 2), 1 + 10),
+        ("send", 400, Span(2, 1), 100 + 20),
+        ("all_to_all", 800, Span(8, 4), 800 / 2 / 20 + (3 + 100) / 4),
+        ("all_gather", 1600, Span(8, 4), 1400 / 40 + 100 + 6),  # a ring
+        ("all_gather", 80, Span(8, 4), 60 / 40 + 40 / 80 + 3 + 100),  # first in nodes, then between them
+        ("all_gather", 80, Span(32, 4), 60 / 40 + 70 / 80 + 3 + 700),  # there are no trees of gathers
+        ("all_reduce", 80, Span(32, 4), 2 * (80 / 40 + 3 * 100 + 3)),  # a tree of 8 nodes
+        ("all_gather", 8000, Span(64, 4), 7875 / 20 + 1500 + 48),  # 16 nodes use the spine
+        ("all_gather", 0, Span(8, 4), 0),
+        ("all_reduce", 80, Span(1, 1), 0),
+    ],
+)
+def test_times_of_small_numbers(
+    name: CollectiveName, num_bytes: float, span: Span, seconds: float, small: Hardware
+) -> None:
+    assert collective_seconds(small, name, num_bytes, span) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_rows_for_several_ranks_of_a_node_cross_the_network_once(small: Hardware) -> None:
+    """80 bytes cross the network in 2 s, while 300 of 800 bytes stay in the node for 7.5 s."""
+    seconds = collective_seconds(small, "all_to_all", 800, Span(8, 4), skew=2.0, network_bytes=80)
+    assert seconds == pytest.approx(2 * 7.5 + (3 + 100) / 4)
+
+
+def test_a_partly_used_node_counts() -> None:
+    assert Span(12, 8).num_nodes == 2

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
-from d9d_loop.planning.memory_size import activation_bytes_per_token
+from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION, activation_bytes_per_token
 from d9d_pipeline import ZeroBubbleV, build, simulate
 
 SPARSE = DecoderShape(
@@ -20,6 +20,7 @@ SPARSE = DecoderShape(
     top_k=2,
     expert_size=256,
 )
+SMALL = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
 
 
 def test_a_gpt_layer_needs_34_h_per_token() -> None:
@@ -68,13 +69,13 @@ def test_unsharded_gradients_are_kept_if_only_the_last_microbatch_reduces() -> N
     assert memory_of(shape, replace(layout, num_microbatches=1), 0).gradients == reduced
 
 
-def test_recomputing_every_second_layer_saves_half_as_much_as_recomputing_all() -> None:
+def test_recomputing_every_fourth_layer_saves_a_quarter_of_recomputing_all() -> None:
     shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
-    kept, again, half = (
+    kept, again, fourth = (
         activation_bytes_per_token(shape, PlanLayout(recompute=kind, recompute_every=every), sparse=False)
-        for kind, every in (("none", 1), ("full", 1), ("full", 2))
+        for kind, every in (("none", 1), ("full", 1), ("full", 4))
     )
-    assert half == (kept + again) / 2
+    assert fourth == (3 * kept + again) / 4
 
 
 def test_gathered_logits_are_not_divided_by_the_tensor_parallel_degree() -> None:
@@ -119,3 +120,79 @@ def test_v_shaped_placement_has_the_loss_on_the_first_rank_and_equal_activations
     kept = layout.tokens_per_microbatch * activation_bytes_per_token(shape, layout, sparse=False)  # one layer a stage
     peaks = simulate(build(ZeroBubbleV(), num_ranks=4, num_microbatches=12)).peak_activations
     assert [each.activations for each in (first, *others)] == [peak * kept for peak in peaks]
+
+
+def test_sharded_gradients_and_optimizer_state_are_divided_and_weights_are_not() -> None:
+    memory = memory_of(SMALL, PlanLayout(dp=4, sharding="gradients", length=64), 0)
+    assert (memory.gradients, memory.optimizer) == pytest.approx((memory.parameters / 4, memory.parameters * 2 / 4))
+    assert memory.gathered == 0
+
+
+@pytest.mark.parametrize(("pp", "num_bytes"), [(1, 2 * 2 / 8 + 4 / 8), (2, 2 + 4 / 4)])
+def test_two_layers_or_a_whole_stage_are_gathered_with_the_gradient_of_a_layer(pp: int, num_bytes: float) -> None:
+    """`num_bytes` is per parameter of the rank, of which it stores 4 bytes over 8 shards."""
+    layout = PlanLayout(dp=8, pp=pp, length=64)
+    memory = memory_of(SMALL, layout, 0)
+    assert memory.gathered == pytest.approx(num_bytes * memory.parameters * 8 / 4)
+    assert memory_of(SMALL, replace(layout, dp=1), 0).gathered == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "num_bytes"),
+    [
+        # Norms and residuals are whole on each rank, 8 h; attention, 8 h, and feed-forward layer, 16 h, are split.
+        (SMALL, PlanLayout(tp=4, sequence_parallel=False), (8 + 8 / 4 + 16 / 4) * 1024),
+        (SMALL, PlanLayout(tp=4), (8 + 8 + 16) / 4 * 1024),
+        # 8 h; queries and keys of 48, values and outputs of 32; three tensors of the gated layer.
+        (
+            replace(SPARSE, num_experts=0, latent=(64, 64, 16, 32)),
+            PlanLayout(),
+            8 * 256 + 2 * 8 * 2 * (48 + 32) + 6 * 512,
+        ),
+        # As above, with heads of 32; inputs of two experts; three tensors of two experts and of the shared one.
+        (replace(SPARSE, shared_size=128), PlanLayout(), 8 * 256 + 8 * 256 + 2 * 2 * 256 + 6 * (2 * 256 + 128)),
+        # Norms, 3/4 with half of the products; attention's output and half of its inputs; half of two products.
+        (
+            replace(SPARSE, num_experts=0),
+            PlanLayout(recompute="selective", saved_products=0.5),
+            0.75 * 0.75 * 8 * 256 + 0.75 * 8 * 256 + 0.5 * 2 * 2 * 512,
+        ),
+    ],
+)
+def test_saved_bytes_of_a_layer(shape: DecoderShape, layout: PlanLayout, num_bytes: float) -> None:
+    assert activation_bytes_per_token(shape, layout, sparse=shape.num_experts > 0) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("rank", "v", "m", "in_flight"),
+    [(0, 1, 8, 4), (1, 1, 8, 3), (3, 1, 8, 1), (0, 1, 2, 2), (0, 2, 8, 4 * (1 + 3 / 8)), (0, 2, 4, 4), (1, 2, 8, 3)],
+)
+def test_microbatches_in_flight_of_a_pipeline_rank(rank: int, v: int, m: int, in_flight: float) -> None:
+    layout = PlanLayout(pp=4, stages_per_rank=v, num_microbatches=m, length=64)
+    kept = 64 * 2 * activation_bytes_per_token(SMALL, layout, sparse=False)  # two layers of a rank
+    assert memory_of(SMALL, layout, rank).activations == pytest.approx(in_flight * kept)
+
+
+def test_offload_keeps_the_activations_of_two_layers() -> None:
+    layout = PlanLayout(length=64, offload=True)
+    layer = 64 * activation_bytes_per_token(SMALL, layout, sparse=False)
+    assert memory_of(SMALL, layout, 0).activations == 2 * layer
+
+
+def test_one_recomputed_sparse_layer_is_whole() -> None:
+    layout = PlanLayout(length=64, recompute="full")
+    layer = 64 * activation_bytes_per_token(SPARSE, replace(layout, recompute="none"), sparse=True)
+    assert memory_of(SPARSE, layout, 0).activations == 64 * 8 * 2 * 256 + layer
+
+
+def test_without_sequence_parallelism_a_recomputed_layer_gathers_nothing() -> None:
+    layout = PlanLayout(tp=4, length=64, recompute="full", sequence_parallel=False)
+    layer = 64 * activation_bytes_per_token(SMALL, replace(layout, recompute="none"), sparse=False)
+    assert memory_of(SMALL, layout, 0).activations == 64 * 8 * 2 * 1024 + layer
+
+
+def test_the_context_is_not_scaled() -> None:
+    memory = memory_of(SMALL, PlanLayout(length=64), 0)
+    twice = memory.times(2)
+    assert twice.model == 2 * memory.model
+    assert twice.reserve == CONTEXT_BYTES + FRAGMENTATION * 2 * memory.model

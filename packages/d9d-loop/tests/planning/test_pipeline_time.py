@@ -31,3 +31,19 @@ def test_a_slow_last_stage_determines_the_time() -> None:
     program = build(OneForwardOneBackward(), num_ranks=4, num_microbatches=16)
     seconds = pipeline_seconds([3.0, 3.0, 3.0, 6.0], num_microbatches=16, overlaps=True)
     assert seconds == pytest.approx(simulate(program, duration=duration).makespan, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overlaps", "expected"),
+    [
+        ([3.0] * 4, True, 8 * 3 + 3 * 3 / 2 + 2 * 3 * 0.5),
+        ([3.0] * 4, False, 8 * 3 + 3 * 3 / 2 + 2 * 3 * 0.5 + 2 * 2 * 8 * 0.5),
+        ([3.0], False, 24.0),
+    ],
+)
+def test_sends_are_waited_for_while_the_pipeline_fills_or_always(
+    ranks: list[float], overlaps: bool, expected: float
+) -> None:
+    """The first microbatch is sent 3 times each way; each of 2 stages of a rank sends and receives 8 microbatches."""
+    seconds = pipeline_seconds(ranks, num_microbatches=8, stages_per_rank=2, transfer=0.5, overlaps=overlaps)
+    assert seconds == pytest.approx(expected)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from d9d_metrics.metric import Metric as Metric
     from d9d_metrics.metric import MetricValue as MetricValue
     from d9d_metrics.peak_memory import PeakMemory as PeakMemory
+    from d9d_metrics.peak_memory import peak_bytes as peak_bytes
     from d9d_metrics.plot import plot_metrics as plot_metrics
     from d9d_metrics.step_clock import StepClock as StepClock
     from d9d_metrics.step_clock import StepSeconds as StepSeconds

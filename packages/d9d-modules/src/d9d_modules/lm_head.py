@@ -193,7 +193,8 @@ def language_model_head(
     if labels.shape[: hidden_BLD.dim() - 1] != hidden_BLD.shape[:-1] or labels.dim() > hidden_BLD.dim():
         raise UserError(
             f"labels have shape {tuple(labels.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one label for each "
-            f"position: shift the labels before the model, and pad them with {IGNORED_LABEL}."
+            f"position, or that shape and one more dimension, the candidates of each position. Shift the labels before "
+            f"the model, and pad them with {IGNORED_LABEL}."
         )
     num_rows = sum(len(weight) for weight in weights_VD)
     check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)

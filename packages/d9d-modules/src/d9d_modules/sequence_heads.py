@@ -64,7 +64,7 @@ class ClassificationHead(nn.Module):
     @property
     def full_sequence_reason(self) -> str:
         """See `d9d_dist.RequiresFullSequence`."""
-        return "pools whole rows"
+        return "pools whole sequences"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Compute the loss of each row if labels are given, else logits.
@@ -121,7 +121,7 @@ class EmbeddingHead(nn.Module):
     @property
     def full_sequence_reason(self) -> str:
         """See `d9d_dist.RequiresFullSequence`."""
-        return "pools whole rows"
+        return "pools whole sequences"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
         """Compute embeddings [B, E] of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.

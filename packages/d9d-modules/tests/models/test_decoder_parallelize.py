@@ -165,8 +165,8 @@ def _pooled() -> str:
 
 def test_pooled_heads_reject_context_parallelism() -> None:
     message = (
-        "head, a ClassificationHead, pools whole rows, but 2 context-parallel ranks shard each sequence; expected one "
-        "context-parallel rank. Set the degree to 1, or shard the model on another axis."
+        "head, a ClassificationHead, pools whole sequences, but 2 context-parallel ranks shard each sequence; expected "
+        "one context-parallel rank. Set the degree to 1, or shard the model on another axis."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2
 

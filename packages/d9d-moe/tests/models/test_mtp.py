@@ -1,6 +1,7 @@
 """Multi-token prediction, compared with the MTP layers of `transformers`."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from d9d_modules import (
     QWEN_MTP,
     DecoderForCausalLM,
     DecoderWithMtp,
+    Gemma3Params,
     HuggingFaceFamily,
     mtp_from_hugging_face,
     mtp_targets,
@@ -192,6 +194,22 @@ def test_router_losses_of_the_mtp_layer_are_added() -> None:
     added = losses - without - only_main
     assert (added[:, :-1] > 0).all()
     assert added[0, -1].abs() <= 1e-12
+
+
+def test_the_embedding_scale_is_rounded_to_the_dtype_of_the_embeddings() -> None:
+    sizes = {
+        name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
+    }
+    params = Gemma3Params(**sizes, num_kv_heads=1, head_dim=8)
+    model = DecoderWithMtp(params).bfloat16()
+    received: list[Tensor] = []
+    model.mtp[0].register_forward_pre_hook(lambda module, args: received.append(args[0]))
+    input_ids, labels = torch.randint(0, 19, (2, 1, 9))
+    ids_BLK, labels_BLK = mtp_targets(input_ids, labels)
+    model(input_ids, labels=labels, mtp_ids_BLK=ids_BLK, mtp_labels_BLK=labels_BLK)
+    assert model.mtp_embedding is not None
+    scale = torch.tensor(math.sqrt(12)).bfloat16()
+    assert torch.equal(received[0], model.mtp_embedding(ids_BLK[..., 0]) * scale)
 
 
 def test_missing_or_wrong_arguments_are_refused() -> None:

@@ -50,7 +50,10 @@ class StoredParameter:
         return LowRank(rank=rank, alpha=alpha, dropout=first.dropout, rank_stabilized=first.rank_stabilized)
 
     def stored_low_rank(self, rank: int) -> LowRank:
-        """Return the rank and scale that a file of this rank must have: a layer's if A is shared, else `low_rank`."""
+        """Return the rank and scale that a file with this low rank must have.
+
+        They are those of a single layer if the file shares A between the layers, else `low_rank`.
+        """
         return self.adapters[0].low_rank if self._is_shared(rank) else self.low_rank
 
     def check(self) -> None:
@@ -63,14 +66,17 @@ class StoredParameter:
             )
 
     def shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors in a file of this rank, by name; `None` for the rank of `save_adapters`."""
+        """Return the shapes of the parameter's tensors in a file, by name.
+
+        `rank` is the low rank in the file; `None` is the rank that `save_adapters` writes, `low_rank.rank`.
+        """
         rank = self.low_rank.rank if rank is None else self.stored_low_rank(rank).rank
         num_experts, _, num_inputs = self.adapters[0].lora_a.shape
         num_rows = sum(adapter.lora_b.shape[1] for adapter in self.adapters)
         return {self._key(A): (num_experts * rank, num_inputs), self._key(B): (num_rows, rank * num_experts)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the full tensors of the parameter for a file, by name. Collective if parameters are sharded."""
+        """Return the full tensors to write to a file, by name. Collective if parameters are sharded."""
         a_ERI = torch.cat([full_tensor(adapter.lora_a) for adapter in self.adapters], dim=1)
         parts = [full_tensor(adapter.lora_b) for adapter in self.adapters]
         b_EOR = torch.stack([torch.block_diag(*blocks) for blocks in zip(*parts, strict=True)])
@@ -99,7 +105,7 @@ class StoredParameter:
             copy_from_full_(adapter.lora_b, b_EOR[:, rows] if is_shared else b_EOR[:, rows, ranks])
 
     def _is_shared(self, rank: int) -> bool:
-        """Return True if files with adapters of this rank have one A for all layers."""
+        """Return True if a file with this low rank shares one A between all layers."""
         return all(adapter.low_rank.rank == rank for adapter in self.adapters)
 
     def _parts(self) -> list[tuple[LoraAdapter, slice, slice]]:

@@ -71,7 +71,7 @@ def test_job_resumes_and_saves(tmp_path: Path, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_is_exported_and_loaded(tmp_path: Path, world_size: int) -> None:
+def test_model_export_and_load_unpickle_nothing(tmp_path: Path, world_size: int) -> None:
     def work(ctx: DistributedContext) -> None:
         forbid_unpickling()
         model, other = nn.Linear(2, 3), nn.Linear(2, 3)

@@ -34,10 +34,10 @@ class HasContextMesh(Protocol):
 
 @runtime_checkable
 class RequiresFullSequence(Protocol):
-    """Module that needs all positions of a row, and so does not support context parallelism.
+    """Module that needs all positions of a sequence, and so does not support context parallelism.
 
-    `full_sequence_reason` is a predicate that follows the module's name in an error message; `None` if the module, as
-    configured, supports context parallelism.
+    `full_sequence_reason` follows the module's name in an error message, for example "pools whole sequences". It is
+    `None` if the module, as configured, supports context parallelism.
     """
 
     @property
@@ -103,9 +103,10 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     `ctx.mesh_for("batch")["cp"]`; if it has one rank, nothing is changed.
 
     Raises:
-        UserError: If no submodule is a `HasAttention` or `HasContextMesh`, or one is already context parallel or has a
-            module as its function. If the mesh has several ranks and a submodule is a `RequiresFullSequence` with a
-            reason. If `context_parallel_attention` rejects the mesh or method. Nothing is replaced then.
+        UserError: If no submodule is a `HasAttention`, `HasContextMesh` or `RequiresFullSequence`. If a submodule is
+            already context parallel, or its attention function is a module. If the mesh has several ranks and a
+            submodule is a `RequiresFullSequence` with a reason. If `context_parallel_attention` rejects the mesh or
+            method. After an error, no attention function has been replaced.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:

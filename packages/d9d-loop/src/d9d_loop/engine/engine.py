@@ -252,7 +252,7 @@ class Engine:
             raise UserError(f"got {call} while the training state is offloaded; call onload() first.")
 
     def _require_training(self, call: str) -> None:
-        """Raise `UserError` for a call that needs the model's own weights on the device."""
+        """Raise `UserError` if the training state is offloaded, or inside `reference()`. `call` is for the message."""
         self._require_onloaded(call)
         if self._reference.is_active:
             raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
@@ -375,7 +375,7 @@ class Engine:
         self._require_checkpoints().delete_local()
 
     def _settle_for(self, call: str) -> EngineCheckpoints:
-        """Return the checkpoints for a save, after the decision on the last step. Collective."""
+        """Apply the guard's decisions up to the last step, and return the checkpoints to save to. Collective."""
         self._require_training(call)
         checkpoints = self._require_checkpoints()
         if self._step.is_pending:

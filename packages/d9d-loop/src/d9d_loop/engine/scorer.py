@@ -100,7 +100,7 @@ class Scorer:
             arguments = inspect.signature(stage.forward).parameters
             if "scores" not in arguments and not any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
                 raise UserError(
-                    f"{type(stage).__name__}.forward has no argument scores; expected a decoder of d9d_modules, or a "
-                    "model with this argument. Pass score(batches, read=...), which reads values per token from the "
-                    "model's outputs."
+                    f"{type(stage).__name__}.forward has no argument `scores`; expected a decoder of d9d_modules, or a "
+                    "model with this argument. Otherwise pass `read` to `score`: a function that reads values per "
+                    "token from the model's outputs."
                 )

@@ -189,6 +189,7 @@ class Inference:
             num_steps=num_parts,
             done=num_parts - len(missing),
             visible=ctx.is_main_process,
+            device=ctx.device,
             bar=config.logging.progress,
         )
         with closing(batches):

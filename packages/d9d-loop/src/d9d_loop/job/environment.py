@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from d9d_dist import DistributedContext
-from d9d_loop.job.progress import peak_memory
 from d9d_loop.report.run_history import read_history
+from d9d_metrics import peak_bytes
 
 _PACKAGES = ("d9d-loop", "d9d-dist", "d9d-modules", "d9d-moe", "d9d-peft", "transformers", "numpy")
 
@@ -27,7 +27,7 @@ def write_environment(folder: Path, ctx: DistributedContext, *, started: datetim
         "ranks": ctx.world_size,
         "device": torch.get_device_module().get_device_name() if is_accelerator else "CPU",
         "threads": torch.get_num_threads(),
-        "peak_memory_gib": round(peak_memory() / 2**30, 3),
+        "peak_memory_gib": round(peak_bytes(ctx.device) / 2**30, 3),
         "python": platform.python_version(),
         "system": platform.platform(),
         "torch": torch.__version__,

@@ -70,7 +70,7 @@ class Pipeline:
         return self._num_ranks * self._schedule.stages_per_rank
 
     def program(self, num_microbatches: int) -> Program:
-        """Return the program of a training step; raise `UserError` if the schedule does not support the number.
+        """Return the program of a training step; raise `UserError` if the schedule does not support `num_microbatches`.
 
         Programs are cached, because a caller may alternate between numbers of microbatches.
         """
@@ -100,9 +100,9 @@ class Pipeline:
         return self._executor(self._program(_forward_only(self._schedule), num_microbatches))
 
     def all_ranks_get(self, tree: Any) -> Any:
-        """Return, on every pipeline rank, the tree of the last stage's rank. Collective over the pipeline.
+        """Broadcast a tree from the rank of the last stage to all pipeline ranks. Collective over the pipeline.
 
-        Other ranks pass `None`. The leaves are tensors; their metadata is sent as JSON.
+        The other ranks pass `None`. The leaves are tensors; their metadata is sent as JSON.
         """
         if self._group is None:
             return tree

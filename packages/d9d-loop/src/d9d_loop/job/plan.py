@@ -55,7 +55,7 @@ class JobPlan:
         microbatch_size: Samples of a microbatch on one data-parallel rank.
         num_microbatches: Microbatches of a step on one data-parallel rank.
         stream: Training samples in the order of training.
-        first_entries: Return the entries of the first microbatch. They are planned once, at the first call.
+        first_entries: Function that returns the entries of the first microbatch, planned at the first call.
         evaluation_data: Held-out samples; `None` without evaluation.
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.

@@ -1,12 +1,12 @@
 """Progress display of a job: one live line on a terminal or some lines in a log file, and a table of evaluations."""
 
-import resource
-import sys
 import time
 from collections.abc import Mapping
 
 import torch
 from tqdm import tqdm
+
+from d9d_metrics import peak_bytes
 
 _HIDDEN = ("learning_rate", "grad_norm", "peak_memory_gib")
 """Values that the progress bar omits; the trackers and the report have them."""
@@ -18,19 +18,28 @@ _GIB = 2**30
 class Progress:
     """Progress bar over the steps of a job, with the last reported values.
 
-    The bar shows the step, the steps per second, the remaining time, the values, and the main process's peak memory.
+    The bar shows the step, the steps per second, the remaining time, the values, and this process's peak memory.
 
     Args:
         num_steps: Number of steps of the whole job.
         done: Number of steps completed before this run.
         visible: If True, show progress; True only on the main process.
+        device: Device of the job, whose peak memory the bar shows.
         bar: If True and standard error is a terminal, draw a bar; otherwise print the values as lines.
         line_seconds: Minimum time between two lines without a bar, except those of the first and the last step.
     """
 
     def __init__(
-        self, *, num_steps: int, done: int, visible: bool, bar: bool, line_seconds: float = _LINE_SECONDS
+        self,
+        *,
+        num_steps: int,
+        done: int,
+        visible: bool,
+        device: torch.device,
+        bar: bool,
+        line_seconds: float = _LINE_SECONDS,
     ) -> None:
+        self._device = device
         self._visible, self._num_steps, self._line_seconds = visible, num_steps, line_seconds
         self._printed_at: float | None = None
         self._columns: list[str] = []
@@ -53,7 +62,7 @@ class Progress:
             self._print_values(step, values)
         else:
             shown = {name: f"{value:.4g}" for name, value in values.items() if name not in _HIDDEN}
-            self._bar.set_postfix({**shown, "memory": f"{peak_memory() / _GIB:.1f}GiB"}, refresh=False)
+            self._bar.set_postfix({**shown, "memory": f"{peak_bytes(self._device) / _GIB:.1f}GiB"}, refresh=False)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print a row of the evaluation table, after a header if the names of the values changed."""
@@ -78,14 +87,6 @@ class Progress:
             self._printed_at = now
             shown = [f"{name} {value:.4g}" for name, value in values.items()]
             self.line("  ".join([f"step {step}/{self._num_steps}:", *shown]))
-
-
-def peak_memory() -> int:
-    """Return the peak memory of this process in bytes: on its accelerator, or without accelerator on the host."""
-    if torch.accelerator.is_available():
-        return torch.accelerator.max_memory_allocated()
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else size * 1024  # bytes on macOS, KiB elsewhere
 
 
 def _row(first: str, cells: list[str]) -> str:

@@ -85,7 +85,7 @@ def _in_fork(function: Callable[[], str]) -> str:
 
 def _run_and_exit(function: Callable[[], str], sender: int) -> None:
     """Write the result of a function to a pipe as JSON, and end this process without any clean-up."""
-    gc.disable()  # process groups of the parent, whose threads were not forked, must not be collected here
+    gc.disable()  # never destroy the parent's process groups here: their threads were not forked
     torch.set_num_threads(1)  # a thread pool does not survive a fork
     code = 1
     try:

@@ -16,9 +16,9 @@ from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.job.environment import write_environment
 from d9d_loop.job.job_state import Record
-from d9d_loop.job.progress import Progress, peak_memory
+from d9d_loop.job.progress import Progress
 from d9d_loop.report.run_report import write_report
-from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracked, Tracker, build_trackers
+from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracked, Tracker, build_trackers, peak_bytes
 
 
 class Reports:
@@ -70,6 +70,7 @@ class Reports:
                 num_steps=self._num_steps,
                 done=self._record.step,
                 visible=ctx.is_main_process,
+                device=ctx.device,
                 bar=config.logging.progress,
             )
             opened.callback(self.progress.close)
@@ -195,4 +196,4 @@ class _Clock:
 
 def _peak_memory_of(device: torch.device) -> torch.Tensor:
     """Return the peak memory of this process so far in GiB, as a device tensor."""
-    return torch.full((), peak_memory() / 2**30, dtype=torch.float64, device=device)
+    return torch.full((), peak_bytes(device) / 2**30, dtype=torch.float64, device=device)

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-size", type=int, help="number of devices")
     parser.add_argument("--hardware", help=f"one of {', '.join(hardware_names())}, or a TOML file")
     parser.add_argument("--search", action="store_true", help="rank other layouts, too")
-    parser.add_argument("--html", type=Path, help="write a report with pictures to this file")
+    parser.add_argument("--html", type=Path, help="write an HTML report with plots to this file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--calibrate", type=Path, metavar="FILE", help="measure this machine, and write its description"

@@ -98,7 +98,7 @@ def _measured(device: torch.device) -> dict[str, Any]:
 
 
 def _toml(values: dict[str, Any]) -> str:
-    """Return values and sections of values as TOML, with four digits of each float."""
+    """Format values and nested sections as TOML; floats have four significant digits."""
 
     def line(name: str, value: float | str) -> str:
         return f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {json.dumps(value)}"

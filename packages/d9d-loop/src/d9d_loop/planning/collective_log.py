@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-# Operators that move nothing: `wait_tensor` waits for an earlier collective.
-_SILENT = {"wait_tensor", "monitored_barrier_"}
+# Operators that transfer no data: `wait_tensor` waits for an earlier collective, `monitored_barrier_` is a barrier.
+_WITHOUT_TRAFFIC = {"wait_tensor", "monitored_barrier_"}
 _NAMES = {
     "allreduce_": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -73,7 +73,7 @@ class CollectiveLog(TorchDispatchMode):
 def collective_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Collective | None:
     """Return the collective that an operator call issues; `None` for any other operator."""
     name = func._schema.name.partition("::")[2]
-    if func.namespace not in COLLECTIVE_NAMESPACES or name in _SILENT:
+    if func.namespace not in COLLECTIVE_NAMESPACES or name in _WITHOUT_TRAFFIC:
         return None
     leaves = pytree.tree_leaves((args, kwargs))
     group = next((found for leaf in leaves if (found := _group(leaf)) is not None), None)

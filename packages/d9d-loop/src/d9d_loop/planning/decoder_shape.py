@@ -63,7 +63,7 @@ class DecoderShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of one attention layer."""
+        """Number of weights of one attention layer."""
         h, a = self.hidden_size, self.num_heads
         if self.latent is None:
             return h * self.head_dim * (2 * a + 2 * self.num_kv_heads)
@@ -73,17 +73,17 @@ class DecoderShape:
 
     @property
     def dense_parameters(self) -> int:
-        """Weights of one dense feed-forward layer."""
+        """Number of weights of one dense feed-forward layer."""
         return (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of all experts of one sparse layer."""
+        """Number of weights of all experts of one sparse layer."""
         return 3 * self.num_experts * self.hidden_size * self.expert_size
 
     @property
     def shared_parameters(self) -> int:
-        """Weights of the shared expert and the router of one sparse layer."""
+        """Number of weights of the shared expert and the router of one sparse layer."""
         return self.hidden_size * (3 * self.shared_size + self.num_experts)
 
     @property
@@ -93,17 +93,17 @@ class DecoderShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Weights of the embedding table and learned positions."""
+        """Number of weights of the embedding table and learned positions."""
         return self.hidden_size * (self.vocab_size + self.learned_positions)
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output head that are not shared with the embedding."""
+        """Number of weights of the output head that are not shared with the embedding."""
         return 0 if self.tie_embeddings else self.hidden_size * self.vocab_size
 
     @property
     def num_parameters(self) -> int:
-        """All weights; norms are counted, biases are not."""
+        """Number of all weights, including norms but not biases."""
         sparse = self.num_sparse_layers * (self.expert_parameters + self.shared_parameters)
         dense = (self.num_layers - self.num_sparse_layers) * self.dense_parameters
         layers = self.num_layers * (self.attention_parameters + 2 * self.hidden_size) + sparse + dense
@@ -111,7 +111,7 @@ class DecoderShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights in the matrix products of one token, as in `d9d_metrics.transformer_flops_per_token`."""
+        """Number of weights in the matrix products of one token, as in `d9d_metrics.transformer_flops_per_token`."""
         sparse = 3 * self.top_k * self.hidden_size * self.expert_size + self.shared_parameters
         dense = (self.num_layers - self.num_sparse_layers) * self.dense_parameters
         layers = self.num_layers * self.attention_parameters + self.num_sparse_layers * sparse + dense

@@ -1,4 +1,4 @@
-"""HTML report of a cluster plan: one self-contained file with pictures."""
+"""HTML report of a cluster plan: one self-contained file with plots."""
 
 import base64
 import html

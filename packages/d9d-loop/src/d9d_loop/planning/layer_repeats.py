@@ -101,7 +101,7 @@ class ShortProvider(ModelProvider):
         return module
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        """Parallelize the copy as the whole stage."""
+        """Parallelize the copy like the whole stage, and call `on_layers`."""
         self._provider.parallelize(model, ctx)
         self._on_layers(*self._layers[id(model)])
 
@@ -119,7 +119,7 @@ def _describe(layer: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return the value to compare between layers: plain values, also in dataclasses and tuples; else the type."""
+    """Return a plain value itself, the items of a tuple or dataclass, or the type of any other object."""
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, tuple):

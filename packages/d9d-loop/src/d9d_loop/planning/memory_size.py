@@ -68,7 +68,7 @@ class Memory:
 
 
 def reserve_bytes(model: float) -> float:
-    """Return the estimated bytes of device context, communication buffers and fragmentation for a model's bytes."""
+    """Estimate the bytes of device context, communication buffers and fragmentation; `model` is `Memory.model`."""
     return CONTEXT_BYTES + FRAGMENTATION * model
 
 

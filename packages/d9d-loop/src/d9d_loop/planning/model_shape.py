@@ -129,7 +129,7 @@ def _is_attention(operation: Operation) -> bool:
 
 
 def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:
-    """Return the parameters in a layer's matrices without attention and in its experts, and the number of experts.
+    """Return two parameter counts of a layer, matrices outside attention and experts, and its number of experts.
 
     If most parameters of a layer are frozen, only these are counted: the trainable parameters are adapters.
     """

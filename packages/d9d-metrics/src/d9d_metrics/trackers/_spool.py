@@ -139,7 +139,7 @@ class Spool:
             self._changed.notify_all()
 
     def _append(self, line: bytes) -> bool:
-        """Append a line, retrying until the spool is closed; return True if it was written."""
+        """Append a line; return False if the spool is full, or closes before a write succeeds."""
         if self._size + len(line) > self._max_bytes:
             return False
         while not self._try_append(line):

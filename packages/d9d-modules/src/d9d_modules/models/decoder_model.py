@@ -109,7 +109,7 @@ class DecoderModel(nn.Module):
         x: Hidden = HiddenAndLosses(*hidden) if isinstance(hidden, tuple) else hidden
         if self.stage.is_first:
             assert self.embedding is not None
-            x_BLD = self._scaled(self.embedding(received))
+            x_BLD = self.scaled(self.embedding(received))
             x = self._with_zero_losses(x_BLD if self.embedding_norm is None else self.embedding_norm(x_BLD))
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         experts = [None] * self.params.num_layers if expert_indices is None else self._of_layers(expert_indices)
@@ -164,7 +164,8 @@ class DecoderModel(nn.Module):
             max_positions=self._max_positions,
         )
 
-    def _scaled(self, x_BLD: Tensor) -> Tensor:
+    def scaled(self, x_BLD: Tensor) -> Tensor:
+        """Return embeddings [B, L, D] times `embedding_scale`."""
         scale = self.params.embedding_scale
         if scale == 1.0:
             return x_BLD

@@ -172,7 +172,7 @@ class DecoderWithMtp(HeadedDecoder):
         assert self.mtp_embedding is not None
         losses: list[Tensor] = []
         for depth, layer in enumerate(self.mtp):
-            embedded_BLD = self.mtp_embedding(ids_BLK[..., depth]) * self.backbone.params.embedding_scale
+            embedded_BLD = self.backbone.scaled(self.mtp_embedding(ids_BLK[..., depth]))
             rope = self.backbone.params.rope(self.backbone.params.num_layers + depth)
             rotary = self.backbone.rotary_tables(position_ids, rope)
             hidden_BLD, auxiliary_BL = layer(embedded_BLD, hidden_BLD, rotary, **masks)

@@ -56,7 +56,7 @@ def written_ropes(params: LocalGlobalParams, *, rotary_factor: float | None) -> 
 
 
 def _of_kind(config: HuggingFaceConfig, kind: str) -> Mapping[str, object]:
-    """Return the RoPE entries of the layers of a kind in the format of `transformers` 5; empty for the older format."""
+    """Return the entries of `rope_parameters` for one kind of layer; empty if config.json has the older format."""
     written = config.get("rope_parameters")
     if written is None:
         return {}
