@@ -89,7 +89,7 @@ def test_the_grid_has_every_axis_at_2_4_and_8_ranks() -> None:
 
 REFUSED = {
     "classifier,cp_shard=2": "head, a ClassificationHead, pools whole sequences, but 2 context-parallel ranks shard",
-    "heads,cp_replicate=2": "heads.topic, a ClassificationHead, pools whole sequences, but 2 context-parallel ranks shard",
+    "heads,cp_replicate=2": "heads.topic, a ClassificationHead, pools whole sequences, but 2 context-parallel ranks",
     "encoder,cp_shard=2": "with method = 'all_gather'; expected causal attention, because each rank attends only to",
     "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
     "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
