@@ -55,3 +55,20 @@ def test_updates_of_joined_groups_equal_torch_bitwise(settings: dict[str, object
         return torch.cat([weight.detach() for weight in weights])
 
     assert torch.equal(trained(LocalAdamW), trained(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("closure", [None, lambda: None])
+@pytest.mark.parametrize(("ours", "theirs"), [(LocalAdam, torch.optim.Adam), (LocalAdamW, torch.optim.AdamW)])
+def test_step_hooks_run_once_whatever_optimizers_the_process_has(
+    ours: type[Optimizer], theirs: type[Optimizer], closure: Callable[[], None] | None
+) -> None:
+    """Torch wraps the `step` of each class whose optimizers a process constructs."""
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    torch.optim.Adam([weight])
+    theirs([weight])
+    calls: list[Optimizer] = []
+    optimizer = ours([weight])
+    optimizer.register_step_post_hook(lambda each, *_: calls.append(each))
+    optimizer.step(closure)
+    assert calls == [optimizer]

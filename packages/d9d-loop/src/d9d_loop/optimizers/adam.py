@@ -18,13 +18,13 @@ class _OnLocalShards(torch.optim.Adam):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; see `torch.optim.Adam.step`."""
+        update = _without_hooks(torch.optim.Adam.step)
         if closure is not None:
-            return super().step(closure)
+            return update(self, closure)
         groups = self.param_groups
         self.param_groups = self._joined_groups()
         try:
-            # Not `super().step()`: torch adds its hooks to this class and, in some processes, to AdamW as well.
-            return torch.optim.Adam.step(self)
+            return update(self)
         finally:
             self.param_groups = groups
 
@@ -63,6 +63,14 @@ class _OnLocalShards(torch.optim.Adam):
 
 
 _OWN = ("params", "param_names", "weight_decay")
+
+
+def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimizer's `step` without torch's call of the step hooks: the subclass's own `step` calls them.
+
+    `Optimizer.__init__` wraps the `step` of each class of which the process constructs an optimizer.
+    """
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # ty: ignore[unresolved-attribute]
 
 
 @torch.no_grad()
