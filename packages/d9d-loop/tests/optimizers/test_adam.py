@@ -57,10 +57,10 @@ def test_updates_of_joined_groups_equal_torch_bitwise(settings: dict[str, object
     assert torch.equal(trained(LocalAdamW), trained(torch.optim.AdamW))
 
 
-@pytest.mark.parametrize("closure", [None, lambda: None])
+@pytest.mark.parametrize("closure", [None, lambda: 0.0])
 @pytest.mark.parametrize(("ours", "theirs"), [(LocalAdam, torch.optim.Adam), (LocalAdamW, torch.optim.AdamW)])
 def test_step_hooks_run_once_whatever_optimizers_the_process_has(
-    ours: type[Optimizer], theirs: type[Optimizer], closure: Callable[[], None] | None
+    ours: Callable[..., torch.optim.Adam], theirs: Callable[..., Optimizer], closure: Callable[[], float] | None
 ) -> None:
     """Torch wraps the `step` of each class whose optimizers a process constructs."""
     weight = torch.ones(2, requires_grad=True)

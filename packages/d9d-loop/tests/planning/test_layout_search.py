@@ -27,6 +27,8 @@ from d9d_loop.planning.layout_search import (
     with_logits,
     worst_memory,
 )
+from d9d_loop.planning.schedule_time import scheduled_step_time
+from d9d_pipeline import DualPipeV, Schedule, ZeroBubble1P, ZeroBubbleV, build
 
 QWEN3_30B = DecoderShape(
     vocab_size=151936,
@@ -67,7 +69,7 @@ def test_the_nearest_layouts_have_the_fewest_changes() -> None:
     """The memory of every layout is scaled by the exact memory of the job over its closed form."""
     layout = PlanLayout(dp=4, tp=2, microbatch_size=2, length=4096, recompute="full")
     scale = MemoryScale(state=1.1, rest=0.9)
-    found = list(nearest_layouts(QWEN3_30B, HARDWARE, layout, global_size=8, scale=scale))
+    found = list(nearest_layouts(QWEN3_30B, HARDWARE, SearchSpace.of(layout, 8), scale=scale))
     keys = [(num_changes(layout, each.layout), each.seconds) for each in found]
     assert keys
     assert keys == sorted(keys)
@@ -92,7 +94,7 @@ DENSE_8B = DecoderShape(
 def test_the_nearest_layout_of_a_replicated_job_is_the_same_with_sharding() -> None:
     layout = PlanLayout(dp=8, length=4096, recompute="full", sharding="replicated", shard_ranks=1)
     assert worst_memory(DENSE_8B, layout).total > HARDWARE.device.memory_bytes
-    best = next(nearest_layouts(DENSE_8B, HARDWARE, layout, global_size=8, scale=MemoryScale()))
+    best = next(nearest_layouts(DENSE_8B, HARDWARE, SearchSpace.of(layout, 8), scale=MemoryScale()))
     assert best.layout == replace(layout, sharding="parameters", shard_ranks=None)
     assert num_changes(layout, best.layout) == 1
     assert "dp=1x8 (replicate x shard)" in describe(best.layout)
@@ -106,6 +108,30 @@ def test_a_search_for_a_job_considers_its_number_of_replicas() -> None:
     assert {(each.data_parallel_replicate, each.data_parallel_shard) for each in meshes} == {(1, 8), (2, 4)}
     for mesh in meshes:
         mesh.resolve(8)
+
+
+@pytest.mark.parametrize("schedule", [ZeroBubble1P(stages_per_rank=2), ZeroBubbleV(), DualPipeV()])
+def test_a_search_for_a_job_has_the_bubbles_of_its_schedule(schedule: Schedule) -> None:
+    """The search rounds times and simulates few microbatches; the plan of a job simulates its own program."""
+    base = PlanLayout(pp=4, dp=2, stages_per_rank=2, placement=schedule.placement, num_microbatches=32, length=4096)
+    space = SearchSpace.of(base, 64, schedule)
+    found = search_layouts(DENSE_8B, Hardware.load("b200-dgx"), space, keep=None)
+    pipelines = [each for each in found.fitting if each.layout.pp > 1 and not each.layout.offload][::19]
+    assert {each.layout.pp for each in pipelines} == {2, 4, 8}
+    for each in pipelines:
+        layout = each.layout
+        assert layout.stages_per_rank == 2
+        program = build(schedule, num_ranks=layout.pp, num_microbatches=layout.num_microbatches)
+        exact = scheduled_step_time(DENSE_8B, layout, Hardware.load("b200-dgx"), schedule=schedule, program=program)
+        assert each.seconds == pytest.approx(exact.total, rel=0.02)
+
+
+def test_a_search_omits_layouts_that_the_schedule_does_not_support() -> None:
+    """DualPipeV needs two microbatches per rank."""
+    space = SearchSpace(world_size=8, global_size=16, length=4096, schedule=DualPipeV())
+    layouts = list(legal_layouts(DENSE_8B, HARDWARE, space))
+    assert {each.pp for each in layouts} == {1, 2, 4, 8}
+    assert all(each.num_microbatches >= 2 * each.pp for each in layouts)
 
 
 @pytest.mark.parametrize("factors", [(0.5, 0.25), (2.0, 3.0)])

@@ -70,7 +70,7 @@ def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 
     `Optimizer.__init__` wraps the `step` of each class of which the process constructs an optimizer.
     """
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # ty: ignore[unresolved-attribute]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # ty: ignore[missing-attribute]
 
 
 @torch.no_grad()

@@ -247,8 +247,9 @@ def plan_cluster(
     )
     if shape is None or (made.fits and not search):
         return made
-    checks = _Checks(plan_with, launch, layout.stages_per_rank)
-    return _with_other_layouts(made, checks, global_size=plan.config.batch.global_size, search=search)
+    checks = _Checks(plan_with, launch)
+    space = SearchSpace.of(layout, plan.config.batch.global_size, plan.model.schedule)
+    return _with_other_layouts(made, checks, space, search=search)
 
 
 def _timing(
@@ -278,18 +279,17 @@ def _timing(
     )
 
 
-def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", *, global_size: int, search: bool) -> ClusterPlan:
+def _with_other_layouts(plan: ClusterPlan, checks: "_Checks", space: SearchSpace, *, search: bool) -> ClusterPlan:
     """Return the plan with other layouts: the nearest one that fits if the job does not fit, and a search result.
 
     The search runs if `search` is set, or if the job does not fit and there is no nearest layout.
     """
-    timed, hardware, layout, nearest = plan.timed, plan.hardware, plan.layout, None
+    timed, hardware, nearest = plan.timed, plan.hardware, None
     if not plan.fits:
-        others = nearest_layouts(timed.shape, hardware, layout, global_size=global_size, scale=timed.scale)
+        others = nearest_layouts(timed.shape, hardware, space, scale=timed.scale)
         nearest = next(iter(checks.accepted(others, 1)), None)
     if nearest is not None and not search:
         return replace(plan, nearest=nearest)
-    space = SearchSpace.of(layout, global_size)
     found = search_layouts(timed.shape, hardware, space, scale=timed.scale, keep=None)
     fastest, front = (checks.accepted(each, 10) for each in (found.fitting, found.pareto()))
     fitting = tuple(sorted({*fastest, *front}, key=lambda each: each.seconds))
@@ -379,8 +379,8 @@ def _rank_memory(run: DryRun, name: str) -> RankMemory:
 class _Checks:
     """The job's own checks of layouts; each mesh and microbatch size is checked once."""
 
-    def __init__(self, plan_with: PlanWith, launch: Launch, stages_per_rank: int) -> None:
-        self._plan_with, self._launch, self._stages_per_rank = plan_with, launch, stages_per_rank
+    def __init__(self, plan_with: PlanWith, launch: Launch) -> None:
+        self._plan_with, self._launch = plan_with, launch
         self._known: dict[tuple[Any, ...], bool] = {}
 
     def accepted(self, candidates: Iterable[Candidate], wanted: int) -> tuple[Candidate, ...]:
@@ -397,8 +397,6 @@ class _Checks:
     def _is_accepted(self, layout: PlanLayout) -> bool:
         mesh, size = mesh_config(layout), layout.microbatch_size
         key = (*mesh.model_dump().values(), size)
-        if layout.stages_per_rank != self._stages_per_rank:
-            return False
         if key not in self._known:
             try:
                 self._plan_with(self._launch, mesh, size, None)

@@ -9,7 +9,6 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run import DryRun
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
-from d9d_loop.planning.schedule_time import has_closed_form
 from d9d_pipeline import Overlap
 
 _UNCOUNTED = 0.05
@@ -76,7 +75,7 @@ def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
 def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: DecoderShape) -> tuple[str, ...]:
     """Return the traits of a job that change its step time, but that the time model ignores."""
     operators = {each.name for each in run.forward_backward.operations}
-    schedule, found = plan.model.schedule, []
+    found = []
     if (method := _context_method(run, layout)) is not None:
         found.append(f"context parallelism by {method} (timed as an all-gather)")
     if layout.ep > 1 and not any(each.name == "all_to_all" for each in run.forward_backward.collectives):
@@ -95,8 +94,6 @@ def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: Deco
     parts = [each for rank in plan.model.program.ranks for each in rank]
     if any(isinstance(each, Overlap) for each in parts):
         found.append("overlap of forward and backward passes by the schedule (timed one after the other)")
-    if layout.pp > 1 and not has_closed_form(schedule):
-        found.append(f"{type(schedule).__name__} in other layouts (timed as interleaved 1F1B)")
     whole = sum(each.numel() for each in plan.model.built.module.parameters())
     if abs(whole - shape.num_parameters) > _UNCOUNTED * whole:
         share = (whole - shape.num_parameters) / whole

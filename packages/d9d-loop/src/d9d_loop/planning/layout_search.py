@@ -11,7 +11,9 @@ from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layer_time import LayerTime
 from d9d_loop.planning.memory_size import Memory, activation_bytes_per_token, memory_of, reserve_bytes
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute, Sharding
+from d9d_loop.planning.schedule_time import ScheduleBubbles, has_closed_form, supports
 from d9d_loop.planning.step_model import LAYER_SETTINGS, StepTime, layer_times, layers_of, step_time
+from d9d_pipeline import Schedule
 
 RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
     ("none", 1),
@@ -126,6 +128,8 @@ class SearchSpace:
         length: Tokens of a sample.
         base: Traits of the implementation; by default d9d's: sharded fp32 master weights, sequence parallelism.
         replicas: Numbers of replicas of the sharded state to consider.
+        schedule: Pipeline schedule of the layouts; by default 1F1B, or interleaved 1F1B with two to four stages per
+            rank.
     """
 
     world_size: int
@@ -133,16 +137,18 @@ class SearchSpace:
     length: int
     base: PlanLayout = field(default_factory=PlanLayout)
     replicas: tuple[int, ...] = (1,)
+    schedule: Schedule | None = None
 
     @classmethod
-    def of(cls, layout: PlanLayout, global_size: int) -> Self:
-        """Return the space of a job's layout: its devices and traits, with one replica or as many as the job has."""
+    def of(cls, layout: PlanLayout, global_size: int, schedule: Schedule | None = None) -> Self:
+        """Return the space of a job: its devices, traits and schedule, with one replica or as many as the job has."""
         return cls(
             world_size=layout.world_size,
             global_size=global_size,
             length=layout.length,
             base=layout,
             replicas=tuple(sorted({1, layout.replicas})),
+            schedule=schedule,
         )
 
 
@@ -169,7 +175,7 @@ def search_layouts(
     found: list[Candidate] = []
     smallest: Candidate | None = None
     num_legal = 0
-    evaluate = Evaluation(shape, hardware)
+    evaluate = Evaluation(shape, hardware, space.schedule)
     scale = scale or MemoryScale()
     for layout in legal_layouts(shape, hardware, space):
         num_legal += 1
@@ -193,24 +199,23 @@ def search_layouts(
 
 
 def nearest_layouts(
-    shape: DecoderShape, hardware: Hardware, layout: PlanLayout, *, global_size: int, scale: MemoryScale
+    shape: DecoderShape, hardware: Hardware, space: SearchSpace, *, scale: MemoryScale
 ) -> Iterator[Candidate]:
-    """Yield other layouts that fit, sorted by the number of changes from `layout`, then by step time.
+    """Yield other layouts that fit, sorted by the number of changes from `space.base`, then by step time.
 
     Each layout is evaluated only when the iterator reaches its number of changes.
 
     Args:
         shape: Sizes of the decoder.
         hardware: The cluster.
-        layout: Layout of the job.
-        global_size: Samples of a step.
-        scale: Ratios of the exact memory of `layout` to the closed form.
+        space: Space of the job.
+        scale: Ratios of the exact memory of `space.base` to the closed form.
     """
     by_changes: dict[int, list[PlanLayout]] = {}
-    for each in legal_layouts(shape, hardware, SearchSpace.of(layout, global_size)):
-        by_changes.setdefault(num_changes(layout, each), []).append(each)
+    for each in legal_layouts(shape, hardware, space):
+        by_changes.setdefault(num_changes(space.base, each), []).append(each)
     by_changes.pop(0, None)
-    evaluate = Evaluation(shape, hardware)
+    evaluate = Evaluation(shape, hardware, space.schedule)
     for _, layouts in sorted(by_changes.items()):
         memories = ((each, scale.apply(worst_memory(shape, with_logits(each, scale.logit_tokens)))) for each in layouts)
         fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
@@ -239,10 +244,16 @@ def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
 
 @final
 class Evaluation:
-    """Predictor of the time of layouts, for one decoder and cluster. Layouts with equal layers share layer times."""
+    """Predictor of the time of layouts, for one decoder, cluster and schedule.
 
-    def __init__(self, shape: DecoderShape, hardware: Hardware) -> None:
+    Layouts with equal layers share layer times.
+    """
+
+    def __init__(self, shape: DecoderShape, hardware: Hardware, schedule: Schedule | None = None) -> None:
         self._shape, self._hardware = shape, hardware
+        self._bubbles = (
+            None if schedule is None or has_closed_form(schedule) else ScheduleBubbles(schedule, shape, hardware)
+        )
         self._layers: dict[tuple[object, ...], tuple[LayerTime, LayerTime]] = {}
         self._last: tuple[PlanLayout, StepTime] | None = None
 
@@ -262,6 +273,8 @@ class Evaluation:
         if key not in self._layers:
             self._layers[key] = layer_times(self._shape, layout, self._hardware)
         time = step_time(self._shape, layout, self._hardware, layers=self._layers[key])
+        if self._bubbles is not None and layout.pp > 1:
+            time = self._bubbles.apply(time, layout, self._layers[key])
         self._last = layout, time
         return time
 
@@ -306,7 +319,7 @@ def legal_layouts(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -
             if (global_size // dp) % size:
                 continue
             m = global_size // dp // size
-            for v in _stage_counts(shape, pp, m):
+            for v in _stage_counts(shape, space.schedule, pp, m):
                 reduces = (False, True) if m > 1 and pp == 1 else (False,)
                 for (recompute, every), reduce, offload in product(RECOMPUTE, reduces, (False, True)):
                     yield replace(
@@ -344,8 +357,12 @@ def _expert_degrees(shape: DecoderShape, ranks: int) -> list[int]:
     return [2**power for power in range(10) if shape.num_experts % 2**power == 0 and ranks % 2**power == 0]
 
 
-def _stage_counts(shape: DecoderShape, pp: int, num_microbatches: int) -> list[int]:
-    """Return the numbers of stages per rank: 1 for 1F1B, more for the interleaved schedule."""
+def _stage_counts(shape: DecoderShape, schedule: Schedule | None, pp: int, num_microbatches: int) -> list[int]:
+    """Return the numbers of stages per rank: the schedule's; by default, 1 for 1F1B and more for interleaved 1F1B."""
+    if schedule is not None:
+        v = schedule.stages_per_rank
+        is_legal = pp * v <= shape.num_layers and supports(schedule, num_ranks=pp, num_microbatches=num_microbatches)
+        return [v] if is_legal else []
     if pp == 1:
         return [1]
     more = [v for v in (2, 3, 4) if pp * v <= shape.num_layers and num_microbatches % pp == 0]
