@@ -254,6 +254,11 @@ def _collect_garbage() -> None:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter free all objects at its exit; Triton prints a list of all its types otherwise."""
+    gc.unfreeze()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what takes seconds before the server of `run_ranks` starts, if a test uses it: forked ranks inherit it."""
     if any(b"transformers" in path.read_bytes() for path in {item.path for item in session.items}):

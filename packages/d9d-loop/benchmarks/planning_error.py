@@ -228,6 +228,7 @@ def main() -> None:
         if options.shared:
             result[cluster] = {"interval": round(interval_width([pairs for pairs in predicted if pairs]), 3)}
     print(json.dumps(result, indent=2))
+    gc.unfreeze()
 
 
 if __name__ == "__main__":
