@@ -136,7 +136,7 @@ def main() -> None:
     figures = {
         "mape": 100 * fmean(map(abs, errors)),
         "bias": 100 * fmean(errors),
-        "covered": 100 * fmean([abs(each) <= hardware.relative_error for each in errors]),
+        "covered": 100 * fmean([abs(each) <= hardware.dense_error for each in errors]),
     }
     result = {"hardware": hardware.model_dump(), "rows": rows, **figures}
     print(json.dumps(result, indent=1))

@@ -4,12 +4,12 @@
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
 
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of each group of its cluster, or
-with --shared of each group on the same hardware. --shared also prints the half width of an interval that contains 90 %
-of the held-out times of each group. `covered` is the fraction of times within the interval of the hardware file, which
-comes from folds with another seed. `naive_mape` is the error of a naive model: model FLOPs (x 4/3 with full
-recomputation), divided by the median rate of the group. With --shipped, each row is predicted with the constants of the
-hardware files; --fit prints these constants. Rows of HELD_OUT are never fitted. Memory has no fitted constant: its
-interval covers 90 % of the rows of a group.
+with --shared of each group on the same hardware. --shared also prints the half widths of intervals that contain 90 % of
+the held-out times of each group, for dense and for sparse models. `covered` is the fraction of times within the
+interval of the hardware file, which comes from folds with another seed. `naive_mape` is the error of a naive model:
+model FLOPs (x 4/3 with full recomputation), divided by the median rate of the group. With --shipped, each row is
+predicted with the constants of the hardware files; --fit prints these constants. Rows of HELD_OUT are never fitted.
+Memory has no fitted constant: its interval covers 90 % of the rows of a group.
 """
 
 import argparse
@@ -107,10 +107,11 @@ def _flops(row: Measured) -> float:
     return row.shape.flops_per_token(layout.length, causal=False) * layout.global_tokens / layout.world_size * again
 
 
-def summary(rows: Sequence[Measured], predicted: Sequence[float], width: float) -> dict[str, Any]:
+def summary(rows: Sequence[Measured], predicted: Sequence[float], hardware: Hardware) -> dict[str, Any]:
     """Return MAPE and other figures of predictions, in percent."""
     pairs = [(p, row.seconds) for p, row in zip(predicted, rows, strict=True) if row.seconds is not None]
     errors = [p / t - 1 for p, t in pairs]
+    widths = [hardware.relative_error(sparse=_is_sparse(row)) for row in rows if row.seconds is not None]
     rate = naive_rate(rows)
     naive = [_flops(row) / rate / row.seconds - 1 for row in rows if row.seconds is not None]
     ranked = [(a, b) for a, b in combinations(pairs, 2) if max(a[1], b[1]) > 1.1 * min(a[1], b[1])]
@@ -121,17 +122,31 @@ def summary(rows: Sequence[Measured], predicted: Sequence[float], width: float) 
         "median": round(100 * median(map(abs, errors)), 2),
         "bias": round(100 * fmean(errors), 2),
         "max": round(100 * max(map(abs, errors)), 1),
-        "covered": round(100 * fmean([abs(t / p - 1) <= width for p, t in pairs]), 1),
+        "covered": round(
+            100 * fmean([abs(t / p - 1) <= width for (p, t), width in zip(pairs, widths, strict=True)]), 1
+        ),
         "pairs_ranked": round(100 * right, 1),
         "naive_mape": round(100 * fmean(map(abs, naive)), 2),
     }
 
 
-def interval_width(groups: Sequence[Sequence[tuple[Measured, float]]]) -> float:
-    """Return the half width that covers 90 % of the times of each group, relative to the predictions."""
-    return max(
-        _half_width([row.seconds / value - 1 for row, value in pairs if row.seconds is not None]) for pairs in groups
-    )
+def interval_widths(groups: Sequence[Sequence[tuple[Measured, float]]]) -> dict[str, float]:
+    """Return the half widths that cover 90 % of the times of each group relative to the predictions, by kind of model.
+
+    The dict has the names of the fields of a hardware file, for the kinds of which there are rows.
+    """
+    found: dict[str, float] = {}
+    for pairs in groups:
+        for name, is_sparse in (("dense_error", False), ("sparse_error", True)):
+            kept = [(row.seconds, value) for row, value in pairs if _is_sparse(row) == is_sparse]
+            if kept:
+                width = _half_width([seconds / value - 1 for seconds, value in kept if seconds is not None])
+                found[name] = max(found.get(name, 0.0), round(width, 3))
+    return found
+
+
+def _is_sparse(row: Measured) -> bool:
+    return row.shape.num_experts > 0
 
 
 def _half_width(errors: Sequence[float]) -> float:
@@ -223,10 +238,10 @@ def main() -> None:
         predicted = [[pair for pair in found if pair[0].group == name] for name in members]
         for pairs in filter(None, predicted):
             rows, values = zip(*pairs, strict=True)
-            entry = summary(rows, values, hardware.relative_error)
+            entry = summary(rows, values, hardware)
             result[rows[0].group] = entry | memory_summary(groups[rows[0].group])
         if options.shared:
-            result[cluster] = {"interval": round(interval_width([pairs for pairs in predicted if pairs]), 3)}
+            result[cluster] = interval_widths(predicted)
     print(json.dumps(result, indent=2))
     gc.unfreeze()
 

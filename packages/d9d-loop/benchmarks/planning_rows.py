@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from d9d_loop.planning import DecoderShape, PlanLayout
+from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
 
 Row = dict[str, str]
 
@@ -174,16 +174,19 @@ def _megatron_h100(row: Row) -> Measured:
 
 
 def _tuned(base: PlanLayout, global_size: int, shape: DecoderShape) -> tuple[PlanLayout, ...]:
+    """Return the layouts from which authors could choose: those whose predicted memory fits 80 GB, or the smallest."""
     per_rank = global_size // base.dp
     sizes = [size for size in (1, 2, 4, 8) if per_rank % size == 0]
     layers = shape.num_layers // base.pp
-    stages = [v for v in (1, 2, 3, 4, 6) if base.pp > 1 and layers % v == 0 and per_rank % base.pp == 0] or [1]
-    return tuple(
+    stages = [v for v in range(1, layers + 1) if base.pp > 1 and layers % v == 0] or [1]
+    tuned = [
         replace(base, microbatch_size=size, num_microbatches=per_rank // size, stages_per_rank=v)
         for size in sizes
         for v in stages
         if v == 1 or (per_rank // size) % base.pp == 0
-    )
+    ]
+    needed = [max(memory_of(shape, each, index).total for index in {0, each.pp - 1}) for each in tuned]
+    return tuple(each for each, size in zip(tuned, needed, strict=True) if size <= max(80e9, min(needed)))
 
 
 def _foundry(row: Row) -> Measured | None:

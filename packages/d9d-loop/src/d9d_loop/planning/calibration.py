@@ -68,10 +68,12 @@ def _measured(device: torch.device) -> dict[str, Any]:
         num_multiprocessors = module.get_device_properties(device).multi_processor_count
     link = links_of(device.type, num_devices) if num_devices > 1 else (4.5e11, 2e-6, 0.0)
     network = (1e9, 5e-5) if is_cpu else (5e10, 5e-6)
+    known = list(map(Hardware.load, hardware_names()))
     return {
         "name": name,
-        # No step of this machine was measured, so its interval is as wide as the widest of the measured clusters.
-        "relative_error": max(Hardware.load(each).relative_error for each in hardware_names()),
+        # No step of this machine was measured, so its intervals are as wide as the widest of the measured clusters.
+        "dense_error": max(each.dense_error for each in known),
+        "sparse_error": max(each.sparse_error for each in known),
         "devices_per_node": os.cpu_count() if is_cpu else num_devices,
         "device": {
             "memory_bytes": memory,

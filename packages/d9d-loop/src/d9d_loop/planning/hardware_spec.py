@@ -77,11 +77,15 @@ class Hardware(_Part):
     links: Links
     network: Network
     fitted: Fitted
-    relative_error: float = Field(
+    dense_error: float = Field(
         default=0.15,
         gt=0,
         lt=1,
-        description="Half width of the 90 % interval of a step time, as a fraction: the error on held-out rows.",
+        description="Half width of the 90 % interval of a dense decoder's step time, as a fraction: the error on "
+        "held-out rows.",
+    )
+    sparse_error: float = Field(
+        default=0.5, gt=0, lt=1, description="The same for a decoder with experts; 0.5 without measured rows."
     )
     memory_error: float = Field(
         default=0.27,
@@ -95,6 +99,10 @@ class Hardware(_Part):
         gt=0,
         description="Failures that end a job, per device and day. Llama 3 (arXiv 2407.21783): 419 / 16384 / 54.",
     )
+
+    def relative_error(self, *, sparse: bool) -> float:
+        """Return the half width of the 90 % interval of a step time, of a decoder with or without experts."""
+        return self.sparse_error if sparse else self.dense_error
 
     @classmethod
     def load(cls, name: str) -> Self:

@@ -154,7 +154,7 @@ class ClusterPlan:
     @property
     def interval(self) -> tuple[float, float]:
         """Range of step times, in seconds, in which 90 % of measured steps are expected."""
-        error = self.hardware.relative_error
+        error = self.hardware.relative_error(sparse=self.timed.shape.num_experts > 0)
         return self.time.total * (1 - error), self.time.total * (1 + error)
 
     def to_json(self) -> dict[str, Any]:
@@ -354,7 +354,8 @@ def describe(layout: PlanLayout) -> str:
     parts = [" ".join(degrees) or "one device"]
     if layout.stages_per_rank > 1:
         parts.append(f"{layout.stages_per_rank} stages a rank")
-    parts.append(f"{layout.num_microbatches} microbatches of {layout.microbatch_size}")
+    plural = "" if layout.num_microbatches == 1 else "es"
+    parts.append(f"{layout.num_microbatches} microbatch{plural} of {layout.microbatch_size}")
     every = "" if layout.recompute_every == 1 else f" in every {layout.recompute_every} layers"
     parts.append(f"recompute {layout.recompute}{every}")
     if layout.reduces_each_microbatch:

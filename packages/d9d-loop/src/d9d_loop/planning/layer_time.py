@@ -35,6 +35,14 @@ Linear = tuple[float, float, float, float]
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
 """Bytes of a layer's pointwise operators, relative to one kernel for each norm, addition and activation function."""
 
+LOSS_TRAFFIC: dict[Pointwise, tuple[int, int]] = {"eager": (14, 22), "fused": (38, 14), "compiled": (4, 4)}
+"""Bytes per logit that the cross entropy moves in the forward and in the backward pass.
+
+Eager: cast to fp32 (2 + 4), log-softmax (4 + 4); gradients of the loss (4) and of log-softmax (8 + 4), cast (4 + 2).
+Fused: the vocabulary-parallel loss of Megatron-LM has kernels for cast (6), maximum (4), difference (8), exponential
+(8), sum (4) and quotient (8); multiplication (8) and cast (6). Compiled: bf16 logits are read twice; read and written.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
@@ -257,12 +265,13 @@ def embedding_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) 
 
 
 def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[PassTime, PassTime]:
-    """Return the times of norm, head and cross entropy, forward and backward. Logits are read and written in fp32."""
+    """Return the times of norm, head and cross entropy, forward and backward."""
     tokens, vocab = layout.tokens_per_microbatch, ceil(shape.vocab_size / layout.tp)
     h = shape.hidden_size
     forward, *backward = linear_seconds(hardware, tokens, vocab, h)
-    logits = pointwise_seconds(hardware, tokens * vocab * (2 + 4 + 4 + 4), num_kernels=8)
-    gradient = pointwise_seconds(hardware, tokens * vocab * (4 + 4 + 2), num_kernels=4)
+    moved, moved_backward = LOSS_TRAFFIC[layout.pointwise]
+    logits = pointwise_seconds(hardware, tokens * vocab * moved, num_kernels=8)
+    gradient = pointwise_seconds(hardware, tokens * vocab * moved_backward, num_kernels=4)
     collective = _tensor_pair(layout, hardware, tokens * h * 2)
     return (
         PassTime(forward, 0.0, logits, collective, operators=20),
