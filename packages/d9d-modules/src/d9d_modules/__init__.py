@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from d9d_modules.float8 import Float8Recipe as Float8Recipe
     from d9d_modules.float8 import convert_to_float8 as convert_to_float8
     from d9d_modules.gated_delta_net import GatedDeltaNet as GatedDeltaNet
-    from d9d_modules.gated_norm import GatedRMSNorm as GatedRMSNorm
     from d9d_modules.generation import Rollout as Rollout
     from d9d_modules.generation import generate as generate
     from d9d_modules.latent_attention import MultiHeadLatentAttention as MultiHeadLatentAttention
@@ -143,6 +142,7 @@ if TYPE_CHECKING:
     from d9d_modules.models.qwen3 import Qwen3Params as Qwen3Params
     from d9d_modules.models.qwen3_5 import QWEN3_5 as QWEN3_5
     from d9d_modules.models.qwen3_5 import Qwen35Params as Qwen35Params
+    from d9d_modules.norm import GatedRMSNorm as GatedRMSNorm
     from d9d_modules.norm import LayerNorm as LayerNorm
     from d9d_modules.norm import Norm as Norm
     from d9d_modules.norm import RMSNorm as RMSNorm

@@ -118,7 +118,12 @@ class CachedAttention(nn.Module):
 
     def why_no_cache(self) -> str | None:
         """See `SupportsCache`."""
-        return _why_no_attention_cache(self.attention_function)
+        function = self.attention_function
+        if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
+            return "is context parallel: no rank has all keys of a row"
+        if isinstance(function, DeclaresCausality) and not function.is_causal:
+            return "is bidirectional: outputs depend on later positions"
+        return None
 
     def start_cache(self, capacity: int) -> PositionCache:
         """See `SupportsCache`."""
@@ -130,14 +135,3 @@ class CachedAttention(nn.Module):
     def drop_cache(self) -> None:
         """See `SupportsCache`."""
         self._cache = None
-
-
-def _why_no_attention_cache(function: Attention) -> str | None:
-    """Return the reason why an attention function cannot use keys of a cache; None if it can."""
-    if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
-        return "is context parallel: no rank has all keys of a row"
-    if isinstance(function, ChosenAttention) and not function.is_causal:
-        return "is bidirectional: outputs depend on later positions"
-    if isinstance(function, DeclaresCausality) and not function.is_causal:
-        return "is bidirectional: earlier positions attend to later ones"
-    return None

@@ -1,6 +1,6 @@
-"""Root-mean-square normalization, and layer normalization with the same interface."""
+"""Root-mean-square normalization, plain and gated, and layer normalization with the same interface."""
 
-from typing import TypeAlias, final, overload
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 from d9d_modules.kernel_choice import has_kernel
+from d9d_modules.swiglu import silu_mul
 
 _LARGEST_KERNEL_SIZE = 2**14
 """Largest row of the Triton kernel. A program keeps whole rows in registers; longer rows would spill to memory."""
@@ -38,12 +39,6 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize the weight so that the scale is 1."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
-
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize `x` [..., size]; with a residual, see `add_rms_norm`.
@@ -79,17 +74,36 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize `x` [..., size]; with a residual, return the norm of the sum, and the sum."""
         total = x if residual is None else x + residual
         normed = F.layer_norm(total, self.weight.shape, self.weight, self.bias, self.eps)
         return normed if residual is None else (normed, total)
+
+
+@final
+class GatedRMSNorm(nn.Module):
+    """Gated RMS norm `silu(gate) * x / sqrt(mean(x ** 2) + eps) * weight` over the last dim.
+
+    For the output of linear attention, whose magnitude is unbounded, unlike in softmax attention.
+
+    The norm is applied before the gate, as in "Gated Delta Networks" (arXiv:2412.06464), figure 1. On accelerators it
+    uses the Triton kernels of `rms_norm` and `silu_mul`.
+    """
+
+    def __init__(self, size: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weight with ones."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalize `x` [..., size] and multiply by `silu(gate)`; `gate` has the shape and dtype of `x`."""
+        return silu_mul(gate, rms_norm(x, self.weight, eps=self.eps))
 
 
 Norm: TypeAlias = RMSNorm | LayerNorm
@@ -125,7 +139,6 @@ def add_rms_norm(
     Raises:
         UserError: If the last dim of `x` is not D, or shape or dtype of `residual` differ from `x`.
     """
-    _check_size(x, weight_D)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise UserError(
             f"the residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; expected those of x, "

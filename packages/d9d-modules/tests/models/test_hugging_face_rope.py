@@ -141,7 +141,7 @@ def test_conflicting_rope_entries_raise(changes: dict[str, Any], message: str) -
             r"rope_type = 'new' in rope_scaling; expected one of default, linear, dynamic",
         ),
         (
-            {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1, "2"]}},
+            {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1, "2"]}},
             r"has short_factor = \[1, '2'\]; expected a list of numbers",
         ),
         (

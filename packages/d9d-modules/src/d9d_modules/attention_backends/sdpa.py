@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import sdpa_attention
-from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.backend import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.sink_attention import sink_attention
 from d9d_modules.attention_backends.visibility import document_runs, visible
 

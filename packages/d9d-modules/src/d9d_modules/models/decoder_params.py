@@ -162,7 +162,6 @@ class DecoderParams(ABC):
 
     def has_attention_norm(self, index: int) -> bool:
         """Return True if the layer with this global index has a norm before its token mixer."""
-        del index
         return True
 
     def lm_head(self) -> LanguageModelHead:
@@ -175,12 +174,10 @@ class DecoderParams(ABC):
 
     def rope(self, index: int) -> Rope:
         """Return RoPE base and scaling of the layer with this global index; by default equal for all layers."""
-        del index
         return Rope(self.rope_theta, self.rope_scaling)
 
     def mixer_kind(self, index: int) -> MixerKind:
         """Return the kind of the token mixer of the layer with this global index; by default full attention."""
-        del index
         return "full_attention"
 
     @abstractmethod
@@ -196,12 +193,10 @@ class DecoderParams(ABC):
 
     def feed_forward(self, index: int) -> nn.Module:
         """Build the feed-forward block of the layer with this global index; by default a `SwiGLU`."""
-        del index
         return SwiGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
 
     def feed_forward_from_hugging_face(self, index: int) -> StateMapper:
         """Build the mapper of a feed-forward block's weights, with names relative to the block; see `feed_forward`."""
-        del index
         return swiglu_from_hugging_face()
 
 

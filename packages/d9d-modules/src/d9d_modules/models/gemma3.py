@@ -13,8 +13,14 @@ from torch import nn
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import AttentionForm
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
-from d9d_modules.models.hugging_face_layers import sliding_window_of, text_entries, written_layer_types
+from d9d_modules.models.hugging_face_config import (
+    HuggingFaceConfig,
+    config_value,
+    layers_of_kind,
+    sliding_window_of,
+    text_entries,
+    written_layer_types,
+)
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.pooling import Pooling
 from d9d_modules.swiglu import GeGLU
@@ -71,7 +77,6 @@ class Gemma3Params(LocalGlobalParams):
 
     def feed_forward(self, index: int) -> nn.Module:
         """See `DecoderParams`."""
-        del index
         return GeGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
 
 

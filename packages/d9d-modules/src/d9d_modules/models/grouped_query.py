@@ -107,7 +107,6 @@ class GroupedQueryParams(DecoderParams, ABC):
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`; names as in Llama. Families with an output gate override this method."""
-        del index
         form = self.attention_form
         assert not form.output_gate, "families with an output gate have layouts of their own"
         weights = ["q_proj", "k_proj", "v_proj", "o_proj", *(["q_norm", "k_norm"] if form.qk_norm else [])]

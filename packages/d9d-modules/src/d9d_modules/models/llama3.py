@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_layers import written_without_windows
+from d9d_modules.models.hugging_face_config import written_without_windows
 
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
 

@@ -6,8 +6,7 @@ from typing import Any, final
 
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, read_one_window, require_one_window
 from d9d_state import JsonValue
 
 

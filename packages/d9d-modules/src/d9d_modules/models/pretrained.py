@@ -22,10 +22,9 @@ from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.models.gemma3 import GEMMA3
 from d9d_modules.models.glm4 import GLM4
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, text_entries
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT, SPECIAL_TOKENS
-from d9d_modules.models.hugging_face_layers import text_entries
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL

@@ -83,7 +83,6 @@ class DeepseekV3Params(DeepseekMoeParams):
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`."""
-        del index
         queries = {"q_a_proj": "q_down_proj", "q_a_layernorm": "q_norm", "q_b_proj": "q_up_proj"}
         names = {
             **({"q_proj": "q_proj"} if self.q_rank is None else queries),
@@ -122,7 +121,6 @@ def _check(config: HuggingFaceConfig) -> None:
 
 
 def _read_attention(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    del values
     is_interleaved = config_value(config, "rope_interleave", bool, default=True)
     return {
         "q_rank": None if config["q_lora_rank"] is None else config_value(config, "q_lora_rank", int),

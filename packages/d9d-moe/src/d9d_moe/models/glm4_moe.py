@@ -6,7 +6,7 @@ from typing import final
 
 from d9d_modules import AttentionForm, GroupedQueryParams
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_layers import written_without_windows
+from d9d_modules.models.hugging_face_config import written_without_windows
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_ENTRIES,
     DEEPSEEK_MOE_IRRELEVANT,
