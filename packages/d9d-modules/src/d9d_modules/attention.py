@@ -84,10 +84,8 @@ class GroupedQueryAttention(CachedAttention):
                 f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}; query heads are divided evenly among "
                 "key/value heads: use a num_kv_heads that divides num_heads."
             )
-        check_rotary_sizes(head_dim, head_dim if rotary_dim is None else rotary_dim)
-        options = AttentionOptions() if options is None else options
-        self.head_dim = head_dim
-        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.head_dim, self.rotary_dim = head_dim, head_dim if rotary_dim is None else rotary_dim
+        check_rotary_sizes(head_dim, self.rotary_dim)
         self.rotary_layout: RotaryLayout = rotary_layout
         self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=qkv_bias, init_std=init_std)
         self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, init_std=init_std)
@@ -99,7 +97,9 @@ class GroupedQueryAttention(CachedAttention):
             self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, zero_centered=zero_centered_norms)
         self.gate_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std) if output_gate else None
         self.sinks = AttentionSinks(num_heads, init_std=init_std) if sinks else None
-        self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
+        self.attention_function: Attention = chosen_attention(
+            options or AttentionOptions(), sinks=self.sinks, backends=backends
+        )
 
     def forward(
         self,
@@ -138,17 +138,15 @@ class GroupedQueryAttention(CachedAttention):
             # The cache holds rotated keys.
             document_ids_BL, (k_BLGK, v_BLGK) = self._cache.extend(document_ids_BL, k_BLGK, v_BLGK)
         attention = self.attention_function
-        if attention_mask is None:
-            attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL)
-        elif isinstance(attention, ChosenAttention) and self._cache is None:
-            attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL, mask_BLS=attention_mask)
-        else:
+        if attention_mask is not None and (self._cache is not None or not isinstance(attention, ChosenAttention)):
             function = type(attention).__name__ if self._cache is None else "with a key/value cache"
             raise UserError(
                 f"got an attention_mask for the attention function {function}; expected None, because context-parallel "
                 "and custom functions and generation with a cache take no mask. Use document_ids_BL, or a "
                 "context-parallel degree of 1."
             )
+        masks = {} if attention_mask is None else {"mask_BLS": attention_mask}
+        attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL, **masks)
         attended = attended_BLHK.flatten(start_dim=-2)
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))

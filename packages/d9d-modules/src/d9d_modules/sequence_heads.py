@@ -46,6 +46,8 @@ class ClassificationHead(nn.Module):
         bias: If True, the logits have a bias.
     """
 
+    full_sequence_reason = "pools whole sequences"
+
     def __init__(
         self,
         hidden_size: int,
@@ -60,11 +62,6 @@ class ClassificationHead(nn.Module):
         self.pooling: Pooling = pooling
         self.transform = transform
         self.score = Linear(hidden_size, num_classes, bias=bias, init_std=init_std)
-
-    @property
-    def full_sequence_reason(self) -> str:
-        """See `d9d_dist.RequiresFullSequence`."""
-        return "pools whole sequences"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Compute the loss of each row if labels are given, else logits.
@@ -104,6 +101,8 @@ class EmbeddingHead(nn.Module):
         normalize: If True, scale embeddings to unit L2 norm, so that dot products are cosine similarities.
     """
 
+    full_sequence_reason = "pools whole sequences"
+
     def __init__(
         self,
         hidden_size: int,
@@ -117,11 +116,6 @@ class EmbeddingHead(nn.Module):
         self.pooling: Pooling = pooling
         self.normalize = normalize
         self.projection = None if embedding_size is None else Linear(hidden_size, embedding_size, init_std=init_std)
-
-    @property
-    def full_sequence_reason(self) -> str:
-        """See `d9d_dist.RequiresFullSequence`."""
-        return "pools whole sequences"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
         """Compute embeddings [B, E] of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from d9d_moe.experts import Experts as Experts
     from d9d_moe.experts import GroupedClampedSwiGLU as GroupedClampedSwiGLU
     from d9d_moe.experts import GroupedSwiGLU as GroupedSwiGLU
+    from d9d_moe.experts import SharedExperts as SharedExperts
     from d9d_moe.experts import clamped_swiglu as clamped_swiglu
     from d9d_moe.grouped_linear import GROUPED_MATMUL_VARIABLE as GROUPED_MATMUL_VARIABLE
     from d9d_moe.grouped_linear import GroupedLinear as GroupedLinear
@@ -71,6 +72,5 @@ if TYPE_CHECKING:
     from d9d_moe.router_losses import TokenGroups as TokenGroups
     from d9d_moe.router_losses import expert_load as expert_load
     from d9d_moe.router_losses import token_losses as token_losses
-    from d9d_moe.shared_experts import SharedExperts as SharedExperts
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

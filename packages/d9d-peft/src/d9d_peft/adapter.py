@@ -73,6 +73,13 @@ class AdaptedLayer:
     adapter: Adapter
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return the weight of a layer, which parallelism may have replaced by a plain tensor while the layer runs."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
 def child_name(adapter: str) -> str:
     """Return the name of the child module that holds a layer's adapter of this name: `adapter` or `adapter_<name>`."""
     return _CHILD if adapter == DEFAULT_ADAPTER else f"{_CHILD}_{adapter}"

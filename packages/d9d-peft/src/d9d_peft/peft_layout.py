@@ -8,7 +8,7 @@ Parameters of fully fine-tuned modules have their own names after `base_model.mo
 out, in].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist import copy_from_full_, full_tensor
-from d9d_peft.adapter import AdaptedLayer
+from d9d_peft.adapter import AdaptedLayer, Adapter, weight_of
 from d9d_peft.dora import DoraAdapter, row_norms
 from d9d_peft.lora import LoraAdapter
 from d9d_peft.low_rank import LowRank
@@ -92,9 +92,7 @@ class StoredLayer:
 
     def _base_norms(self) -> Tensor:
         """Return the base weight's row norms [out]. Files hold magnitudes; adapters hold offsets from these norms."""
-        weight_OI = self.adapted.layer._parameters["weight"]
-        assert weight_OI is not None
-        return row_norms(weight_OI)
+        return row_norms(weight_of(self.adapted.layer))
 
 
 def _stored_form(suffix: str, tensor: Tensor) -> Tensor:
@@ -102,22 +100,9 @@ def _stored_form(suffix: str, tensor: Tensor) -> Tensor:
     return tensor.mT if suffix in (_EMBEDDING_A, _EMBEDDING_B) else tensor
 
 
-def module_key(name: str) -> str:
-    """Return the name that a tensor of a fully fine-tuned module has in a file."""
-    return f"{PREFIX}{name}"
+_KINDS: Mapping[type[Adapter], str] = {LoraAdapter: "LoRA", DoraAdapter: "DoRA"}
 
 
-def module_name(key: str) -> str:
-    """Return the name that a tensor has in the base checkpoint; the inverse of `module_key`."""
-    return key.removeprefix(PREFIX)
-
-
-def kind(adapter: object) -> str | None:
+def kind(adapter: Adapter) -> str | None:
     """Return the kind of an adapter, "LoRA" or "DoRA"; `None` if files cannot hold it."""
-    match adapter:
-        case LoraAdapter():
-            return "LoRA"
-        case DoraAdapter():
-            return "DoRA"
-        case _:
-            return None
+    return _KINDS.get(type(adapter))

@@ -1,17 +1,17 @@
 """Tensors of a model that adapter files hold, with their names in the base checkpoint."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, agree, canonical_name, gather_json
 from d9d_peft._checkpoint_names import JointParameter, checkpoint_name, group_names
 from d9d_peft._targets import shorten
-from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers, adapter_parameters, all_adapters
+from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers, adapter_parameters, all_adapters, weight_of
 from d9d_peft.lora import LoraAdapter
-from d9d_peft.peft_layout import StoredLayer, kind, module_key, module_name
+from d9d_peft.peft_layout import PREFIX, StoredLayer, kind
 from d9d_peft.stored_parameter import StoredParameter, nested
 from d9d_state import StateMapper
 
@@ -48,8 +48,7 @@ class StoredAdapters:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class StoredNames:
+class StoredNames(NamedTuple):
     """Names of the tensors and layers in adapter files, which ranks can gather without the tensors themselves.
 
     Attributes:
@@ -64,20 +63,17 @@ class StoredNames:
     parameters: frozenset[str]
     trained: frozenset[str]
 
-    def gather(self, ctx: DistributedContext | None) -> "StoredNames":
-        """Return the union of the names of all ranks. Collective; without a context the names of this process only."""
-        gathered = gather_json([sorted(names) for names in astuple(self)], alone=ctx is None)
-        return StoredNames(*(frozenset[str]().union(*names) for names in zip(*gathered, strict=True)))
 
-
-def stored_names(stored: StoredAdapters) -> StoredNames:
-    """Return the names of this rank's adapters and fully fine-tuned modules."""
-    return StoredNames(
-        tensors=frozenset(stored.shapes()),
-        layers=frozenset(name for layer in stored.layers for name in layer.names),
-        parameters=frozenset(parameter.name for parameter in stored.parameters),
-        trained=frozenset(module_name(key) for tensors in stored.modules.values() for key in tensors),
+def gather_names(stored: StoredAdapters, ctx: DistributedContext | None) -> StoredNames:
+    """Return the names of all ranks. Collective; without a context the names of this process only."""
+    own = (
+        stored.shapes(),
+        [name for layer in stored.layers for name in layer.names],
+        [parameter.name for parameter in stored.parameters],
+        [key.removeprefix(PREFIX) for tensors in stored.modules.values() for key in tensors],
     )
+    gathered = gather_json([sorted(names) for names in own], alone=ctx is None)
+    return StoredNames(*(frozenset[str]().union(*names) for names in zip(*gathered, strict=True)))
 
 
 def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
@@ -122,11 +118,8 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: 
     Raises `UserError` if the `peft` format cannot represent a trained tensor.
     """
     layers = adapted_layers(model, adapter)
-    unsupported = [
-        f"{name} ({type(adapted.adapter).__name__})"
-        for name, adapted in layers.items()
-        if kind(adapted.adapter) is None
-    ]
+    adapters = {name: adapted.adapter for name, adapted in layers.items()}
+    unsupported = [f"{name} ({type(each).__name__})" for name, each in adapters.items() if kind(each) is None]
     if unsupported:
         raise UserError(
             f"got the adapters {shorten(unsupported)}; expected adapters of LoRA or DoRA, because files of peft have "
@@ -141,7 +134,8 @@ def _stored_layers(
 ) -> tuple[tuple[StoredLayer, ...], tuple[StoredParameter, ...]]:
     """Divide the layers into those stored one by one and those stored in a parameter [experts, out, in]."""
     weights = {f"{name}{_WEIGHT}".lstrip("."): adapted for name, adapted in layers.items()}
-    grouped = {name: _shape(adapted) for name, adapted in weights.items() if len(_shape(adapted)) == 3}
+    shapes = {name: weight_of(adapted.layer).shape for name, adapted in weights.items()}
+    grouped = {name: shape for name, shape in shapes.items() if len(shape) == 3}
     stored: list[StoredLayer] = []
     joint: dict[str, tuple[LoraAdapter, ...]] = {}
     for name, adapted in weights.items():
@@ -161,12 +155,6 @@ def _stored_layers(
     return tuple(stored), nested({name: joint[name] for name in order if name in joint})
 
 
-def _shape(adapted: AdaptedLayer) -> Sequence[int]:
-    weight = adapted.layer._parameters["weight"]
-    assert weight is not None
-    return weight.shape
-
-
 def _tuned_modules(model: nn.Module, owned: set[int], base_mapper: StateMapper | None) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of modules that own a fully fine-tuned parameter, by module name and name in the file.
 
@@ -183,5 +171,5 @@ def _tuned_modules(model: nn.Module, owned: set[int], base_mapper: StateMapper |
         for tensor in own:
             assert tensor is not None
             name = checkpoint_name(names[id(tensor)], base_mapper)
-            modules.setdefault(name.rpartition(".")[0], {})[module_key(name)] = tensor
+            modules.setdefault(name.rpartition(".")[0], {})[f"{PREFIX}{name}"] = tensor
     return modules

@@ -4,7 +4,7 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
 
@@ -133,7 +133,6 @@ def chosen_attention(
     *,
     sinks: Callable[[], Tensor] | None = None,
     backends: Sequence[AttentionBackendName | AttentionBackend] | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> ChosenAttention:
     """Create the attention function of a layer.
 
@@ -141,13 +140,12 @@ def chosen_attention(
         options: Causality, window, scale and softcap.
         sinks: Returns the sink logits of the query heads [H]; None for no sinks.
         backends: Allowed backends in order of preference; None allows all of this package and prefers fast ones.
-        environment: Mapping with the variable `D9D_ATTENTION`, which overrides `backends`; None for `os.environ`.
+            The environment variable `D9D_ATTENTION` overrides this argument.
 
     Raises:
         UserError: If a backend name is unknown, or `backends` is empty.
     """
-    variable = (os.environ if environment is None else environment).get(ATTENTION_VARIABLE, "")
-    names = tuple(name.strip() for name in variable.split(",") if name.strip())
+    names = [name.strip() for name in os.environ.get(ATTENTION_VARIABLE, "").split(",") if name.strip()]
     wanted: Sequence[str | AttentionBackend] | None = names or backends
     known = {backend.name: backend for backend in default_attention_backends()}
     if wanted is None:

@@ -11,10 +11,10 @@ from d9d_dist.errors import UserError
 from d9d_modules import QWEN3_5, HuggingFaceConfig, HybridParams, swiglu_from_hugging_face
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hybrid import HYBRID_ENTRIES, HYBRID_FIXED, HYBRID_OWN, read_full_layers, written_full_layers
+from d9d_moe.experts import SharedExperts
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.qwen3_moe import read_dense_layers
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
-from d9d_moe.shared_experts import SharedExperts
 from d9d_state import JsonValue, StateMapper, parallel, rename, scope
 
 
