@@ -126,14 +126,12 @@ class DoRA(LowRankMethod):
         rank, alpha, dropout, rank_stabilized, dtype: See `LoRA`.
     """
 
+    _make_adapter = DoraAdapter
     _expected = "nn.Linear or d9d_moe.GroupedLinear"
 
     def _supports(self, layer: nn.Module) -> bool:
         is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
         return is_linear or grouped_product(layer) is not None
-
-    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> DoraAdapter:
-        return DoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
 @torch.no_grad()

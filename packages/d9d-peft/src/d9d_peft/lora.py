@@ -79,13 +79,11 @@ class LoRA(LowRankMethod):
         dtype: dtype of the adapters; `None` for the dtype of each layer's weight, but at least float32.
     """
 
+    _make_adapter = LoraAdapter
     _expected = "nn.Linear, nn.Embedding, d9d_moe.GroupedLinear or a language-model head"
 
     def _supports(self, layer: nn.Module) -> bool:
         return update_of(layer) is not None
-
-    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> LoraAdapter:
-        return LoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
 class Update(Protocol):

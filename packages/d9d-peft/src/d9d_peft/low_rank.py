@@ -6,7 +6,7 @@ B [..., O, R]; leading dims are groups, such as experts.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -116,6 +116,9 @@ class LowRankMethod(ABC):
     _expected: ClassVar[str]
     """The supported layers, for messages."""
 
+    _make_adapter: ClassVar[Callable[..., Adapter]]
+    """Type of the adapters."""
+
     target: Target
     rank: int = 8
     alpha: float = 16.0
@@ -137,10 +140,6 @@ class LowRankMethod(ABC):
     def _supports(self, layer: nn.Module) -> bool:
         """Return True if the method can adapt a layer."""
 
-    @abstractmethod
-    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> Adapter:
-        """Return a new adapter for a layer that the method supports."""
-
     def plan(self, model: nn.Module) -> Plan:
         """Plan an adapter for each matching layer; see `PeftMethod.plan`."""
         method, modules, first = type(self).__name__, dict(model.named_modules()), first_names(model)
@@ -159,7 +158,10 @@ class LowRankMethod(ABC):
         return Plan(
             claimed=frozenset(first[name] for name in own),
             unmatched=() if layers else (message,),
-            adapters={name: self._make_adapter(layer, self._low_rank()) for name, layer in layers.items()},
+            adapters={
+                name: type(self)._make_adapter(layer, self._low_rank(), dtype=self.dtype)
+                for name, layer in layers.items()
+            },
         )
 
     def _low_rank(self) -> LowRank:
