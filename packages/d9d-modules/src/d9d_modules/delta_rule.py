@@ -63,8 +63,6 @@ def gated_delta_rule(
     if initial_state_BHKV is not None and initial_state_BHKV.shape != state_shape:
         raise UserError(f"got an initial state of shape {tuple(initial_state_BHKV.shape)}; expected {state_shape}.")
     check_documents(document_ids_BL, q_BLGK.shape[:2])
-    if chunk_size < 1:
-        raise UserError(f"chunk_size = {chunk_size}; expected 1 position or more.")
     scale = q_BLGK.shape[-1] ** -0.5 if scale is None else scale
     starts_BL = None if document_ids_BL is None else document_starts(document_ids_BL)
     chosen = _select_backend(backend, v_BLHV, key_dim=q_BLGK.shape[-1])

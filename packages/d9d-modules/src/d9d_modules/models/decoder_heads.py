@@ -281,7 +281,12 @@ class DecoderWithHeads(HeadedDecoder):
     def __init__(
         self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, heads: Mapping[str, HeadFactory]
     ) -> None:
-        _check_names(heads)
+        wrong = [name for name in heads if not name.isidentifier() or name in dir(nn.ModuleDict)]
+        if wrong or not heads:
+            raise UserError(
+                f"got head names {', '.join(map(repr, wrong)) or 'none'}; expected at least one, each a Python "
+                "identifier that is not an attribute of nn.ModuleDict."
+            )
         _require_no_losses(params, "a model with named heads has several losses")
         super().__init__(params, stage, heads, in_dict=True)
 
@@ -302,13 +307,4 @@ def _require_no_losses(params: DecoderParams, reason: str) -> None:
         raise UserError(
             f"the model has {name}, but {reason}; expected no {name}, because they are added to a single loss. Remove "
             f"the {name}, or balance experts without a loss."
-        )
-
-
-def _check_names(heads: Mapping[str, HeadFactory]) -> None:
-    wrong = [name for name in heads if not name.isidentifier() or name in dir(nn.ModuleDict)]
-    if wrong or not heads:
-        raise UserError(
-            f"got head names {', '.join(map(repr, wrong)) or 'none'}; expected at least one, each a Python identifier "
-            "that is not an attribute of nn.ModuleDict."
         )

@@ -198,13 +198,14 @@ class HuggingFaceFamily(Generic[P]):
             require_value(config, key, supported)
         quantization_from_hugging_face(config)  # raises an error for layouts that cannot be loaded
         self.check(config)
-        is_partial = self.rotary_factor is not None
-        factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor) if is_partial else 1.0
+        factor = 1.0
+        if self.rotary_factor is not None:
+            factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor)
         theta, scaling = self.read_rope(config, rotary_factor=factor)
         values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
         for entry in self.entries:
             values[entry.field] = entry.read(config, values)
-        if is_partial:
+        if self.rotary_factor is not None:
             values["rotary_dim"] = int(values["head_dim"] * factor)
         values.update(self.read_own(config, values))
         with config_keys_in_errors({entry.field: entry.key_in(config) for entry in self.entries}):
@@ -218,8 +219,9 @@ class HuggingFaceFamily(Generic[P]):
         """
         values = vars(params)
         # transformers truncates head_dim * factor, so round the factor up.
-        is_partial = self.rotary_factor is not None
-        factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0) if is_partial else None
+        factor = None
+        if self.rotary_factor is not None:
+            factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0)
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,

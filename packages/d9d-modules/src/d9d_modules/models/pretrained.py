@@ -241,14 +241,13 @@ class PretrainedDecoder:
         """Return the mapper of the weights in a folder that contains the tensors `stored`."""
         whole = self.family.mapper(self.params)
         for prefix in (each for each in _NESTED_PREFIXES if f"{each}embed_tokens.weight" in stored):
-            names = {name: name.replace("model.", prefix, 1) for name in whole.inputs}
-            whole = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), whole)
+            whole = _with_names(whole, {name: name.replace("model.", prefix, 1) for name in whole.inputs})
         if self.head == "language_model":
             return whole
         backbone = whole.restrict(outputs=[name for name in whole.outputs if name.startswith("backbone.")])
         names = {name: name.removeprefix("model.") for name in backbone.inputs}
         if stored.keys() & names.values():  # a text-embedding checkpoint, whose tensor names have no prefix
-            backbone = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), backbone)
+            backbone = _with_names(backbone, names)
         match self.head:
             case "classification":
                 names = self.family.classifier(self.params)
@@ -261,6 +260,11 @@ class PretrainedDecoder:
                 return parallel(backbone, rename("projection.weight", "head.projection.weight"))
             case _:
                 return parallel(backbone, keep("head.projection.weight"))
+
+
+def _with_names(mapper: StateMapper, names: Mapping[str, str]) -> StateMapper:
+    """Return the mapper with other names of its inputs."""
+    return sequential(rename_all({theirs: ours for ours, theirs in names.items()}), mapper)
 
 
 def _read_folder(folder: str | Path) -> tuple[Path, HuggingFaceConfig]:
