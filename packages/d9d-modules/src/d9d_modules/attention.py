@@ -11,13 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
-from d9d_modules.attention_backends import (
-    AttentionBackend,
-    AttentionBackendName,
-    AttentionOptions,
-    ChosenAttention,
-    chosen_attention,
-)
+from d9d_modules.attention_backends.backend import AttentionBackend, AttentionOptions
+from d9d_modules.attention_backends.choice import AttentionBackendName, ChosenAttention, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents, check_mask
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear

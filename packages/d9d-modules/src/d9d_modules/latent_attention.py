@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle
-from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
+from d9d_modules.attention_backends.backend import AttentionBackend, AttentionOptions
+from d9d_modules.attention_backends.choice import AttentionBackendName, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.linear import Linear
 from d9d_modules.mixer_cache import CachedAttention

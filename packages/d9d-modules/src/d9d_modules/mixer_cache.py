@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import AllGatherAttention, AllToAllAttention, Attention, DeclaresCausality, RingAttention
-from d9d_modules.attention_backends import ChosenAttention
+from d9d_modules.attention_backends.choice import ChosenAttention
 
 
 class MixerCache(Protocol):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d9d_modules.attention_backends import (
+from d9d_modules import (
     AttentionBackend,
     AttentionOptions,
     EagerBackend,

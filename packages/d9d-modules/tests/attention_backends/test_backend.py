@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_modules.attention_backends import AttentionOptions, AttentionRequest
+from d9d_modules import AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.backend import request_of
 
 CPU = torch.device("cpu")

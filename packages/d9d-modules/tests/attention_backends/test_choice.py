@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_modules.attention_backends import (
+from d9d_modules import (
     AttentionBackend,
     AttentionFeatures,
     AttentionOptions,

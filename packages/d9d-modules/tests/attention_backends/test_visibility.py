@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from d9d_modules.attention_backends import AttentionOptions, documents_of_lengths
+from d9d_modules import AttentionOptions, documents_of_lengths
 from d9d_modules.attention_backends.visibility import document_runs, document_starts, visible
 
 

@@ -10,9 +10,8 @@ from d9d_modules import HiddenAndLosses
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import Experts, GroupedSwiGLU
-from d9d_moe.joint_balance import token_records
 from d9d_moe.router import ReplayRouter, Router, Routing
-from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses
+from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses, token_records
 
 LOCAL = LocalDispatcher()
 """Dispatcher for experts that are all on this rank."""

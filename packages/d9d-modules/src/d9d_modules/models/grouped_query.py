@@ -8,7 +8,7 @@ from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules.attention import GroupedQueryAttention
-from d9d_modules.attention_backends import AttentionOptions
+from d9d_modules.attention_backends.backend import AttentionOptions
 from d9d_modules.models.decoder_params import DecoderParams, MixerKind, check_layers
 from d9d_modules.rope import RotaryLayout, check_rotary_sizes
 from d9d_state import StateMapper, rename_all

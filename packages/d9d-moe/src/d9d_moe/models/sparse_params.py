@@ -8,11 +8,10 @@ from torch import nn
 
 from d9d_modules import AuxiliaryLosses, DecoderParams, check_layers, decoder_from_hugging_face
 from d9d_moe.experts import Experts, GroupedSwiGLU
-from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import NO_LOSSES, MoELayer
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
 from d9d_moe.router import Router, TopKRouter, check_top_k
-from d9d_moe.router_losses import RouterLosses
+from d9d_moe.router_losses import JointBalance, RouterLosses
 from d9d_state import StateMapper, keep, parallel, rename
 
 
