@@ -395,5 +395,5 @@ def test_missing_q_lora_rank_is_refused() -> None:
 
 
 def test_config_without_shared_experts_is_refused() -> None:
-    with pytest.raises(UserError, match="num_shared_experts = 0"):
+    with pytest.raises(UserError, match="n_shared_experts = 0"):
         DEEPSEEK_V3.write(replace(_exported(), num_shared_experts=0))

@@ -95,6 +95,9 @@ class DecoderParams(ABC):
     may_be_zero: ClassVar[tuple[str, ...]] = ("head_layers",)
     """Hyperparameters that may be 0; all other numbers must be above 0."""
 
+    not_exported: ClassVar[tuple[str, ...]] = ("head_layers", "rope_length")
+    """Hyperparameters that a Hugging Face `config.json` does not contain."""
+
     vocab_size: int
     hidden_size: int
     num_layers: int

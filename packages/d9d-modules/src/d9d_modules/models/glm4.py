@@ -6,7 +6,6 @@ from typing import ClassVar, final
 
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import written_without_windows
 from d9d_state import StateMapper, parallel, rename, split
 
 
@@ -56,6 +55,5 @@ GLM4 = hf.HuggingFaceFamily(
     ),
     fixed=hf.FIXED_ENTRIES,
     rotary_factor=0.5,
-    write_own=written_without_windows,
 )
 """Checkpoints of GLM-4."""

@@ -145,28 +145,9 @@ def written_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
     }
 
 
-def written_without_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
-    """Return no entries; raise a `UserError` if a layer has a sliding window, which the family cannot express."""
-    if params.sliding_window is not None:
-        raise UserError(
-            f"sliding_window = {params.sliding_window}; a config.json of this family has no sliding windows: "
-            "expected None."
-        )
-    return {}
-
-
 def read_one_window(window: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the hyperparameters of a model whose layers all have a sliding window of this size."""
     return {"sliding_window": window, "sliding_layers": tuple(range(values["num_layers"]))}
-
-
-def require_one_window(params: GroupedQueryParams) -> None:
-    """Raise a `UserError` if only some layers have a sliding window; for families with one window for all layers."""
-    if params.sliding_window is not None and len(set(params.sliding_layers)) < params.num_layers:
-        raise UserError(
-            f"sliding_layers = {params.sliding_layers} of {params.num_layers} layers; a config.json of this family has "
-            "one window for all layers: expected all layers, or none."
-        )
 
 
 def written_layer_types(params: GroupedQueryParams) -> list[JsonValue]:

@@ -1,14 +1,16 @@
 """RoPE base and scaling in a Hugging Face `config.json`: reading and writing."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
-from typing import Any
+from dataclasses import MISSING, Field, fields, replace
+from typing import Any, TypeVar
 
 from d9d_dist.errors import UserError
 from d9d_modules import rope_scaling as scalings
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_known_keys, require_value
 from d9d_state import JsonValue
+
+P = TypeVar("P", bound=DecoderParams)
 
 ROPE_ENTRIES = (
     "max_position_embeddings",
@@ -66,17 +68,21 @@ def rotary_factor_from_hugging_face(config: HuggingFaceConfig, *, default: float
     return default
 
 
+def without_ntk(params: P) -> P:
+    """Return equivalent hyperparameters without static NTK scaling, for which `config.json` has only a larger base."""
+    if not isinstance(params.rope_scaling, scalings.NtkScaling):
+        return params
+    theta = params.rope_scaling.base(params.rope_theta, rotary_dim=params.rotated_features)
+    return replace(params, rope_theta=theta, rope_scaling=None)
+
+
 def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None = None) -> dict[str, JsonValue]:
-    """Return the RoPE entries of a `config.json`; raise a `UserError` if it cannot represent the scaling.
+    """Return the RoPE entries of a `config.json`, without static NTK scaling; see `without_ntk`.
 
     The entries include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
     earlier versions and inference engines read.
     """
-    theta, scaling = params.rope_theta, None
-    if isinstance(params.rope_scaling, scalings.NtkScaling):  # equivalent to a larger base, for which there is an entry
-        theta = params.rope_scaling.base(theta, rotary_dim=params.rotated_features)
-    elif params.rope_scaling is not None:
-        scaling = _written(params.rope_scaling, params)
+    theta, scaling = params.rope_theta, None if params.rope_scaling is None else _written(params.rope_scaling)
     factor: dict[str, JsonValue] = {} if rotary_factor is None else {"partial_rotary_factor": rotary_factor}
     return {
         **factor,
@@ -120,13 +126,7 @@ def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> 
     return scaling_type(**values)
 
 
-def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue]:
-    length = params.max_position_embeddings
-    if isinstance(scaling, scalings.DynamicNtkScaling) and scaling.original_max_positions != length:
-        raise UserError(
-            f"the dynamic NTK scaling has original_max_positions = {scaling.original_max_positions}, the model "
-            f"max_position_embeddings = {length}; config.json has one entry for both: expected them to be equal."
-        )
+def _written(scaling: RopeScaling) -> dict[str, JsonValue]:
     written: dict[str, JsonValue] = {"rope_type": scaling.kind}
     for key, each in _fields_by_entry(type(scaling)).items():
         value = getattr(scaling, each.name)

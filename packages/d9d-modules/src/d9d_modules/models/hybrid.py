@@ -16,7 +16,6 @@ from d9d_modules.models.hugging_face_config import (
     config_value,
     layers_of_kind,
     written_layer_types,
-    written_without_windows,
 )
 from d9d_state import JsonValue, StateMapper, parallel, rename, rename_all, reshape, sequential, split
 
@@ -142,7 +141,7 @@ def read_full_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Ma
 
 def written_full_layers(params: HybridParams) -> Mapping[str, JsonValue]:
     """Return the entries of `config.json` about the kinds of layers."""
-    return {**written_without_windows(params), "layer_types": written_layer_types(params)}
+    return {"layer_types": written_layer_types(params)}
 
 
 _FULL = {

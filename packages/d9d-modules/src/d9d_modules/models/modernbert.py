@@ -169,12 +169,6 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
 
 
 def _written_own(params: ModernBertParams) -> Mapping[str, JsonValue]:
-    if params.num_kv_heads != params.num_heads or params.num_heads * params.head_dim != params.hidden_size:
-        raise UserError(
-            f"num_kv_heads = {params.num_kv_heads}, head_dim = {params.head_dim}; a config.json of this family has no "
-            f"entry for them: expected num_kv_heads = num_heads = {params.num_heads}, and head_dim = hidden_size / "
-            "num_heads."
-        )
     return {
         "layer_types": written_layer_types(params),
         # transformers requires the entry even if no layer has a window.

@@ -93,12 +93,6 @@ DEEPSEEK_MOE_ENTRIES = (
 """Entries of `config.json` about experts."""
 
 
-def require_shared_experts(params: DeepseekMoeParams) -> None:
-    """Raise a `UserError` if a model has no shared experts, which a `config.json` cannot express."""
-    if params.num_shared_experts == 0:
-        raise UserError("num_shared_experts = 0; a config.json needs 1 or more. Use num_shared_experts = 1.")
-
-
 _NO_BALANCE_LOSS = "transformers has no balance loss for this family; set router_losses of the model for one"
 
 DEEPSEEK_MOE_IRRELEVANT = {

@@ -22,7 +22,6 @@ from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
     DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
-    require_shared_experts,
 )
 from d9d_state import JsonValue, StateMapper, rename_all
 
@@ -129,7 +128,6 @@ def _read_attention(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Map
 
 
 def _written_attention(params: DeepseekV3Params) -> Mapping[str, JsonValue]:
-    require_shared_experts(params)
     return {
         "num_key_value_heads": params.num_heads,
         "q_lora_rank": params.q_rank,

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
@@ -26,6 +27,8 @@ class SparseParams(DecoderParams, ABC):
         renormalize: If True, scale the weights of a token's experts to sum to 1.
         router_losses: Auxiliary losses of the routers.
     """
+
+    not_exported: ClassVar[tuple[str, ...]] = (*DecoderParams.not_exported, "router_losses")
 
     num_experts: int
     top_k: int
