@@ -17,7 +17,6 @@ from d9d_modules.models.hugging_face_config import (
     HuggingFaceConfig,
     config_value,
     layers_of_kind,
-    sliding_window_of,
     text_entries,
     written_layer_types,
 )
@@ -88,7 +87,7 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
     key = "use_bidirectional_attention"
     read: dict[str, Any] = {"is_causal": config.get(key) is None or not config_value(config, key, bool)}
     if layers:
-        window = sliding_window_of(config)
+        window = config_value(config, "sliding_window", int)
         read |= {"sliding_window": window if read["is_causal"] else window // 2 + 1, "sliding_layers": layers}
     read["sliding_rope_theta"] = read_local_theta(config, key="rope_local_base_freq")
     if config.get("final_logit_softcapping") is not None:

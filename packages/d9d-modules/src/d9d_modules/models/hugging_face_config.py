@@ -103,16 +103,6 @@ def text_entries(config: HuggingFaceConfig) -> HuggingFaceConfig:
     return {str(key): value for key, value in text.items()}
 
 
-def sliding_window_of(config: HuggingFaceConfig) -> int:
-    """Read the window size of a configuration with sliding windows; raise a `UserError` if it is missing or invalid."""
-    if config.get("sliding_window") is None:
-        raise UserError(
-            "config.json has no 'sliding_window', but use_sliding_window or layer_types give layers a window; expected "
-            "the window size in positions."
-        )
-    return config_value(config, "sliding_window", int)
-
-
 def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the windows of Qwen2 and Qwen3: by `layer_types`, or else all layers from `max_window_layers` on.
 
@@ -130,7 +120,7 @@ def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
             f"config.json has layer_types = {config['layer_types']!r} and use_sliding_window = False; expected no "
             "'sliding_attention', or use_sliding_window = True with a sliding_window."
         )
-    window = sliding_window_of(config) + (not values.get("is_causal", True))
+    window = config_value(config, "sliding_window", int) + (not values.get("is_causal", True))
     return {"sliding_window": window, "sliding_layers": layers}
 
 
