@@ -148,12 +148,7 @@ class GroupedQueryAttention(CachedAttention):
         return self.o_proj(attended)
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
-
-        The tensor-parallel degree must divide the number of key/value heads. `name` is the module path of the layer,
-        such as `layers.*.attention`. If `sequence_parallel`, the layer's input and output are sharded along the
-        sequence; else replicated.
-        """
+        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide the number of key/value heads."""
         activation = Shard(1) if sequence_parallel else Replicate()
         heads = ColumnParallel(input=None, head_dim=self.head_dim)
         return {

@@ -102,10 +102,9 @@ class MultiHeadLatentAttention(CachedAttention):
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
+        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide the number of heads.
 
-        The tensor-parallel degree must divide the number of heads. The projections to the latent vectors and their
-        norms are replicated. Arguments as in `GroupedQueryAttention.tensor_plan`.
+        The projections to the latent vectors and their norms are replicated.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         queries = ColumnParallel(input=None, head_dim=self.head_dim + self.rotary_dim)

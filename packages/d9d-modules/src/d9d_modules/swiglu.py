@@ -33,10 +33,7 @@ class GatedBlock(nn.Module, ABC):
         return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries that shard the block by intermediate features.
-
-        Arguments as in `GroupedQueryAttention.tensor_plan`.
-        """
+        """See `HasTensorPlan`; by intermediate features."""
         activation = Shard(1) if sequence_parallel else Replicate()
         return {
             name: TensorRegion(input=activation),

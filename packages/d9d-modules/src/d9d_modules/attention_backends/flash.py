@@ -17,6 +17,7 @@ from torch import Tensor
 from d9d_dist.errors import UserError
 from d9d_modules.attention_backends.backend import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.visibility import document_runs
+from d9d_modules.kernel_choice import compute_capability
 
 
 class KernelBackend(ABC):
@@ -51,15 +52,15 @@ class KernelBackend(ABC):
         return next(unsupported, None) or self._device_rejection(request)
 
     def _device_rejection(self, request: AttentionRequest) -> str | None:
-        capability, size = _compute_capability(request.device), self.largest_head_dim
+        capability, size = compute_capability(request.device), self.largest_head_dim
         if capability is None:
             return f"does not support {request.device.type}"
         if request.dtype not in {torch.bfloat16, torch.float16}:
             return f"supports bfloat16 and float16, not {request.dtype}"
         if request.head_dim % 8 or request.head_dim > size:
             return f"needs a head dim that is a multiple of 8 and at most {size}, not {request.head_dim}"
-        if capability < self.oldest_capability:
-            return f"needs a device of compute capability {self.oldest_capability}.0 or later, not {capability}"
+        if capability[0] < self.oldest_capability:
+            return f"needs a device of compute capability {self.oldest_capability}.0 or later, not {capability[0]}"
         return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
@@ -174,15 +175,6 @@ def _is_installed(distribution: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def _compute_capability(device: torch.device) -> int | None:
-    """Return the major compute capability of a CUDA device; None for other devices."""
-    if device.type in {"cpu", "meta"}:
-        return None
-    module: Any = torch.get_device_module(device)
-    capability = module.get_device_capability(device) if hasattr(module, "get_device_capability") else None
-    return capability[0] if isinstance(capability, tuple) else None
 
 
 class _Lengths(NamedTuple):

@@ -29,7 +29,11 @@ class HasTensorPlan(Protocol):
     """Token mixer or feed-forward block that tensor parallelism can shard."""
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries of the module with this path."""
+        """Return the `parallelize_tensor` plan entries that shard the module.
+
+        `name` is the module's path, such as `layers.*.attention`. If `sequence_parallel`, the module's input and output
+        are sharded along the sequence; else replicated.
+        """
         ...
 
 

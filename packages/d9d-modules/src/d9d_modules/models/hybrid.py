@@ -11,12 +11,7 @@ from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_params import MixerKind, check_layers
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import (
-    HuggingFaceConfig,
-    config_value,
-    layers_of_kind,
-    written_layer_types,
-)
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind, written_layer_types
 from d9d_state import JsonValue, StateMapper, parallel, rename, rename_all, reshape, sequential, split
 
 
