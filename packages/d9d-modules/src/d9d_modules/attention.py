@@ -31,7 +31,6 @@ class GroupedQueryAttention(CachedAttention):
         num_kv_heads: Number of key and value heads; divides `num_heads`.
         head_dim: Size of one head; may differ from `hidden_size / num_heads`.
         qkv_bias: If True, the query, key and value projections have biases (Qwen2).
-        output_bias: If True, the output projection has a bias.
         qk_norm_eps: Epsilon of an RMS norm on each query and key head; None disables QK norm.
         zero_centered_norms: If True, the QK norms scale by `1 + weight`; see `RMSNorm`.
         output_gate: If True, multiply the attention output elementwise by `sigmoid(x @ gate.T)` before the output

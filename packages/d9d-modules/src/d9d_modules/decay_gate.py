@@ -77,11 +77,7 @@ class LogSigmoidDecayGate(nn.Module):
 @final
 @dataclass(frozen=True)
 class DecayParallel(TensorStyle):
-    """Tensor-parallel style that shards the parameters [H] of a decay gate by heads, as `Shard(0)`.
-
-    Attributes:
-        names: Names of the gate's parameters.
-    """
+    """Tensor-parallel style that shards the parameters [H] of a decay gate, `names`, by heads, as `Shard(0)`."""
 
     names: tuple[str, ...] = ("log_rate", "bias")
 

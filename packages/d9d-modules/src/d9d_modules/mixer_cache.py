@@ -104,11 +104,7 @@ class RecurrentCache:
 
 
 class CachedAttention(nn.Module):
-    """Base class of attention layers that can continue rows from a cache; see `SupportsCache`.
-
-    Attributes:
-        attention_function: Function of queries, keys and values.
-    """
+    """Base class of attention layers that can continue rows from a cache; see `SupportsCache`."""
 
     attention_function: Attention
 

@@ -23,8 +23,6 @@ class RMSNorm(nn.Module):
     Triton kernel each.
 
     Args:
-        size: Size of the last dim.
-        eps: Added to the mean square.
         zero_centered: If True, scale by `1 + weight`, with the weight initialized to 0. Weight decay then pulls the
             scale to 1 (Gemma, Qwen3-Next).
     """
@@ -53,13 +51,7 @@ class RMSNorm(nn.Module):
 
 @final
 class LayerNorm(nn.Module):
-    """Layer norm over the last dim (arXiv:1607.06450), with the residual argument of `RMSNorm`.
-
-    Args:
-        size: Size of the last dim.
-        eps: Added to the variance.
-        bias: If True, a bias is added, initialized to 0.
-    """
+    """Layer norm over the last dim (arXiv:1607.06450), with the residual argument of `RMSNorm`."""
 
     def __init__(self, size: int, *, eps: float = 1e-5, bias: bool = False) -> None:
         super().__init__()

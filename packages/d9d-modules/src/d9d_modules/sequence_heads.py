@@ -19,12 +19,7 @@ from d9d_modules.pooling import Pooling, pool
 
 @final
 class HeadTransform(nn.Module):
-    """Layer between the hidden states of an encoder and its head, `norm(gelu(dense(x)))` ("BERT", arXiv:1810.04805).
-
-    Args:
-        norm: Norm of the output.
-        bias: If True, the dense layer has a bias.
-    """
+    """Layer between the hidden states of an encoder and its head, `norm(gelu(dense(x)))` ("BERT", arXiv:1810.04805)."""
 
     def __init__(self, hidden_size: int, *, norm: Norm, bias: bool = False, init_std: float = 0.02) -> None:
         super().__init__()
@@ -43,7 +38,6 @@ class ClassificationHead(nn.Module):
     Args:
         pooling: Pooling method. In a causal model only the last token attends to the whole text.
         transform: Module between pooling and score, such as `HeadTransform`; None for no module.
-        bias: If True, the logits have a bias.
     """
 
     full_sequence_reason = "pools whole sequences"

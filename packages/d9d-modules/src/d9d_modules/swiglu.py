@@ -58,7 +58,6 @@ class GeGLU(GatedBlock):
 
     Args:
         approximate: Form of GELU: "tanh" (Gemma) or "none" (ModernBERT).
-        bias: If True, all projections have biases.
     """
 
     def __init__(

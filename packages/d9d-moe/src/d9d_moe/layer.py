@@ -27,7 +27,6 @@ class MoELayer(nn.Module):
         moe = MoELayer(64, 32, router=TopKRouter(64, num_experts=8, top_k=2))
 
     Args:
-        router: Module that implements `Router`.
         experts: Routed experts; None for a `GroupedSwiGLU`.
         shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None to omit them.
         losses: Router losses. In evaluation mode they are 0.

@@ -39,7 +39,6 @@ class DoraAdapter(LowRankAdapter):
         lora_a: $A$ [rank, in].
         lora_b: $B$ [out, rank], initially zero.
         magnitude_offset: $d$ [out]: magnitude of each row minus the norm of the base weight's row; initially zero.
-        low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:

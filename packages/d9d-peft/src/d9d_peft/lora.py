@@ -26,7 +26,6 @@ class LoraAdapter(LowRankAdapter):
         lora_a: $A$ [rank, in]; [groups, rank, in] in a grouped layer.
         lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer. Initially zero. For an embedding the weight
             [vocabulary, features] is [out, in].
-        low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:

@@ -38,7 +38,6 @@ class StoredLayer:
 
     Attributes:
         names: Name of the layer in the base checkpoint; for a grouped layer one name per group.
-        adapted: Layer of the model and its adapter.
     """
 
     names: tuple[str, ...]

@@ -32,8 +32,6 @@ class HeadedDecoder(nn.Module):
     """Backbone with heads on its last stage. Base class of the decoders below.
 
     Args:
-        params: Hyperparameters of the whole model.
-        stage: Pipeline stage to build.
         heads: Head factories by head name.
         in_dict: If True, the heads are in the `ModuleDict` `heads`, and labels and outputs are mappings by head name;
             else the one head is a direct submodule.

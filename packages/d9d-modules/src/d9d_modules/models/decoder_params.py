@@ -64,11 +64,8 @@ class DecoderParams(ABC):
 
     Attributes:
         num_layers: Number of decoder layers of the whole model.
-        intermediate_size: Intermediate size of dense feed-forward blocks.
         tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
-        rope_theta: RoPE base.
         rope_scaling: RoPE scaling for long sequences; None for no scaling.
-        rms_norm_eps: Epsilon of all norms.
         rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
             longest row of each call, like `transformers`; results then depend on how a batch is split.
         initializer_range: Standard deviation of the initial weights.

@@ -23,9 +23,6 @@ class HybridParams(GroupedQueryParams, ABC):
         rotary_dim: Number of leading features of each attention head to rotate.
         full_layers: Indices of the layers with attention; the other layers are linear (`GatedDeltaNet`).
         num_linear_key_heads: Number of key heads of a linear layer; divides `num_linear_value_heads`.
-        num_linear_value_heads: Number of value heads of a linear layer.
-        linear_key_dim: Features per key head of a linear layer.
-        linear_value_dim: Features per value head of a linear layer.
         conv_width: Kernel width of the convolutions of a linear layer.
     """
 

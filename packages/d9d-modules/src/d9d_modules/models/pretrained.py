@@ -131,10 +131,6 @@ class PretrainedDecoder:
     Attributes:
         folder: Folder with `config.json` and, if weights are loaded, safetensors files. None for a configuration
             without a folder.
-        config: Parsed `config.json`.
-        family: Family of the model.
-        params: Hyperparameters of the model.
-        head: Head of the model.
     """
 
     folder: Path | None

@@ -39,7 +39,6 @@ class DeepseekV3Params(DeepseekMoeParams):
         q_rank: Size of the latent vector of queries; None projects queries from the hidden states directly.
         head_dim: Features per head of queries and keys without RoPE.
         rotary_dim: Features per head of queries and keys with RoPE; even.
-        rotary_layout: Pairing of the features that RoPE rotates.
     """
 
     num_heads: int

@@ -19,11 +19,7 @@ from d9d_state import JsonValue, StateMapper, parallel, rename, scope
 
 @dataclass(frozen=True, kw_only=True)
 class SparseHybridParams(SoftmaxRoutedParams, HybridParams, ABC):
-    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `d9d_modules.HybridParams`.
-
-    Attributes:
-        shared_intermediate_size: Intermediate size of the gated shared expert.
-    """
+    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `d9d_modules.HybridParams`."""
 
     shared_intermediate_size: int
 

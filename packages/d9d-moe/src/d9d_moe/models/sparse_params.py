@@ -23,9 +23,7 @@ class SparseParams(DecoderParams, ABC):
     Attributes:
         num_experts: Number of routed experts of each sparse layer.
         top_k: Number of routed experts per token.
-        expert_intermediate_size: Intermediate size of each expert.
         renormalize: If True, scale the weights of a token's experts to sum to 1.
-        router_losses: Auxiliary losses of the routers.
     """
 
     not_exported: ClassVar[tuple[str, ...]] = (*DecoderParams.not_exported, "router_losses")
