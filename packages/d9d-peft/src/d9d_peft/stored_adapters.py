@@ -143,6 +143,11 @@ def _stored_layers(
         if isinstance(names, JointParameter):
             parts = [weights[weight].adapter for weight in names.weights]
             joint[names.name] = tuple(part for part in parts if isinstance(part, LoraAdapter))
+            if len(joint[names.name]) < len(parts):
+                raise UserError(
+                    f"{names.name} holds all experts of {shorten(list(names.weights))}, which have DoRA; expected LoRA, "
+                    "because files of peft have no DoRA for such parameters. Save the merged model instead."
+                )
             continue
         invalid = [each for each in names if not each.endswith(_WEIGHT)]
         if invalid:
