@@ -92,7 +92,7 @@ def _check(
         ) from error
     for layer in stored.layers:
         for name in layer.names:
-            refuse_other_scale(config, name, layer.low_rank, origin=origin)
+            refuse_other_scale(config, name, layer.adapter.low_rank, origin=origin)
             refuse_untargeted_layer(config, name, origin=origin)
     refuse_other_modules(config, all_names.trained, base, origin=origin)
 

@@ -53,7 +53,7 @@ def save_adapters(
     keeps = ctx is None or dist.get_process_group_ranks(ctx.group_for("regular", "pp"))[0] == 0
     tensors = _gather(stored, keeps=keeps)
     low_ranks = {
-        "layers": {name: asdict(layer.low_rank) for layer in stored.layers for name in layer.names},
+        "layers": {name: asdict(layer.adapter.low_rank) for layer in stored.layers for name in layer.names},
         "parameters": {parameter.name: asdict(parameter.low_rank) for parameter in stored.parameters},
     }
     parts = _collect(save(tensors), {**low_ranks, "modules": list(stored.modules)}, ctx) if keeps else []

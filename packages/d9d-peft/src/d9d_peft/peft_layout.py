@@ -8,18 +8,17 @@ Parameters of fully fine-tuned modules have their own names after `base_model.mo
 out, in].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from d9d_dist import copy_from_full_, full_tensor
-from d9d_peft.adapter import AdaptedLayer, Adapter, weight_of
+from d9d_peft.adapter import weight_of
 from d9d_peft.dora import DoraAdapter, row_norms
 from d9d_peft.lora import LoraAdapter
-from d9d_peft.low_rank import LowRank
 
 TENSORS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -41,13 +40,8 @@ class StoredLayer:
     """
 
     names: tuple[str, ...]
-    adapted: AdaptedLayer
-
-    @property
-    def low_rank(self) -> LowRank:
-        """Rank, scale and dropout of the adapter."""
-        assert isinstance(self.adapted.adapter, LoraAdapter | DoraAdapter)
-        return self.adapted.adapter.low_rank
+    layer: nn.Module
+    adapter: LoraAdapter | DoraAdapter
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the layer's tensors in a file, by name."""
@@ -78,8 +72,7 @@ class StoredLayer:
 
     def _parameters(self) -> list[tuple[str, Tensor, int]]:
         """Return for each parameter of the adapter: its name suffix, the tensor and the number of dims in a file."""
-        adapter = self.adapted.adapter
-        assert isinstance(adapter, LoraAdapter | DoraAdapter)
+        adapter = self.adapter
         if isinstance(adapter, LoraAdapter) and adapter.is_embedding:
             return [(_EMBEDDING_A, adapter.lora_b, 2), (_EMBEDDING_B, adapter.lora_a, 2)]
         num_dims = 2 if len(self.names) > 1 else adapter.lora_a.ndim
@@ -91,17 +84,9 @@ class StoredLayer:
 
     def _base_norms(self) -> Tensor:
         """Return the base weight's row norms [out]. Files hold magnitudes; adapters hold offsets from these norms."""
-        return row_norms(weight_of(self.adapted.layer))
+        return row_norms(weight_of(self.layer))
 
 
 def _stored_form(suffix: str, tensor: Tensor) -> Tensor:
     """Transpose the factors of an embedding; its own inverse."""
     return tensor.mT if suffix in (_EMBEDDING_A, _EMBEDDING_B) else tensor
-
-
-_KINDS: Mapping[type[Adapter], str] = {LoraAdapter: "LoRA", DoraAdapter: "DoRA"}
-
-
-def kind(adapter: Adapter) -> str | None:
-    """Return the kind of an adapter, "LoRA" or "DoRA"; `None` if files cannot hold it."""
-    return _KINDS.get(type(adapter))

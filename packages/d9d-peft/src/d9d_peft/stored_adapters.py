@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from d9d_dist import DistributedContext, UserError, agree, canonical_name, gather_json
 from d9d_peft._checkpoint_names import JointParameter, checkpoint_name, group_names
 from d9d_peft._targets import shorten
-from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers, adapter_parameters, all_adapters, weight_of
+from d9d_peft.adapter import DEFAULT_ADAPTER, adapted_layers, adapter_parameters, all_adapters, weight_of
+from d9d_peft.dora import DoraAdapter
 from d9d_peft.lora import LoraAdapter
-from d9d_peft.peft_layout import PREFIX, StoredLayer, kind
+from d9d_peft.peft_layout import PREFIX, StoredLayer
 from d9d_peft.stored_parameter import StoredParameter, nested
 from d9d_state import StateMapper
 
@@ -36,8 +37,8 @@ class StoredAdapters:
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of the adapters: "LoRA", "DoRA"."""
-        of_layers = (kind(layer.adapted.adapter) for layer in self.layers)
-        return frozenset(filter(None, (*of_layers, "LoRA" if self.parameters else None)))
+        of_layers = {"DoRA" if isinstance(layer.adapter, DoraAdapter) else "LoRA" for layer in self.layers}
+        return frozenset(of_layers | ({"LoRA"} if self.parameters else set()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors in the files that `save_adapters` writes, by name."""
@@ -118,34 +119,36 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: 
     Raises `UserError` if the `peft` format cannot represent a trained tensor.
     """
     layers = adapted_layers(model, adapter)
-    adapters = {name: adapted.adapter for name, adapted in layers.items()}
-    unsupported = [f"{name} ({type(each).__name__})" for name, each in adapters.items() if kind(each) is None]
-    if unsupported:
+    supported = {
+        name: (layer, found) for name, (layer, found) in layers.items() if isinstance(found, LoraAdapter | DoraAdapter)
+    }
+    if len(supported) < len(layers):
+        others = [f"{name} ({type(found).__name__})" for name, (_, found) in layers.items() if name not in supported]
         raise UserError(
-            f"got the adapters {shorten(unsupported)}; expected adapters of LoRA or DoRA, because files of peft have "
+            f"got the adapters {shorten(others)}; expected adapters of LoRA or DoRA, because files of peft have "
             "no others. Save the merged model instead."
         )
     modules = _tuned_modules(model, adapter_parameters(model), base_mapper)
-    return StoredAdapters(*_stored_layers(layers, base_mapper), modules)
+    return StoredAdapters(*_stored_layers(supported, base_mapper), modules)
 
 
 def _stored_layers(
-    layers: Mapping[str, AdaptedLayer], base_mapper: StateMapper | None
+    layers: Mapping[str, tuple[nn.Module, LoraAdapter | DoraAdapter]], base_mapper: StateMapper | None
 ) -> tuple[tuple[StoredLayer, ...], tuple[StoredParameter, ...]]:
     """Divide the layers into those stored one by one and those stored in a parameter [experts, out, in]."""
     weights = {f"{name}{_WEIGHT}".lstrip("."): adapted for name, adapted in layers.items()}
-    shapes = {name: weight_of(adapted.layer).shape for name, adapted in weights.items()}
+    shapes = {name: weight_of(layer).shape for name, (layer, _) in weights.items()}
     grouped = {name: shape for name, shape in shapes.items() if len(shape) == 3}
     stored: list[StoredLayer] = []
     joint: dict[str, tuple[LoraAdapter, ...]] = {}
-    for name, adapted in weights.items():
+    for name, (layer, found) in weights.items():
         names = group_names(name, grouped, base_mapper) if name in grouped else (checkpoint_name(name, base_mapper),)
         if isinstance(names, JointParameter):
-            parts = [weights[weight].adapter for weight in names.weights]
+            parts = [weights[weight][1] for weight in names.weights]
             joint[names.name] = tuple(part for part in parts if isinstance(part, LoraAdapter))
             if len(joint[names.name]) < len(parts):
                 raise UserError(
-                    f"{names.name} holds all experts of {shorten(list(names.weights))}, which have DoRA; expected LoRA, "
+                    f"{names.name} holds all experts of {shorten(list(names.weights))}, with DoRA; expected LoRA, "
                     "because files of peft have no DoRA for such parameters. Save the merged model instead."
                 )
             continue
@@ -155,7 +158,7 @@ def _stored_layers(
                 f"{name} is {invalid[0]} in the base checkpoint; expected a name that ends in {_WEIGHT!r}. Pass the "
                 "base_mapper that loads the base checkpoint."
             )
-        stored.append(StoredLayer(tuple(each.removesuffix(_WEIGHT) for each in names), adapted))
+        stored.append(StoredLayer(tuple(each.removesuffix(_WEIGHT) for each in names), layer, found))
     order = list(joint if base_mapper is None else base_mapper.restrict(inputs=joint).inputs)
     return tuple(stored), nested({name: joint[name] for name in order if name in joint})
 
