@@ -72,29 +72,57 @@ class KernelBackend(ABC):
         """See `AttentionBackend`."""
 
 
+class FlashBackend(KernelBackend):
+    """Base class of the backends with kernels of a FlashAttention package."""
+
+    module: ClassVar[str]
+    unlimited: ClassVar[int | None]
+    """Window size of the kernels for no window."""
+
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+        """See `AttentionBackend`."""
+        kernels: Any = import_module(self.module)
+        options, documents_BS = features["options"], features["documents_BS"]
+        settings = {
+            "softmax_scale": options.scale,
+            "causal": options.is_causal,
+            "window_size": (self.unlimited, self.unlimited) if options.window is None else _window(options),
+            "softcap": options.softcap or 0.0,
+            # Not every release supports the option.
+            **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}),
+            **({"learnable_sink": features["sinks_H"]} if self.has_sinks else {}),
+        }
+        if documents_BS is None:
+            out = kernels.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings)
+        else:
+            lengths = _lengths(documents_BS, q_BLHK.shape[1])
+            out = kernels.flash_attn_varlen_func(
+                *(x.flatten(0, 1) for x in (q_BLHK, k_BSGK, v_BSGK)),
+                cu_seqlens_q=lengths.query_ends,
+                cu_seqlens_k=lengths.key_ends,
+                max_seqlen_q=lengths.longest_query,
+                max_seqlen_k=lengths.longest_key,
+                **settings,
+            )
+        out_BLHK = out[0] if isinstance(out, tuple) else out
+        return out_BLHK.view(q_BLHK.shape)
+
+
 @final
-class Flash2Backend(KernelBackend):
+class Flash2Backend(FlashBackend):
     """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later."""
 
     name, package, install = "flash2", "flash-attn", "pip install flash-attn --no-build-isolation"
-
-    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """See `AttentionBackend`."""
-        assert features["sinks_H"] is None, "a request with sinks is rejected"
-        return _attend("flash_attn", q_BLHK, k_BSGK, v_BSGK, features, unlimited=-1)
+    module, unlimited = "flash_attn", -1
 
 
 @final
-class Flash4Backend(KernelBackend):
+class Flash4Backend(FlashBackend):
     """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`."""
 
     name, package, install = "flash4", "flash-attn-4", "pip install --pre flash-attn-4"
+    module, unlimited = "flash_attn.cute", None
     has_sinks, oldest_capability, largest_head_dim = True, 9, 128
-
-    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """See `AttentionBackend`."""
-        sinks = {"learnable_sink": features["sinks_H"]}
-        return _attend("flash_attn.cute", q_BLHK, k_BSGK, v_BSGK, features, unlimited=None, **sinks)
 
 
 @final
@@ -122,44 +150,6 @@ class VarlenBackend(KernelBackend):
             window_size=unlimited if options.window is None else _window(options),
             **grouped,
         ).unflatten(0, q_BLHK.shape[:2])
-
-
-def _attend(
-    package: str,
-    q_BLHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    features: AttentionFeatures,
-    *,
-    unlimited: int | None,
-    **extra: Any,
-) -> Tensor:
-    """Call the attention functions of a package, which expects the window size `unlimited` for no window."""
-    kernels: Any = import_module(package)
-    options, documents_BS = features["options"], features["documents_BS"]
-    settings = {
-        "softmax_scale": options.scale,
-        "causal": options.is_causal,
-        "window_size": (unlimited, unlimited) if options.window is None else _window(options),
-        "softcap": options.softcap or 0.0,
-        # Not every release supports the option.
-        **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}),
-        **extra,
-    }
-    if documents_BS is None:
-        out = kernels.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings)
-    else:
-        lengths = _lengths(documents_BS, q_BLHK.shape[1])
-        out = kernels.flash_attn_varlen_func(
-            *(x.flatten(0, 1) for x in (q_BLHK, k_BSGK, v_BSGK)),
-            cu_seqlens_q=lengths.query_ends,
-            cu_seqlens_k=lengths.key_ends,
-            max_seqlen_q=lengths.longest_query,
-            max_seqlen_k=lengths.longest_key,
-            **settings,
-        )
-    out_BLHK = out[0] if isinstance(out, tuple) else out
-    return out_BLHK.view(q_BLHK.shape)
 
 
 def _window(options: AttentionOptions) -> tuple[int, int]:
