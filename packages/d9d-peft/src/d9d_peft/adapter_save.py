@@ -4,6 +4,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
     """Gather full tensors in host memory, by name in the file; empty unless `keeps`. Collective over the stage."""
     kept: dict[str, Tensor] = {}
     of_modules = ({key: full_tensor(each) for key, each in own.items()} for own in stored.modules.values())
-    for gathered in (*(adapted.tensors() for adapted in (*stored.layers, *stored.parameters)), *of_modules):
+    of_adapters = (adapted.tensors() for adapted in (*stored.layers, *stored.parameters))
+    for gathered in chain(of_adapters, of_modules):  # one layer at a time
         kept.update({key: tensor.contiguous().to("cpu") for key, tensor in gathered.items()} if keeps else {})
     return kept
 

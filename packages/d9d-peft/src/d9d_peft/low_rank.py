@@ -87,12 +87,12 @@ class LowRankAdapter(Adapter, ABC):
         """
         if not isinstance(weight, Shard):
             return {}
-        names = {name for name, _ in self.named_parameters()}
+        names = [name for name, _ in self.named_parameters()]
         match weight.dim % self.lora_a.ndim - self.lora_a.ndim:
             case -2:
                 names.remove("lora_a")
             case -1:
-                names = {"lora_a"}
+                names = ["lora_a"]
         return dict.fromkeys(names, weight)
 
     @torch.no_grad()
