@@ -176,7 +176,7 @@ class _Lengths(NamedTuple):
     longest_key: int
 
 
-def _copied(query_ends: list[int], key_ends: list[int], device: torch.device) -> _Lengths:
+def _lengths_of(query_ends: list[int], key_ends: list[int], device: torch.device) -> _Lengths:
     def copied(ends: list[int]) -> Tensor:
         # A copy from pageable memory would wait for the device.
         on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type != "cpu")
@@ -192,7 +192,7 @@ def _copied(query_ends: list[int], key_ends: list[int], device: torch.device) ->
 @lru_cache(maxsize=8)
 def _row_lengths(num_rows: int, length: int, key_length: int, device: torch.device) -> _Lengths:
     """Return the lengths of rows that are one sequence each."""
-    return _copied(*([size * row for row in range(num_rows + 1)] for size in (length, key_length)), device)
+    return _lengths_of(*([size * row for row in range(num_rows + 1)] for size in (length, key_length)), device)
 
 
 @lru_cache(maxsize=8)
@@ -201,12 +201,12 @@ def _lengths_of_batch(documents_BS: Tensor, length: int, *, version: int) -> _Le
 
     The cache key is the tensor object and its version counter, which changes with each in-place operation.
     """
-    return _copied(*_cumulative_lengths(documents_BS, length), documents_BS.device)
+    return _lengths_of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
 
 
 def _lengths(documents_BS: Tensor, length: int) -> _Lengths:
     if documents_BS.is_inference():  # inference tensors have no version
-        return _copied(*_cumulative_lengths(documents_BS, length), documents_BS.device)
+        return _lengths_of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
     return _lengths_of_batch(documents_BS, length, version=documents_BS._version)
 
 
