@@ -171,7 +171,7 @@ def _answer_reads(case: Case) -> None:
     tokens, top_k = case.microbatch_size * case.length, 0 if case.experts is None else case.experts["top_k"]
     device = accelerator()
     device.answer("_end_startup", lambda shape: 1)
-    device.answer("counts_on_host", lambda shape: [tokens * top_k // shape[0]] * shape[0])
+    device.answer("_counts_on_host", lambda shape: [tokens * top_k // shape[0]] * shape[0])
     device.answer("_sizes", lambda shape: [[tokens * top_k // shape[1]] * shape[1]] * 3)
 
 

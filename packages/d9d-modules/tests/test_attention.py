@@ -20,13 +20,14 @@ from d9d_dist import (
 )
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_modules import (
+    AttentionOptions,
     GroupedQueryAttention,
     RMSNorm,
     apply_rotary,
     checkpoint_activations,
     rotary_tables,
 )
-from d9d_modules.attention_backends import AttentionOptions, ChosenAttention
+from d9d_modules.attention_backends.choice import ChosenAttention
 from d9d_modules.rope import RotaryLayout
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_modules import language_model_head, lm_head
-from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_entropy, why_not_cut_cross_entropy
+from d9d_modules._cut_cross_entropy import cut_cross_entropy, why_not_cut_cross_entropy
 from d9d_modules.cross_entropy import CrossEntropy
 
 
@@ -63,9 +63,9 @@ def test_an_installed_package_does_not_change_the_default(monkeypatch: pytest.Mo
 def test_the_error_for_a_missing_package_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
     monkeypatch.setattr("d9d_modules._cut_cross_entropy.find_spec", lambda _: None)
-    reason = why_not_cut_cross_entropy(torch.randn(2, 3), 1, CrossEntropy())
+    hidden, weight, labels = torch.randn(1, 3, 4), torch.randn(5, 4), torch.ones(1, 3).long()
     with pytest.raises(UserError, match=r"is not available: it is not installed: pip install 'd9d-modules\[cut-cross-"):
-        require_cut_cross_entropy(reason)
+        language_model_head(hidden, weight, labels=labels, backend="cut_cross_entropy")
 
 
 class _OnAccelerator:

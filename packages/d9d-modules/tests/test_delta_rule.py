@@ -196,7 +196,6 @@ def test_a_given_scale_replaces_the_default() -> None:
             {"document_ids_BL": torch.zeros(4)},
             r"got document_ids_BL of shape \(4,\) and dtype torch.float32; expected int",
         ),
-        ({"chunk_size": 0}, "chunk_size = 0; expected 1 position or more"),
         ({"backend": "fast"}, "backend = 'fast'; expected 'sequential', 'chunked', 'fla', or None to select"),
     ],
 )

@@ -129,5 +129,3 @@ def test_padding_does_not_change_the_generated_text() -> None:
     padded = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0, pad_to_multiple_of=4).token_ids
     assert lengths[4:] == [4, 4, 8, 8]
     assert torch.equal(padded, plain)
-    with pytest.raises(UserError, match="pad_to_multiple_of = 0; expected at least 1"):
-        generate(counting, prompt, max_new_tokens=1, max_context=5, pad_to_multiple_of=0)

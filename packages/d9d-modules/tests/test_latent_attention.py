@@ -16,8 +16,7 @@ from d9d_dist import (
     sync_gradients,
 )
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
-from d9d_modules import rotary_tables
-from d9d_modules.attention_backends import AttentionOptions
+from d9d_modules import AttentionOptions, rotary_tables
 from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.rope_scaling import YarnScaling
 

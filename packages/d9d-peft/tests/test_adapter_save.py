@@ -171,6 +171,13 @@ def test_refuses_stacked_experts_that_are_transposed(tmp_path: Path) -> None:
         save_adapters(grouped(), tmp_path, sequential(parallel(*turned), mapper))
 
 
+def test_refuses_dora_of_experts_in_one_parameter(tmp_path: Path) -> None:
+    model = nn.Sequential(GroupedLinear(3, 5, 5))
+    inject(DoRA(GroupedLinear), model)
+    with pytest.raises(UserError, match=r"experts\.weight holds all experts of 0\.weight, with DoRA; expected LoRA"):
+        save_adapters(model, tmp_path, rename("experts.weight", "0.weight"))
+
+
 def full_disk(*_args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

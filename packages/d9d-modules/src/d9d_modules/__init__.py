@@ -6,22 +6,22 @@ from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from d9d_modules.attention import GroupedQueryAttention as GroupedQueryAttention
-    from d9d_modules.attention_backends import ATTENTION_VARIABLE as ATTENTION_VARIABLE
-    from d9d_modules.attention_backends import AttentionBackend as AttentionBackend
-    from d9d_modules.attention_backends import AttentionBackendName as AttentionBackendName
-    from d9d_modules.attention_backends import AttentionFeatures as AttentionFeatures
-    from d9d_modules.attention_backends import AttentionOptions as AttentionOptions
-    from d9d_modules.attention_backends import AttentionRequest as AttentionRequest
-    from d9d_modules.attention_backends import EagerBackend as EagerBackend
-    from d9d_modules.attention_backends import Flash2Backend as Flash2Backend
-    from d9d_modules.attention_backends import Flash4Backend as Flash4Backend
-    from d9d_modules.attention_backends import FlexBackend as FlexBackend
-    from d9d_modules.attention_backends import SdpaBackend as SdpaBackend
-    from d9d_modules.attention_backends import VarlenBackend as VarlenBackend
-    from d9d_modules.attention_backends import choose_attention_backend as choose_attention_backend
-    from d9d_modules.attention_backends import chosen_attention as chosen_attention
-    from d9d_modules.attention_backends import default_attention_backends as default_attention_backends
-    from d9d_modules.attention_backends import documents_of_lengths as documents_of_lengths
+    from d9d_modules.attention_backends.backend import AttentionBackend as AttentionBackend
+    from d9d_modules.attention_backends.backend import AttentionFeatures as AttentionFeatures
+    from d9d_modules.attention_backends.backend import AttentionOptions as AttentionOptions
+    from d9d_modules.attention_backends.backend import AttentionRequest as AttentionRequest
+    from d9d_modules.attention_backends.choice import ATTENTION_VARIABLE as ATTENTION_VARIABLE
+    from d9d_modules.attention_backends.choice import AttentionBackendName as AttentionBackendName
+    from d9d_modules.attention_backends.choice import choose_attention_backend as choose_attention_backend
+    from d9d_modules.attention_backends.choice import chosen_attention as chosen_attention
+    from d9d_modules.attention_backends.choice import default_attention_backends as default_attention_backends
+    from d9d_modules.attention_backends.eager import EagerBackend as EagerBackend
+    from d9d_modules.attention_backends.flash import Flash2Backend as Flash2Backend
+    from d9d_modules.attention_backends.flash import Flash4Backend as Flash4Backend
+    from d9d_modules.attention_backends.flash import VarlenBackend as VarlenBackend
+    from d9d_modules.attention_backends.flex import FlexBackend as FlexBackend
+    from d9d_modules.attention_backends.sdpa import SdpaBackend as SdpaBackend
+    from d9d_modules.attention_backends.visibility import documents_of_lengths as documents_of_lengths
     from d9d_modules.attention_sinks import AttentionSinks as AttentionSinks
     from d9d_modules.attention_sinks import HeadParallel as HeadParallel
     from d9d_modules.checkpointing import CheckpointPolicy as CheckpointPolicy
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from d9d_modules.float8 import Float8Recipe as Float8Recipe
     from d9d_modules.float8 import convert_to_float8 as convert_to_float8
     from d9d_modules.gated_delta_net import GatedDeltaNet as GatedDeltaNet
-    from d9d_modules.gated_norm import GatedRMSNorm as GatedRMSNorm
     from d9d_modules.generation import Rollout as Rollout
     from d9d_modules.generation import generate as generate
     from d9d_modules.latent_attention import MultiHeadLatentAttention as MultiHeadLatentAttention
@@ -143,6 +142,7 @@ if TYPE_CHECKING:
     from d9d_modules.models.qwen3 import Qwen3Params as Qwen3Params
     from d9d_modules.models.qwen3_5 import QWEN3_5 as QWEN3_5
     from d9d_modules.models.qwen3_5 import Qwen35Params as Qwen35Params
+    from d9d_modules.norm import GatedRMSNorm as GatedRMSNorm
     from d9d_modules.norm import LayerNorm as LayerNorm
     from d9d_modules.norm import Norm as Norm
     from d9d_modules.norm import RMSNorm as RMSNorm

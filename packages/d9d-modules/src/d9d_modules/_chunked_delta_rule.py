@@ -89,6 +89,27 @@ def chunked_delta_rule(inputs: DeltaRuleInputs, *, chunk_size: int) -> tuple[Ten
     return out_BGRLV.movedim(3, 1), state_BGRKV
 
 
+def sequential_delta_rule(inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the last state of `chunked_delta_rule`, computed position by position.
+
+    This is the reference implementation, also suited to single decoding steps.
+    """
+    q_BLGK, k_BLGK, v_BLGRV, log_decay_BLGR, beta_BLGR, starts_BL, state_BGRKV = inputs
+    decay_BLGR = log_decay_BLGR.exp()
+    if starts_BL is not None:
+        decay_BLGR = decay_BLGR.masked_fill(starts_BL[..., None, None], 0.0)
+    read = []
+    for q_BGK, k_BGK, v_BGRV, decay_BGR, beta_BGR in zip(
+        *(x.unbind(1) for x in (q_BLGK, k_BLGK, v_BLGRV, decay_BLGR, beta_BLGR)), strict=True
+    ):
+        state_BGRKV = decay_BGR[..., None, None] * state_BGRKV
+        known_BGRV = torch.einsum("bgk,bgrkv->bgrv", k_BGK, state_BGRKV)
+        correction_BGRV = beta_BGR.unsqueeze(-1) * (v_BGRV - known_BGRV)
+        state_BGRKV = state_BGRKV + torch.einsum("bgk,bgrv->bgrkv", k_BGK, correction_BGRV)
+        read.append(torch.einsum("bgk,bgrkv->bgrv", q_BGK, state_BGRKV))
+    return torch.stack(read, dim=1) if read else v_BLGRV, state_BGRKV
+
+
 def _chunks(x_BLGR: Tensor, size: int) -> Tensor:
     """Reshape [B, L, G, R, ...] to [B, G, R, N, C, ...] with N >= 1; zero padding does not change the state."""
     length = x_BLGR.shape[1]

@@ -33,10 +33,8 @@ def chunked_token_loss(
     return losses_T
 
 
-def wide_logits(hidden_TD: Tensor, weight_VD: Tensor, softcap: float | None) -> Tensor:
-    """Compute logits [T, V] after the soft-cap, in at least float32."""
-    logits_TV = F.linear(hidden_TD, weight_VD)
-    return soft_cap(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), softcap)
+def _wide_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
 
 
 def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
@@ -56,7 +54,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         ctx.options = options
         return torch.cat(
             [
-                options.token_loss(wide_logits(hidden_tD, weight_VD, options.softcap), labels_t)
+                options.token_loss(_wide_capped(F.linear(hidden_tD, weight_VD), options.softcap), labels_t)
                 for hidden_tD, labels_t in _chunks(weight_VD, hidden_TD, labels_T)
             ]
         )
@@ -72,8 +70,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             logits_tV = F.linear(hidden_tD, weight_VD)
             with torch.enable_grad():
                 leaf_tV = logits_tV.detach().requires_grad_()
-                wide_tV = leaf_tV.to(torch.promote_types(leaf_tV.dtype, torch.float32))
-                losses_t = token_loss(soft_cap(wide_tV, softcap), labels_t)
+                losses_t = token_loss(_wide_capped(leaf_tV, softcap), labels_t)
             (grad_tV,) = torch.autograd.grad(losses_t, leaf_tV, grad_t)
             if ctx.needs_input_grad[0]:
                 grads_hidden_tD.append(grad_tV @ weight_VD)

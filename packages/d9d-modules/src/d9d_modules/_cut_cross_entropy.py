@@ -6,7 +6,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from d9d_dist.errors import UserError
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY
 
 
@@ -38,9 +37,3 @@ def cut_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *,
         impl="cce",
     )
     return losses_T.float()
-
-
-def require_cut_cross_entropy(reason: str | None) -> None:
-    """Raise a `UserError` if the backend is unavailable; `reason` is None if it is available."""
-    if reason is not None:
-        raise UserError(f"loss backend 'cut_cross_entropy' is not available: {reason}. Use 'chunked'.")

@@ -9,8 +9,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from d9d_dist.errors import UserError
-
 _OLDEST_VERSION = (0, 6)
 """Earlier versions require equal numbers of query/key and value heads."""
 
@@ -62,12 +60,6 @@ def fla_delta_rule(
         initial_state=None if state_BHKV is None else state_BHKV.float(),
         output_final_state=True,
     )
-
-
-def require_fla(reason: str | None) -> None:
-    """Raise a `UserError` if the backend is unavailable; `reason` is None if it is available."""
-    if reason is not None:
-        raise UserError(f"backend 'fla' is not available: {reason}. Use 'chunked', or None to select one.")
 
 
 def _unsupported_reason(v_BLHV: Tensor, key_dim: int) -> str | None:

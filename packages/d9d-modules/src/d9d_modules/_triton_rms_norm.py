@@ -31,7 +31,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
     """Compute `d9d_modules.rms_norm`; `x` may have any strides. A program keeps whole rows in registers."""
-    normed: Tensor = _RMSNorm.apply(x, weight_D, eps, zero_centered)
+    normed: Tensor = _RMSNorm.apply(x, None, weight_D, eps, zero_centered)
     return normed
 
 
@@ -39,44 +39,35 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of `x + residual` and the sum, both in the dtype of `x`; see `d9d_modules.add_rms_norm`."""
-    normed, total = _AddRMSNorm.apply(x, residual, weight_D, eps, zero_centered)
+    normed, total = _RMSNorm.apply(x, residual, weight_D, eps, zero_centered)
     return normed, total
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm. A split backward does not defer the weight gradient, which the kernel computes at little extra cost."""
+    """RMS norm of `x`, or of `x + residual`, and then also the sum.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        x_ND = x.reshape(-1, x.shape[-1]).contiguous()
-        normed_ND, _, inverse_rms_N = _forward(x_ND, None, weight_D, eps, zero_centered)
-        ctx.save_for_backward(x_ND, weight_D, inverse_rms_N)
-        ctx.zero_centered = zero_centered
-        return normed_ND.view(x.shape)
+    A split backward does not defer the weight gradient, which the kernel computes at little extra cost.
+    """
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        grad_x, grad_weight_D = _backward(ctx, gradients[0], None, with_weight=ctx.needs_input_grad[1])
-        return grad_x, grad_weight_D, None, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, zero_centered: bool
-    ) -> tuple[Tensor, Tensor]:
-        x_ND, residual_ND = (t.reshape(-1, x.shape[-1]).contiguous() for t in (x, residual))
+        ctx: Any, x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float, zero_centered: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x_ND, residual_ND = (
+            None if each is None else each.reshape(-1, x.shape[-1]).contiguous() for each in (x, residual)
+        )
+        assert x_ND is not None
         normed_ND, total_ND, inverse_rms_N = _forward(x_ND, residual_ND, weight_D, eps, zero_centered)
         ctx.save_for_backward(total_ND, weight_D, inverse_rms_N)
         ctx.zero_centered = zero_centered
-        return normed_ND.view(x.shape), total_ND.view(x.shape)
+        normed = normed_ND.view(x.shape)
+        return normed if residual is None else (normed, total_ND.view(x.shape))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        grad_x, grad_weight_D = _backward(ctx, gradients[0], gradients[1], with_weight=ctx.needs_input_grad[2])
-        return grad_x, grad_x, grad_weight_D, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight_D = _backward(ctx, *gradients, with_weight=ctx.needs_input_grad[2])
+        return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight_D, None, None
 
 
 def _forward(
@@ -108,7 +99,9 @@ def _forward(
     return normed_ND, total_ND, inverse_rms_N
 
 
-def _backward(ctx: Any, grad: Tensor, grad_total: Tensor | None, *, with_weight: bool) -> tuple[Tensor, Tensor | None]:
+def _backward(
+    ctx: Any, grad: Tensor, grad_total: Tensor | None = None, *, with_weight: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of the norm's input and weight; `grad_total` is added to the gradient of the input."""
     x_ND, weight_D, inverse_rms_N = ctx.saved_tensors
     num_rows, size = x_ND.shape

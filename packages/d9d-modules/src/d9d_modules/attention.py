@@ -11,13 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
-from d9d_modules.attention_backends import (
-    AttentionBackend,
-    AttentionBackendName,
-    AttentionOptions,
-    ChosenAttention,
-    chosen_attention,
-)
+from d9d_modules.attention_backends.backend import AttentionBackend, AttentionOptions
+from d9d_modules.attention_backends.choice import AttentionBackendName, ChosenAttention, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents, check_mask
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear
@@ -36,7 +31,6 @@ class GroupedQueryAttention(CachedAttention):
         num_kv_heads: Number of key and value heads; divides `num_heads`.
         head_dim: Size of one head; may differ from `hidden_size / num_heads`.
         qkv_bias: If True, the query, key and value projections have biases (Qwen2).
-        output_bias: If True, the output projection has a bias.
         qk_norm_eps: Epsilon of an RMS norm on each query and key head; None disables QK norm.
         zero_centered_norms: If True, the QK norms scale by `1 + weight`; see `RMSNorm`.
         output_gate: If True, multiply the attention output elementwise by `sigmoid(x @ gate.T)` before the output
@@ -84,10 +78,8 @@ class GroupedQueryAttention(CachedAttention):
                 f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}; query heads are divided evenly among "
                 "key/value heads: use a num_kv_heads that divides num_heads."
             )
-        check_rotary_sizes(head_dim, head_dim if rotary_dim is None else rotary_dim)
-        options = AttentionOptions() if options is None else options
-        self.head_dim = head_dim
-        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.head_dim, self.rotary_dim = head_dim, head_dim if rotary_dim is None else rotary_dim
+        check_rotary_sizes(head_dim, self.rotary_dim)
         self.rotary_layout: RotaryLayout = rotary_layout
         self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=qkv_bias, init_std=init_std)
         self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, init_std=init_std)
@@ -99,7 +91,9 @@ class GroupedQueryAttention(CachedAttention):
             self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, zero_centered=zero_centered_norms)
         self.gate_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std) if output_gate else None
         self.sinks = AttentionSinks(num_heads, init_std=init_std) if sinks else None
-        self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
+        self.attention_function: Attention = chosen_attention(
+            options or AttentionOptions(), sinks=self.sinks, backends=backends
+        )
 
     def forward(
         self,
@@ -138,29 +132,22 @@ class GroupedQueryAttention(CachedAttention):
             # The cache holds rotated keys.
             document_ids_BL, (k_BLGK, v_BLGK) = self._cache.extend(document_ids_BL, k_BLGK, v_BLGK)
         attention = self.attention_function
-        if attention_mask is None:
-            attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL)
-        elif isinstance(attention, ChosenAttention) and self._cache is None:
-            attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL, mask_BLS=attention_mask)
-        else:
+        if attention_mask is not None and (self._cache is not None or not isinstance(attention, ChosenAttention)):
             function = type(attention).__name__ if self._cache is None else "with a key/value cache"
             raise UserError(
                 f"got an attention_mask for the attention function {function}; expected None, because context-parallel "
                 "and custom functions and generation with a cache take no mask. Use document_ids_BL, or a "
                 "context-parallel degree of 1."
             )
+        masks = {} if attention_mask is None else {"mask_BLS": attention_mask}
+        attended_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL, **masks)
         attended = attended_BLHK.flatten(start_dim=-2)
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
-
-        The tensor-parallel degree must divide the number of key/value heads. `name` is the module path of the layer,
-        such as `layers.*.attention`. If `sequence_parallel`, the layer's input and output are sharded along the
-        sequence; else replicated.
-        """
+        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide the number of key/value heads."""
         activation = Shard(1) if sequence_parallel else Replicate()
         heads = ColumnParallel(input=None, head_dim=self.head_dim)
         return {

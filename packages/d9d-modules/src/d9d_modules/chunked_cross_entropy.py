@@ -119,15 +119,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_TD, None, None, None, *grad_weights_VD
 
 
-class _Tile(NamedTuple):
-    """Forward results of a tile; `unit` [t, D] is the gradient of its hidden states for an upstream gradient of 1."""
-
-    losses_t: Tensor
-    lse_t: Tensor
-    unit: Tensor
-
-
-def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "VocabularyBlocks", *, with_gradient: bool) -> _Tile:
+def _forward_tile(
+    hidden_tD: Tensor, labels_t: Tensor, vocabulary: "VocabularyBlocks", *, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses, log-sum-exps, and the gradient [t, D] of the hidden states for an upstream gradient of 1."""
     loss, smoothing = vocabulary.loss, vocabulary.loss.label_smoothing
     sums = _SoftmaxSums(hidden_tD, with_gradient=with_gradient, with_totals=smoothing > 0.0)
     for index in range(len(vocabulary.weights_VD)):
@@ -147,7 +142,7 @@ def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "VocabularyBl
         slope_t = vocabulary.slope(sums.label_t)
         factor_t = torch.full_like(lse_t, 1.0 - smoothing) if slope_t is None else (1.0 - smoothing) * slope_t
         unit_tD.addcmul_(vocabulary.label_rows(labels_t), factor_t.unsqueeze(-1), value=-1.0)
-    return _Tile(losses_t, lse_t, unit_tD)
+    return losses_t, lse_t, unit_tD
 
 
 def _weight_gradient(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
-from d9d_modules._document_starts import document_starts
+from d9d_modules.attention_backends.visibility import document_starts
 
 
 @final

@@ -1,16 +1,18 @@
 """Cross entropy of the next token, with label smoothing and z-loss.
 
-Shape legend: T tokens, V vocabulary (this rank's shard, if it is sharded).
+Shape legend: T tokens, V vocabulary (this rank's shard, if it is sharded), K candidates.
 """
 
 from dataclasses import dataclass, replace
 from typing import final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from d9d_dist.errors import UserError
+from d9d_dist import UserError, reduce_from_axis
 
 IGNORED_LABEL = -100
 """Label of positions to ignore: their loss is 0 and they contribute no gradient."""
@@ -68,3 +70,24 @@ class CrossEntropy:
 
 PLAIN_CROSS_ENTROPY = CrossEntropy()
 """Cross entropy without z-loss and label smoothing."""
+
+
+def candidate_losses(logits_TV: Tensor, labels_TK: Tensor, *, mesh: DeviceMesh | None) -> Tensor:
+    """Compute the plain cross entropy [T, K] of several candidates of each token, as for distillation.
+
+    Candidates are int64: within the vocabulary or `IGNORED_LABEL`, which has loss 0. With `mesh`, the logits are this
+    rank's vocabulary shard, candidates are global token ids, and two all-reduces are issued.
+    """
+    size = logits_TV.shape[-1]
+    local_TK = labels_TK - (0 if mesh is None else mesh.get_local_rank() * size)
+    is_own_TK = (local_TK >= 0) & (local_TK < size)
+    label_TK = logits_TV.gather(-1, local_TK.masked_fill(~is_own_TK, 0)) * is_own_TK
+    if mesh is None:
+        lse_T1 = logits_TV.logsumexp(dim=-1, keepdim=True)
+    else:
+        largest_T1 = logits_TV.detach().amax(dim=-1, keepdim=True)
+        dist.all_reduce(largest_T1, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        mass_T1 = (logits_TV - largest_T1).exp().sum(dim=-1, keepdim=True)
+        sums = reduce_from_axis(torch.cat((label_TK, mass_T1), dim=-1), mesh)
+        label_TK, lse_T1 = sums[:, :-1], largest_T1 + sums[:, -1:].log()
+    return (lse_T1 - label_TK).masked_fill(labels_TK == IGNORED_LABEL, 0.0)

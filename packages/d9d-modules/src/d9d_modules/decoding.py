@@ -5,8 +5,8 @@ Shape legend: B batch, L new positions, S positions of the context, V vocabulary
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, Protocol, final
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,8 @@ from d9d_modules.mixer_cache import MixerCache, SupportsCache
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_model import DecoderModel
 
-
-class NextLogits(Protocol):
-    """Function that computes the logits of the next token of each row."""
-
-    def __call__(self, ids_BS: Tensor, mask_BS: Tensor | None) -> Tensor:
-        """Return logits [B, V] after the tokens `ids_BS`; `mask_BS` is False at left padding, None for no padding."""
-        ...
+NextLogits: TypeAlias = Callable[[Tensor, Tensor | None], Tensor]
+"""Function that returns the logits [B, V] after the tokens [B, S]; the mask is False at left padding, None for none."""
 
 
 @final
@@ -63,21 +58,19 @@ class CachedContext:
 
     def __init__(self, model: nn.Module, *, capacity: int, multiple: int, max_context: int) -> None:
         self._model, self._multiple, self._max_context = model, multiple, max_context
-        self._mixers = [layer.attention for layer in model.modules() if isinstance(layer, DecoderLayer)]
+        mixers = [layer.attention for layer in model.modules() if isinstance(layer, DecoderLayer)]
+        self._mixers = [mixer for mixer in mixers if isinstance(mixer, SupportsCache)]
         self._heads = [module for module in model.modules() if isinstance(module, LanguageModelHead)]
         self._length = 0
         # The last pass writes its padding after the last position.
         capacity = min(capacity, max_context) + multiple - 1
-        self._caches: list[MixerCache] = [
-            mixer.start_cache(capacity) for mixer in self._mixers if isinstance(mixer, SupportsCache)
-        ]
+        self._caches: list[MixerCache] = [mixer.start_cache(capacity) for mixer in self._mixers]
 
     def close(self) -> None:
         """Free the caches."""
         self._caches = []
         for mixer in self._mixers:
-            if isinstance(mixer, SupportsCache):
-                mixer.drop_cache()
+            mixer.drop_cache()
         for head in self._heads:
             head.logit_positions = slice(None)
 
@@ -147,11 +140,9 @@ def evaluating(model: Callable[..., Any]) -> Generator[None]:
         module.training = False
     # Importing torch._dynamo takes seconds; before its import nothing is compiled.
     has_dynamo = modules and "torch._dynamo" in sys.modules
-    stance = torch.compiler.set_stance("force_eager") if has_dynamo else None
-    try:
-        yield
-    finally:
-        if stance is not None:
-            stance.__exit__(None, None, None)
-        for module in training:
-            module.training = True
+    with torch.compiler.set_stance("force_eager") if has_dynamo else nullcontext():
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-from d9d_modules._chunked_delta_rule import DeltaRuleInputs, chunked_delta_rule
-from d9d_modules._document_starts import document_starts
-from d9d_modules._fla_delta_rule import fla_delta_rule, require_fla, why_not_fla
-from d9d_modules._sequential_delta_rule import sequential_delta_rule
-from d9d_modules.attention_backends.visibility import check_documents
+from d9d_modules._chunked_delta_rule import DeltaRuleInputs, chunked_delta_rule, sequential_delta_rule
+from d9d_modules._fla_delta_rule import fla_delta_rule, why_not_fla
+from d9d_modules.attention_backends.visibility import check_documents, document_starts
 
 DeltaRuleBackend: TypeAlias = Literal["sequential", "chunked", "fla"]
 """Implementation: a loop over positions; matrix products over chunks of positions; the kernels of `fla-core`."""
@@ -62,10 +60,9 @@ def gated_delta_rule(
     """
     _check_inputs(q_BLGK, k_BLGK, v_BLHV, log_decay_BLH=log_decay_BLH, beta_BLH=beta_BLH)
     state_shape = (len(v_BLHV), v_BLHV.shape[2], k_BLGK.shape[3], v_BLHV.shape[3])
-    _check_state(initial_state_BHKV, state_shape)
+    if initial_state_BHKV is not None and initial_state_BHKV.shape != state_shape:
+        raise UserError(f"got an initial state of shape {tuple(initial_state_BHKV.shape)}; expected {state_shape}.")
     check_documents(document_ids_BL, q_BLGK.shape[:2])
-    if chunk_size < 1:
-        raise UserError(f"chunk_size = {chunk_size}; expected 1 position or more.")
     scale = q_BLGK.shape[-1] ** -0.5 if scale is None else scale
     starts_BL = None if document_ids_BL is None else document_starts(document_ids_BL)
     chosen = _select_backend(backend, v_BLHV, key_dim=q_BLGK.shape[-1])
@@ -103,7 +100,9 @@ def _select_backend(backend: DeltaRuleBackend | None, v_BLHV: Tensor, *, key_dim
         case "sequential" | "chunked":
             return backend
         case "fla":
-            require_fla(why_not_fla(v_BLHV, key_dim=key_dim))
+            reason = why_not_fla(v_BLHV, key_dim=key_dim)
+            if reason is not None:
+                raise UserError(f"backend 'fla' is not available: {reason}. Use 'chunked', or None to select one.")
             return "fla"
         case None:
             # fla does not support tensor subclasses such as fake tensors.
@@ -130,8 +129,3 @@ def _check_inputs(q_BLGK: Tensor, k_BLGK: Tensor, v_BLHV: Tensor, *, log_decay_B
         raise UserError(
             f"got dtypes {q_BLGK.dtype}, {k_BLGK.dtype} and {v_BLHV.dtype}; expected one dtype for q, k and v."
         )
-
-
-def _check_state(initial_state_BHKV: Tensor | None, expected: tuple[int, int, int, int]) -> None:
-    if initial_state_BHKV is not None and initial_state_BHKV.shape != expected:
-        raise UserError(f"got an initial state of shape {tuple(initial_state_BHKV.shape)}; expected {expected}.")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist.errors import UserError
 from d9d_dist.token_ids import check_token_ids
-from d9d_modules._vocabulary_splits import VocabularySplits
 
 
 @final
@@ -22,6 +22,36 @@ class TokenEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draw the weight from `Normal(0, init_std)`."""
         nn.init.normal_(self.weight, std=self.init_std)
+
+
+class VocabularySplits(nn.Module):
+    """Base class with one parameter [V_i, D] per split: `weight` for a single split, else `weight_<split>`."""
+
+    def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float = 0.02) -> None:
+        super().__init__()
+        for split, size in vocab_sizes.items():
+            if size < 1 or not f"weight_{split}".isidentifier():
+                raise UserError(
+                    f"got vocabulary split {split!r} with {size} tokens; expected a Python identifier and at least 1 "
+                    "token."
+                )
+        if not vocab_sizes:
+            raise UserError("vocab_sizes is empty; expected at least one split, such as {'orig': 32000, 'special': 8}.")
+        self.vocab_size = sum(vocab_sizes.values())
+        self.init_std = init_std
+        self._names = ["weight"] if len(vocab_sizes) == 1 else [f"weight_{split}" for split in vocab_sizes]
+        for name, size in zip(self._names, vocab_sizes.values(), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(size, hidden_size)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights from `Normal(0, init_std)`."""
+        for weight_VD in self._weights():
+            nn.init.normal_(weight_VD, std=self.init_std)
+
+    def _weights(self) -> list[Tensor]:
+        # Parallelism replaces parameters in `_parameters` while forward runs.
+        return [weight_VD for name in self._names if (weight_VD := self._parameters[name]) is not None]
 
 
 @final
@@ -38,9 +68,6 @@ class SplitTokenEmbedding(VocabularySplits):
     Raises:
         UserError: If there is no split, a split has no tokens, or the name of a split is not a Python identifier.
     """
-
-    def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float = 0.02) -> None:
-        super().__init__(vocab_sizes, hidden_size, init_std=init_std)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the vectors [..., hidden_size] of token ids [...], int64.

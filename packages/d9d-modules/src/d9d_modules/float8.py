@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError
+from d9d_modules.kernel_choice import compute_capability
 
 Float8Recipe: TypeAlias = Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"]
 """Granularity of the float8 scales; torchao's recipe names."""
@@ -110,8 +111,8 @@ def _check_can_multiply(float8: Float8, device: torch.device) -> None:
     if float8.emulate:
         return
     least = _LEAST_CAPABILITY[float8.recipe]
-    capability = None if device.type == "cpu" else torch.get_device_module(device).get_device_capability(device)
-    if not isinstance(capability, tuple) or capability < least:
+    capability = compute_capability(device)
+    if capability is None or capability < least:
         found = device.type if capability is None else f"{device.type} of capability {capability}"
         raise UserError(
             f"float8 recipe {float8.recipe!r} is enabled on {found}; expected an accelerator of compute capability "

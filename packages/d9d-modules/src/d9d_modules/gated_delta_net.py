@@ -12,22 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from d9d_dist import (
-    ColumnParallel,
-    RowParallel,
-    TensorRegion,
-    TensorStyle,
-    UserError,
-)
+from d9d_dist import ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.attention_sinks import HeadParallel
 from d9d_modules.convolution import CausalConvolution
 from d9d_modules.decay_gate import DecayGate, DecayParallel, LogSigmoidDecayGate
 from d9d_modules.delta_context import DeltaContext
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
-from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.linear import Linear
 from d9d_modules.mixer_cache import RecurrentCache
+from d9d_modules.norm import GatedRMSNorm
 from d9d_modules.rope import RotaryTables
 
 _NORM_EPS = 1e-6
@@ -199,7 +193,6 @@ class GatedDeltaNet(nn.Module):
 
     def start_cache(self, capacity: int) -> RecurrentCache:
         """See `SupportsCache`. Holds the state and the last inputs of the convolutions, for any capacity."""
-        del capacity
         self._cache = RecurrentCache(self.conv_width)
         return self._cache
 
@@ -208,11 +201,7 @@ class GatedDeltaNet(nn.Module):
         self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
-
-        The tensor-parallel degree must divide both numbers of heads. Arguments as in
-        `GroupedQueryAttention.tensor_plan`.
-        """
+        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide both numbers of heads."""
         activation = Shard(1) if sequence_parallel else Replicate()
         keys = ColumnParallel(input=None, head_dim=self.key_dim)
         values = ColumnParallel(input=None, head_dim=self.value_dim)

@@ -95,8 +95,6 @@ def generate(
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_seeds(row_seeds, input_ids, generator)
-    if pad_to_multiple_of < 1:
-        raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
     tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
     choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)
@@ -137,7 +135,8 @@ class _Tokens:
     def append(self, next_B1: Tensor, logits_BV: Tensor) -> Tensor:
         """Append one token to each row, or padding if the row has ended; return the appended tokens [B]."""
         is_done_B1 = self._is_done_B.unsqueeze(1)
-        self._log_probs.append(_log_softmax(logits_BV).gather(1, next_B1).masked_fill(is_done_B1, 0.0))
+        log_probs_BV = _wide(logits_BV).log_softmax(dim=-1).float()
+        self._log_probs.append(log_probs_BV.gather(1, next_B1).masked_fill(is_done_B1, 0.0))
         self._is_kept.append(~is_done_B1)
         next_B1 = next_B1.masked_fill(is_done_B1, self._pad_token)
         self.ids = torch.cat((self.ids, next_B1), dim=1)
@@ -171,10 +170,6 @@ def _next_logits(
         return WholeContext(model, multiple=multiple, max_context=max_context)
     assert isinstance(model, nn.Module)
     return CachedContext(model, capacity=capacity, multiple=multiple, max_context=max_context)
-
-
-def _log_softmax(logits_BV: Tensor) -> Tensor:
-    return _wide(logits_BV).log_softmax(dim=-1).float()
 
 
 def _wide(logits_BV: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Choice between this package's Triton kernels and torch operators."""
+"""Properties of tensors and devices that decide which kernels can be used."""
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,3 +22,12 @@ def has_kernel(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and find_spec("triton") is not None
     )
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None for other devices."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module: Any = torch.get_device_module(device)
+    capability = module.get_device_capability(device) if hasattr(module, "get_device_capability") else None
+    return capability if isinstance(capability, tuple) else None

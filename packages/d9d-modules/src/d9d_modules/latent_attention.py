@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle
-from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
+from d9d_modules.attention_backends.backend import AttentionBackend, AttentionOptions
+from d9d_modules.attention_backends.choice import AttentionBackendName, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.linear import Linear
 from d9d_modules.mixer_cache import CachedAttention
@@ -101,10 +102,9 @@ class MultiHeadLatentAttention(CachedAttention):
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
+        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide the number of heads.
 
-        The tensor-parallel degree must divide the number of heads. The projections to the latent vectors and their
-        norms are replicated. Arguments as in `GroupedQueryAttention.tensor_plan`.
+        The projections to the latent vectors and their norms are replicated.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         queries = ColumnParallel(input=None, head_dim=self.head_dim + self.rotary_dim)

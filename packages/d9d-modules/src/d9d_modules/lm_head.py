@@ -4,6 +4,7 @@ Shape legend: B batch, L length, T = B * L tokens, D hidden size, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -13,12 +14,11 @@ from torch.nn import functional as F
 from d9d_dist.errors import UserError
 from d9d_dist.token_ids import check_token_ids
 from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
-from d9d_modules._candidate_losses import candidate_losses
 from d9d_modules._chunked_token_loss import chunked_token_loss, soft_cap
-from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_entropy, why_not_cut_cross_entropy
-from d9d_modules._vocabulary_splits import VocabularySplits
+from d9d_modules._cut_cross_entropy import cut_cross_entropy, why_not_cut_cross_entropy
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
-from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
+from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy, candidate_losses
+from d9d_modules.embedding import VocabularySplits
 from d9d_modules.vocabulary_scores import token_scores
 
 Scores: TypeAlias = bool | Literal["log_probs"]
@@ -189,7 +189,6 @@ def language_model_head(
     if labels is None:
         parts = [F.linear(hidden_BLD, weight) for weight in weights_VD]
         return soft_cap(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), softcap)
-    has_candidates = labels.dim() == hidden_BLD.dim()
     if labels.shape[: hidden_BLD.dim() - 1] != hidden_BLD.shape[:-1] or labels.dim() > hidden_BLD.dim():
         raise UserError(
             f"labels have shape {tuple(labels.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one label for each "
@@ -198,29 +197,27 @@ def language_model_head(
         )
     num_rows = sum(len(weight) for weight in weights_VD)
     check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)
-    hidden_TD, labels_T = hidden_BLD.flatten(0, -2), labels.flatten()
+    hidden_TD, labels_T = hidden_BLD.flatten(0, -2), labels.flatten(0, hidden_BLD.dim() - 2)
     loss = PLAIN_CROSS_ENTROPY if token_loss is token_cross_entropy else token_loss
-    if has_candidates:
-        return _candidate_losses(hidden_TD, weights_VD, labels, loss=loss, softcap=softcap)
+    if labels.dim() == hidden_BLD.dim():
+        loss = _loss_of_candidates(loss, labels)
     if not isinstance(loss, CrossEntropy):
         weight = weights_VD[0] if len(weights_VD) == 1 else torch.cat(weights_VD)
         losses_T = chunked_token_loss(hidden_TD, weight, labels_T, token_loss=loss, softcap=softcap)
     elif backend == "chunked":
         losses_T = linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap)
     else:
-        require_cut_cross_entropy(why_not_cut_cross_entropy(hidden_TD, len(weights_VD), loss))
+        reason = why_not_cut_cross_entropy(hidden_TD, len(weights_VD), loss)
+        if reason is not None:
+            raise UserError(f"loss backend 'cut_cross_entropy' is not available: {reason}. Use 'chunked'.")
         losses_T = cut_cross_entropy(hidden_TD, weights_VD[0], labels_T, softcap=softcap)
     return losses_T.view_as(labels)
 
 
-def _candidate_losses(
-    hidden_TD: Tensor, weights_VD: Sequence[Tensor], labels: Tensor, *, loss: TokenLoss, softcap: float | None
-) -> Tensor:
+def _loss_of_candidates(loss: TokenLoss, labels: Tensor) -> TokenLoss:
     if not isinstance(loss, CrossEntropy) or loss.z_loss or loss.label_smoothing:
         raise UserError(
             f"got labels with candidates, {tuple(labels.shape)}, and token_loss = {loss!r}; expected a plain cross "
             "entropy. Remove z-loss and label smoothing, or pass one label for each position."
         )
-    weight_VD = weights_VD[0] if len(weights_VD) == 1 else torch.cat(list(weights_VD))
-    losses_TK = candidate_losses(hidden_TD, weight_VD, labels.flatten(0, -2), softcap=softcap, mesh=loss.mesh)
-    return losses_TK.view_as(labels)
+    return partial(candidate_losses, mesh=loss.mesh)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import AllGatherAttention, AllToAllAttention, Attention, DeclaresCausality, RingAttention
-from d9d_modules.attention_backends import ChosenAttention
+from d9d_modules.attention_backends.choice import ChosenAttention
 
 
 class MixerCache(Protocol):
@@ -104,11 +104,7 @@ class RecurrentCache:
 
 
 class CachedAttention(nn.Module):
-    """Base class of attention layers that can continue rows from a cache; see `SupportsCache`.
-
-    Attributes:
-        attention_function: Function of queries, keys and values.
-    """
+    """Base class of attention layers that can continue rows from a cache; see `SupportsCache`."""
 
     attention_function: Attention
 
@@ -118,7 +114,12 @@ class CachedAttention(nn.Module):
 
     def why_no_cache(self) -> str | None:
         """See `SupportsCache`."""
-        return _why_no_attention_cache(self.attention_function)
+        function = self.attention_function
+        if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
+            return "is context parallel: no rank has all keys of a row"
+        if isinstance(function, DeclaresCausality) and not function.is_causal:
+            return "is bidirectional: outputs depend on later positions"
+        return None
 
     def start_cache(self, capacity: int) -> PositionCache:
         """See `SupportsCache`."""
@@ -130,14 +131,3 @@ class CachedAttention(nn.Module):
     def drop_cache(self) -> None:
         """See `SupportsCache`."""
         self._cache = None
-
-
-def _why_no_attention_cache(function: Attention) -> str | None:
-    """Return the reason why an attention function cannot use keys of a cache; None if it can."""
-    if isinstance(function, AllGatherAttention | AllToAllAttention | RingAttention):
-        return "is context parallel: no rank has all keys of a row"
-    if isinstance(function, ChosenAttention) and not function.is_causal:
-        return "is bidirectional: outputs depend on later positions"
-    if isinstance(function, DeclaresCausality) and not function.is_causal:
-        return "is bidirectional: earlier positions attend to later ones"
-    return None

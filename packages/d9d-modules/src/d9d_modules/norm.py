@@ -1,6 +1,6 @@
-"""Root-mean-square normalization, and layer normalization with the same interface."""
+"""Root-mean-square normalization, plain and gated, and layer normalization with the same interface."""
 
-from typing import TypeAlias, final, overload
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 from d9d_modules.kernel_choice import has_kernel
+from d9d_modules.swiglu import silu_mul
 
 _LARGEST_KERNEL_SIZE = 2**14
 """Largest row of the Triton kernel. A program keeps whole rows in registers; longer rows would spill to memory."""
@@ -22,8 +23,6 @@ class RMSNorm(nn.Module):
     Triton kernel each.
 
     Args:
-        size: Size of the last dim.
-        eps: Added to the mean square.
         zero_centered: If True, scale by `1 + weight`, with the weight initialized to 0. Weight decay then pulls the
             scale to 1 (Gemma, Qwen3-Next).
     """
@@ -39,12 +38,6 @@ class RMSNorm(nn.Module):
         """Initialize the weight so that the scale is 1."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize `x` [..., size]; with a residual, see `add_rms_norm`.
 
@@ -58,13 +51,7 @@ class RMSNorm(nn.Module):
 
 @final
 class LayerNorm(nn.Module):
-    """Layer norm over the last dim (arXiv:1607.06450), with the residual argument of `RMSNorm`.
-
-    Args:
-        size: Size of the last dim.
-        eps: Added to the variance.
-        bias: If True, a bias is added, initialized to 0.
-    """
+    """Layer norm over the last dim (arXiv:1607.06450), with the residual argument of `RMSNorm`."""
 
     def __init__(self, size: int, *, eps: float = 1e-5, bias: bool = False) -> None:
         super().__init__()
@@ -79,17 +66,36 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize `x` [..., size]; with a residual, return the norm of the sum, and the sum."""
         total = x if residual is None else x + residual
         normed = F.layer_norm(total, self.weight.shape, self.weight, self.bias, self.eps)
         return normed if residual is None else (normed, total)
+
+
+@final
+class GatedRMSNorm(nn.Module):
+    """Gated RMS norm `silu(gate) * x / sqrt(mean(x ** 2) + eps) * weight` over the last dim.
+
+    For the output of linear attention, whose magnitude is unbounded, unlike in softmax attention.
+
+    The norm is applied before the gate, as in "Gated Delta Networks" (arXiv:2412.06464), figure 1. On accelerators it
+    uses the Triton kernels of `rms_norm` and `silu_mul`.
+    """
+
+    def __init__(self, size: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weight with ones."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalize `x` [..., size] and multiply by `silu(gate)`; `gate` has the shape and dtype of `x`."""
+        return silu_mul(gate, rms_norm(x, self.weight, eps=self.eps))
 
 
 Norm: TypeAlias = RMSNorm | LayerNorm
@@ -125,7 +131,6 @@ def add_rms_norm(
     Raises:
         UserError: If the last dim of `x` is not D, or shape or dtype of `residual` differ from `x`.
     """
-    _check_size(x, weight_D)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise UserError(
             f"the residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; expected those of x, "

@@ -6,7 +6,7 @@ Shape legend: R rotated pairs, half the number of rotated features.
 import math
 from abc import ABC
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol, final
+from typing import Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -36,23 +36,33 @@ def plain_frequencies(theta: float | Tensor, *, rotary_dim: int, device: torch.d
     return 1.0 / theta**exponents_R
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FactorScaling(ABC):
-    attention_factor: ClassVar[float] = 1.0
+@dataclass(frozen=True, kw_only=True)
+class _Scaling(ABC):
+    """Base class of the scalings below. All numbers are above 0, except for the weights of YaRN, which may be 0."""
 
     factor: float
 
     def __post_init__(self) -> None:
-        _require_positive(self)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            least = min(value, default=0.0) if isinstance(value, tuple) else value
+            is_number = type(least) in (int, float) and each.name not in {"mscale", "mscale_all_dim"}
+            if is_number and not least > 0:  # also rejects NaN
+                raise UserError(f"{type(self).__name__} got {each.name} = {least}; expected above 0.")
+
+    @property
+    def attention_factor(self) -> float:
+        """See `RotaryScaling`."""
+        return 1.0
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling(_FactorScaling):
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling(_Scaling):
     """Linear scaling, which divides all frequencies by a factor: "Position Interpolation" (arXiv:2306.15595), eq. 4.
 
     Attributes:
-        factor: Ratio of the new to the pretraining sequence length; above 0.
+        factor: Ratio of the new to the pretraining sequence length.
     """
 
     kind: Literal["linear"] = "linear"
@@ -63,55 +73,45 @@ class LinearScaling(_FactorScaling):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicNtkScaling(_FactorScaling):
+@dataclass(frozen=True, kw_only=True)
+class DynamicNtkScaling(_Scaling):
     """Dynamic NTK scaling, whose base grows with the sequence length: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
 
     The base is `theta * (1 + factor * (length - original) / original) ** (rotary_dim / (rotary_dim - 2))` for sequences
     longer than `original`, and `theta` for shorter sequences.
 
     Attributes:
-        factor: Growth rate of the base; above 0.
-        original_max_positions: Longest sequence of the pretraining, which is not scaled; above 0.
+        factor: Growth rate of the base.
+        original_max_positions: Longest sequence of the pretraining, which is not scaled.
     """
 
     kind: Literal["dynamic"] = "dynamic"
     original_max_positions: int
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
-        """See `RotaryScaling`.
-
-        Raises:
-            UserError: If `rotary_dim` is 2, for which the base is undefined.
-        """
-        _require_pairs(rotary_dim)
+        """See `RotaryScaling`; raises a `UserError` if `rotary_dim` is 2, for which the base is undefined."""
         excess = (length - self.original_max_positions).clamp(min=0)
         growth = 1 + self.factor * excess / self.original_max_positions  # a difference of two quotients loses precision
-        base = theta * growth ** (rotary_dim / (rotary_dim - 2))
+        base = theta * growth ** _ntk_exponent(rotary_dim)
         return plain_frequencies(base, rotary_dim=rotary_dim, device=length.device)
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NtkScaling(_FactorScaling):
+@dataclass(frozen=True, kw_only=True)
+class NtkScaling(_Scaling):
     """Static NTK scaling, which raises the base once: "NTK-aware", YaRN (arXiv:2309.00071), section 3.1, equation 16.
 
     The base is `theta * factor ** (rotary_dim / (rotary_dim - 2))`, so the lowest frequency is divided by `factor`.
 
     Attributes:
-        factor: Ratio of the new to the pretraining sequence length; above 0.
+        factor: Ratio of the new to the pretraining sequence length.
     """
 
     kind: Literal["ntk"] = "ntk"
 
     def base(self, theta: float, *, rotary_dim: int) -> float:
-        """Return the scaled base, as exported to a Hugging Face `config.json`.
-
-        Raises:
-            UserError: If `rotary_dim` is 2, for which the base is undefined.
-        """
-        _require_pairs(rotary_dim)
-        return theta * self.factor ** (rotary_dim / (rotary_dim - 2))
+        """Return the scaled base, as exported to a Hugging Face `config.json`; errors as in `DynamicNtkScaling`."""
+        return theta * self.factor ** _ntk_exponent(rotary_dim)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`; errors as in `base`."""
@@ -119,12 +119,12 @@ class NtkScaling(_FactorScaling):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnScaling:
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling(_Scaling):
     """YaRN, which interpolates long wavelengths and keeps short ones (arXiv:2309.00071, section 3.2 and equation 22).
 
     Attributes:
-        factor: Ratio of the new to the pretraining sequence length; above 0.
+        factor: Ratio of the new to the pretraining sequence length.
         original_max_positions: Longest sequence of the pretraining.
         beta_fast: Pairs with at least this many rotations within `original_max_positions` are kept (the paper's beta).
         beta_slow: Pairs with at most this many rotations are fully interpolated (the paper's alpha).
@@ -135,12 +135,10 @@ class YarnScaling:
         truncate: If True, round the two boundaries outward to whole pairs.
 
     Raises:
-        UserError: If a number other than `mscale` and `mscale_all_dim` is not above 0, or `beta_fast` is below
-            `beta_slow`.
+        UserError: If a number is out of range, or `beta_fast` is below `beta_slow`.
     """
 
     kind: Literal["yarn"] = "yarn"
-    factor: float
     original_max_positions: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -150,7 +148,7 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _require_positive(self)
+        super().__post_init__()
         if self.beta_fast < self.beta_slow:
             raise UserError(
                 f"beta_fast = {self.beta_fast}, beta_slow = {self.beta_slow}; expected beta_fast >= beta_slow."
@@ -189,20 +187,20 @@ class YarnScaling:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling(_FactorScaling):
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(_Scaling):
     """Llama 3.1 scaling: keeps short wavelengths, interpolates long ones, blends in between (arXiv:2407.21783, 3.4.2).
 
     The formula comes from the released model code; the paper mentions only the larger base.
 
     Attributes:
-        factor: Ratio of the new to the pretraining sequence length; above 0.
+        factor: Ratio of the new to the pretraining sequence length.
         low_freq_factor: Wavelengths above `original_max_positions / low_freq_factor` are fully interpolated.
         high_freq_factor: Wavelengths below `original_max_positions / high_freq_factor` are kept.
         original_max_positions: Longest sequence of the pretraining.
 
     Raises:
-        UserError: If a value is not above 0, or `high_freq_factor` is not above `low_freq_factor`.
+        UserError: If a number is out of range, or `high_freq_factor` is not above `low_freq_factor`.
     """
 
     kind: Literal["llama3"] = "llama3"
@@ -211,7 +209,7 @@ class Llama3Scaling(_FactorScaling):
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        _require_positive(self)
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"low_freq_factor = {self.low_freq_factor}, high_freq_factor = {self.high_freq_factor}; expected "
@@ -228,8 +226,8 @@ class Llama3Scaling(_FactorScaling):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongRopeScaling:
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling(_Scaling):
     """LongRoPE, which divides each frequency by a searched factor (arXiv:2402.13753, section 3).
 
     Attributes:
@@ -246,12 +244,11 @@ class LongRopeScaling:
     kind: Literal["longrope"] = "longrope"
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
-    factor: float
     original_max_positions: int
     fixed_attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self)
+        super().__post_init__()
         if self.original_max_positions < 2:
             raise UserError(
                 f"LongRopeScaling got original_max_positions = {self.original_max_positions}; expected at least 2: "
@@ -289,16 +286,7 @@ class LongRopeScaling:
         return plain_frequencies(theta, rotary_dim=rotary_dim, device=length.device) / factors_R
 
 
-def _require_positive(scaling: Any) -> None:
-    """Raise a `UserError` if a number of a scaling is not above 0; the weights of YaRN may be 0."""
-    for each in fields(scaling):
-        value = getattr(scaling, each.name)
-        least = min(value, default=0.0) if isinstance(value, tuple) else value
-        is_number = type(least) in (int, float) and each.name not in {"mscale", "mscale_all_dim"}
-        if is_number and not least > 0:  # also rejects NaN
-            raise UserError(f"{type(scaling).__name__} got {each.name} = {least}; expected above 0.")
-
-
-def _require_pairs(rotary_dim: int) -> None:
+def _ntk_exponent(rotary_dim: int) -> float:
     if rotary_dim <= 2:
         raise UserError(f"{rotary_dim} rotated features with NTK scaling; expected at least 4.")
+    return rotary_dim / (rotary_dim - 2)

@@ -19,12 +19,7 @@ from d9d_modules.pooling import Pooling, pool
 
 @final
 class HeadTransform(nn.Module):
-    """Layer between the hidden states of an encoder and its head, `norm(gelu(dense(x)))` ("BERT", arXiv:1810.04805).
-
-    Args:
-        norm: Norm of the output.
-        bias: If True, the dense layer has a bias.
-    """
+    """Layer between the hidden states of an encoder and its head, `norm(gelu(dense(x)))` ("BERT", arXiv:1810.04805)."""
 
     def __init__(self, hidden_size: int, *, norm: Norm, bias: bool = False, init_std: float = 0.02) -> None:
         super().__init__()
@@ -43,8 +38,9 @@ class ClassificationHead(nn.Module):
     Args:
         pooling: Pooling method. In a causal model only the last token attends to the whole text.
         transform: Module between pooling and score, such as `HeadTransform`; None for no module.
-        bias: If True, the logits have a bias.
     """
+
+    full_sequence_reason = "pools whole sequences"
 
     def __init__(
         self,
@@ -60,11 +56,6 @@ class ClassificationHead(nn.Module):
         self.pooling: Pooling = pooling
         self.transform = transform
         self.score = Linear(hidden_size, num_classes, bias=bias, init_std=init_std)
-
-    @property
-    def full_sequence_reason(self) -> str:
-        """See `d9d_dist.RequiresFullSequence`."""
-        return "pools whole sequences"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Compute the loss of each row if labels are given, else logits.
@@ -104,6 +95,8 @@ class EmbeddingHead(nn.Module):
         normalize: If True, scale embeddings to unit L2 norm, so that dot products are cosine similarities.
     """
 
+    full_sequence_reason = "pools whole sequences"
+
     def __init__(
         self,
         hidden_size: int,
@@ -117,11 +110,6 @@ class EmbeddingHead(nn.Module):
         self.pooling: Pooling = pooling
         self.normalize = normalize
         self.projection = None if embedding_size is None else Linear(hidden_size, embedding_size, init_std=init_std)
-
-    @property
-    def full_sequence_reason(self) -> str:
-        """See `d9d_dist.RequiresFullSequence`."""
-        return "pools whole sequences"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
         """Compute embeddings [B, E] of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.

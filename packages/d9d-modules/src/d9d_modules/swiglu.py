@@ -33,10 +33,7 @@ class GatedBlock(nn.Module, ABC):
         return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries that shard the block by intermediate features.
-
-        Arguments as in `GroupedQueryAttention.tensor_plan`.
-        """
+        """See `HasTensorPlan`; by intermediate features."""
         activation = Shard(1) if sequence_parallel else Replicate()
         return {
             name: TensorRegion(input=activation),
@@ -61,7 +58,6 @@ class GeGLU(GatedBlock):
 
     Args:
         approximate: Form of GELU: "tanh" (Gemma) or "none" (ModernBERT).
-        bias: If True, all projections have biases.
     """
 
     def __init__(

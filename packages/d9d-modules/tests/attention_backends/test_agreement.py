@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d9d_modules.attention_backends import (
+from d9d_modules import (
     AttentionBackend,
     AttentionOptions,
     EagerBackend,
@@ -17,7 +17,7 @@ from d9d_modules.attention_backends import (
     SdpaBackend,
     default_attention_backends,
 )
-from d9d_modules.attention_backends.request import request_of
+from d9d_modules.attention_backends.backend import request_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -66,20 +66,9 @@ def _error(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1.0)).item()
 
 
-def _serves(backend: AttentionBackend, case: Case, inputs: list[Tensor], documents: Tensor | None) -> bool:
-    request = request_of(
-        *inputs[:3],
-        options=case.options,
-        has_documents=documents is not None,
-        has_sinks=case.has_sinks,
-        has_mask=case.has_mask,
-    )
-    return backend.rejection(request) is None
-
-
 def _compare(backend: AttentionBackend, case: Case, device: str) -> None:
     inputs, rest = _call(case, device)
-    if not _serves(backend, case, inputs, rest["documents_BS"]):
+    if backend.rejection(request_of(*inputs[:3], **rest)) is not None:
         return
     leaves = inputs if case.has_sinks else inputs[:3]
     results = []
@@ -131,7 +120,7 @@ def test_sdpa_agrees_with_eager(case: Case) -> None:
 def test_flex_forward_agrees_with_eager(case: Case) -> None:
     inputs, rest = _call(case, "cpu")
     with torch.no_grad():
-        assert _serves(FlexBackend(), case, inputs, rest["documents_BS"])
+        assert FlexBackend().rejection(request_of(*inputs[:3], **rest)) is None
         got, expected = (each.attend(*inputs[:3], **rest) for each in (FlexBackend(), EagerBackend()))
     assert got.dtype == case.dtype
     assert _error(got, expected) < TOLERANCE[case.dtype]

@@ -1,4 +1,3 @@
-from collections.abc import Mapping
 from typing import Any, Unpack
 
 import pytest
@@ -6,7 +5,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_modules.attention_backends import (
+from d9d_modules import (
     AttentionBackend,
     AttentionFeatures,
     AttentionOptions,
@@ -18,7 +17,10 @@ from d9d_modules.attention_backends import (
     default_attention_backends,
 )
 
-NO_ENVIRONMENT: Mapping[str, str] = {}
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("D9D_ATTENTION", raising=False)
 
 
 def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:
@@ -59,9 +61,7 @@ def test_in_given_order_the_first_backend_is_selected_even_if_slow() -> None:
 
 def test_without_a_supported_backend_the_error_lists_every_reason() -> None:
     q = torch.randn(1, 3, 2, 8, requires_grad=True)
-    attend = chosen_attention(
-        AttentionOptions(softcap=3.0), backends=["flash4", "flex", "sdpa"], environment=NO_ENVIRONMENT
-    )
+    attend = chosen_attention(AttentionOptions(softcap=3.0), backends=["flash4", "flex", "sdpa"])
     message = (
         r"no allowed attention backend supports causal attention with a softcap of 3\.0 \(head dim 8, "
         r"torch\.float32, cpu, with backward\):\n"
@@ -75,9 +75,7 @@ def test_without_a_supported_backend_the_error_lists_every_reason() -> None:
 
 
 def test_a_window_longer_than_the_row_needs_no_mask() -> None:
-    attend = chosen_attention(
-        AttentionOptions(window=4), sinks=lambda: torch.zeros(2), backends=["sdpa"], environment=NO_ENVIRONMENT
-    )
+    attend = chosen_attention(AttentionOptions(window=4), sinks=lambda: torch.zeros(2), backends=["sdpa"])
     rows = torch.randn(1, 5, 2, 8)
     assert attend(rows[:, :4], rows[:, :4], rows[:, :4]).shape == (1, 4, 2, 8)
     with pytest.raises(UserError, match=r"a window of 4, sinks .*\n- sdpa supports sinks only"):
@@ -90,13 +88,12 @@ def test_a_window_longer_than_the_row_needs_no_mask() -> None:
         ({}, True),
         ({"backends": ["sdpa", "eager"]}, True),
         ({"backends": ["eager", "sdpa"]}, False),
-        ({"environment": {"D9D_ATTENTION": "eager"}}, False),
         ({"options": AttentionOptions(scale=1.0)}, False),
         ({"sinks": lambda: torch.zeros(2)}, False),
     ],
 )
 def test_only_plain_attention_is_standard_sdpa(settings: dict[str, Any], is_standard_sdpa: bool) -> None:
-    settings = {"options": AttentionOptions(), "environment": NO_ENVIRONMENT, **settings}
+    settings = {"options": AttentionOptions(), **settings}
     assert chosen_attention(settings.pop("options"), **settings).is_standard_sdpa is is_standard_sdpa
 
 
@@ -104,9 +101,7 @@ def test_only_plain_attention_is_standard_sdpa(settings: dict[str, Any], is_stan
 @pytest.mark.parametrize(("batch", "length", "key_length"), [(0, 3, 3), (2, 0, 0), (2, 0, 3)])
 def test_empty_rows_have_outputs_and_gradients(batch: int, length: int, key_length: int, has_sinks: bool) -> None:
     sinks = torch.zeros(4, requires_grad=True)
-    attend = chosen_attention(
-        AttentionOptions(), sinks=(lambda: sinks) if has_sinks else None, environment=NO_ENVIRONMENT
-    )
+    attend = chosen_attention(AttentionOptions(), sinks=(lambda: sinks) if has_sinks else None)
     q, k, v = (
         torch.randn(batch, n, heads, 8, requires_grad=True)
         for n, heads in ((length, 4), (key_length, 2), (key_length, 2))
@@ -136,39 +131,36 @@ class _Own:
 
 
 def test_backends_may_be_custom_objects_and_names() -> None:
-    attend = chosen_attention(AttentionOptions(), backends=[_Own(), "eager"], environment=NO_ENVIRONMENT)
+    attend = chosen_attention(AttentionOptions(), backends=[_Own(), "eager"])
     q = torch.randn(1, 3, 2, 8)
     assert torch.equal(attend(q, q, q), 2 * q)
     wide = torch.randn(1, 3, 2, 16)
     assert not torch.equal(attend(wide, wide, wide), 2 * wide)
 
 
-def test_the_environment_overrides_the_argument() -> None:
-    environment = {"D9D_ATTENTION": " flex, eager,"}
-    attend = chosen_attention(AttentionOptions(), backends=["sdpa"], environment=environment)
+def test_the_environment_overrides_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D9D_ATTENTION", " flex, eager,")
+    attend = chosen_attention(AttentionOptions(), backends=["sdpa"])
     assert [backend.name for backend in attend.backends] == ["flex", "eager"]
     assert attend.in_given_order
-    for unset in ({}, {"D9D_ATTENTION": ""}):
-        attend = chosen_attention(AttentionOptions(), backends=["sdpa"], environment=unset)
-        assert [backend.name for backend in attend.backends] == ["sdpa"]
-        assert not chosen_attention(AttentionOptions(), environment=unset).in_given_order
+    assert not attend.is_standard_sdpa
+    monkeypatch.setenv("D9D_ATTENTION", "")
+    attend = chosen_attention(AttentionOptions(), backends=["sdpa"])
+    assert [backend.name for backend in attend.backends] == ["sdpa"]
+    assert not chosen_attention(AttentionOptions()).in_given_order
 
 
-def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("D9D_ATTENTION", "eager")
-    assert [backend.name for backend in chosen_attention(AttentionOptions()).backends] == ["eager"]
-
-
-def test_unknown_names_raise() -> None:
+def test_unknown_names_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     known = "flash4, flash2, sdpa, eager, flex, varlen"
-    with pytest.raises(UserError, match=rf"D9D_ATTENTION names 'fast', 'best'; expected some of {known}\."):
-        chosen_attention(AttentionOptions(), environment={"D9D_ATTENTION": "fast,sdpa,best"})
     with pytest.raises(UserError, match=rf"backends names no attention backend; expected some of {known}\."):
-        chosen_attention(AttentionOptions(), backends=[], environment=NO_ENVIRONMENT)
+        chosen_attention(AttentionOptions(), backends=[])
+    monkeypatch.setenv("D9D_ATTENTION", "fast,sdpa,best")
+    with pytest.raises(UserError, match=rf"D9D_ATTENTION names 'fast', 'best'; expected some of {known}\."):
+        chosen_attention(AttentionOptions())
 
 
 def test_number_of_sinks_must_match_the_heads() -> None:
-    attend = chosen_attention(AttentionOptions(), sinks=lambda: torch.zeros(4), environment=NO_ENVIRONMENT)
+    attend = chosen_attention(AttentionOptions(), sinks=lambda: torch.zeros(4))
     assert attend(*(torch.randn(1, 3, heads, 8) for heads in (4, 2, 2))).shape == (1, 3, 4, 8)
     attend.of_heads(slice(0, 2))(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))
     with pytest.raises(UserError, match=r"got sinks of shape \(4,\) for 2 heads; .* Shard them like the query heads"):

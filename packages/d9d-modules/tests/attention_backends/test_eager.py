@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d9d_modules.attention_backends import AttentionOptions, EagerBackend
+from d9d_modules import AttentionOptions, EagerBackend
 
 
 def _one_query_at_a_time(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from d9d_dist import UserError
-from d9d_modules.attention_backends import (
+from d9d_modules import (
     AttentionBackend,
     AttentionOptions,
     AttentionRequest,
@@ -22,8 +22,8 @@ from d9d_modules.attention_backends import (
     Flash2Backend,
     Flash4Backend,
     VarlenBackend,
-    flash,
 )
+from d9d_modules.attention_backends import flash
 
 BOTH: list[Callable[[], AttentionBackend]] = [Flash2Backend, Flash4Backend]
 

@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist import SplitBackward
-from d9d_modules.attention_backends import AttentionOptions, EagerBackend
+from d9d_modules import AttentionOptions, EagerBackend
 from d9d_modules.attention_backends.sink_attention import sink_attention
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from d9d_modules.attention_backends import AttentionOptions, documents_of_lengths
-from d9d_modules.attention_backends.visibility import document_runs, visible
+from d9d_modules import AttentionOptions, documents_of_lengths
+from d9d_modules.attention_backends.visibility import document_runs, document_starts, visible
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
@@ -41,3 +41,13 @@ def test_a_non_contiguous_document_has_no_run() -> None:
 def test_document_ids_follow_from_cumulative_lengths() -> None:
     documents = documents_of_lengths(torch.tensor([0, 2, 3, 6, 9], dtype=torch.int32), batch=2, length=5)
     assert document_runs(documents) == [[2, 1, 2], [1, 3, 1]]
+
+
+def test_a_document_starts_where_the_id_differs_from_the_position_before() -> None:
+    documents = torch.tensor([[3, 3, 1, 3, 3], [0, 1, 2, 2, 2]])
+    expected = [[False, False, True, True, False], [False, True, True, False, False]]
+    assert document_starts(documents).tolist() == expected
+
+
+def test_empty_rows_have_no_document_starts() -> None:
+    assert document_starts(torch.zeros(2, 0)).shape == (2, 0)

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from d9d_moe.experts import Experts as Experts
     from d9d_moe.experts import GroupedClampedSwiGLU as GroupedClampedSwiGLU
     from d9d_moe.experts import GroupedSwiGLU as GroupedSwiGLU
+    from d9d_moe.experts import SharedExperts as SharedExperts
     from d9d_moe.experts import clamped_swiglu as clamped_swiglu
     from d9d_moe.grouped_linear import GROUPED_MATMUL_VARIABLE as GROUPED_MATMUL_VARIABLE
     from d9d_moe.grouped_linear import GroupedLinear as GroupedLinear
     from d9d_moe.grouped_linear import GroupedMatmulBackend as GroupedMatmulBackend
     from d9d_moe.grouped_linear import choose_grouped_matmul as choose_grouped_matmul
     from d9d_moe.grouped_linear import grouped_matmul as grouped_matmul
-    from d9d_moe.joint_balance import JointBalance as JointBalance
-    from d9d_moe.joint_balance import token_records as token_records
     from d9d_moe.layer import MoELayer as MoELayer
     from d9d_moe.models.deepseek_moe import DeepseekMoeParams as DeepseekMoeParams
     from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3 as DEEPSEEK_V3
@@ -67,10 +66,11 @@ if TYPE_CHECKING:
     from d9d_moe.router import WeightedRouter as WeightedRouter
     from d9d_moe.router_losses import BalanceDefinition as BalanceDefinition
     from d9d_moe.router_losses import BalanceScope as BalanceScope
+    from d9d_moe.router_losses import JointBalance as JointBalance
     from d9d_moe.router_losses import RouterLosses as RouterLosses
     from d9d_moe.router_losses import TokenGroups as TokenGroups
     from d9d_moe.router_losses import expert_load as expert_load
     from d9d_moe.router_losses import token_losses as token_losses
-    from d9d_moe.shared_experts import SharedExperts as SharedExperts
+    from d9d_moe.router_losses import token_records as token_records
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

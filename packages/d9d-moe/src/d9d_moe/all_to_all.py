@@ -13,6 +13,7 @@ L rows sent by this rank, one per token and destination rank, M rows received.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any, final
 
 import torch
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from d9d_moe.balanced_counts import balanced_rows
 from d9d_moe.dispatch import CombineHandle, Dispatched, dispatch_local, sort_by_expert
 from d9d_moe.permute import inverse_permutation, sum_rows, take_rows
 from d9d_moe.router import Routing
@@ -75,13 +75,18 @@ class AllToAllDispatcher:
 def _sizes(
     sent_R: Tensor, received_R2: Tensor, routing: Routing, num_experts: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Read how many rows to send and receive, and how many expert choices the received rows have, for each rank."""
+    """Read how many rows to send and receive, and how many expert choices the received rows have, for each rank.
+
+    Fake tensors have no values, so a dry run of a job assumes that every set of experts is equally likely. A token is
+    sent once to each rank that has any of its experts: on average T (1 - C(E - P, A) / C(E, A)) tokens to each rank,
+    with the binomial coefficient C.
+    """
     if not isinstance(sent_R, FakeTensor):
         send_sizes, receive_sizes, choices = torch.stack((sent_R, *received_R2.unbind(1))).tolist()
         return send_sizes, receive_sizes, choices
-    num_tokens, top_k = routing.indices.shape
-    num_ranks = len(sent_R)
-    rows = balanced_rows(num_tokens, num_experts=num_experts, top_k=top_k, num_ranks=num_ranks)
+    (num_tokens, top_k), num_ranks = routing.indices.shape, len(sent_R)
+    elsewhere = comb(num_experts - num_experts // num_ranks, top_k) / comb(num_experts, top_k)
+    rows = round(num_tokens * (1 - elsewhere))
     return [rows] * num_ranks, [rows] * num_ranks, [num_tokens * top_k // num_ranks] * num_ranks
 
 

@@ -16,8 +16,6 @@ from d9d_dist.errors import UserError
 from d9d_moe.layer import MoELayer
 from d9d_moe.router import SigmoidRouter, TopKRouter
 
-_MIN_BIAS_BYTES = 4
-
 
 def balance_experts(model: nn.Module, *, rate: float = 1e-3, taken: Tensor | bool = True) -> dict[str, Tensor]:
     """Call `pop_tokens_per_expert`, `update_expert_bias` and `update_global_load`, and return the tokens per expert.
@@ -53,7 +51,14 @@ def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
     blocks = _blocks(model)
     if not blocks:
         return {}
-    _check_token_groups(blocks)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    without_group = [name for name, block in blocks.items() if block.token_groups.batch is None]
+    if num_ranks > 1 and without_group:
+        raise UserError(
+            f"{without_group[0]} counts only the tokens of its own rank, but there are {num_ranks} ranks; expected "
+            "process groups over which to sum the counts. Call parallelize_moe(model, ctx), also with a "
+            "degree of 1."
+        )
     counts = torch.cat([block.counter.counts for block in blocks.values()])
     group = next(iter(blocks.values())).token_groups.batch
     if group is not None and group.size() > 1:
@@ -73,15 +78,13 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
     counts are all zero, are skipped.
 
     Raises:
-        UserError: If the rate is negative, or a bias has fewer than 32 bits, so that rounding would lose updates.
+        UserError: If a bias has fewer than 32 bits, so that rounding would lose updates.
     """
-    if rate < 0:
-        raise UserError(f"rate = {rate}; expected 0 or above.")
     for name, block in _blocks(model).items():
         bias_E = block.router.selection_bias if isinstance(block.router, SigmoidRouter | TopKRouter) else None
         if name in counts and bias_E is not None:
             counts_E = counts[name].double()
-            if bias_E.element_size() < _MIN_BIAS_BYTES:
+            if bias_E.element_size() < 4:
                 raise UserError(
                     f"the selection bias of {name} is {bias_E.dtype}; expected float32, because updates of rate = "
                     f"{rate} are lost to rounding. Use parallelize_decoder(precision=...), not model.to(...)."
@@ -131,17 +134,6 @@ def load_statistics(counts_E: Tensor) -> LoadStatistics:
     entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(num_experts, 2))
     largest = shares.amax(dim=-1)
     return LoadStatistics(largest * num_experts, entropy, (counts == 0).sum(dim=-1).double(), torch.zeros_like(largest))
-
-
-def _check_token_groups(blocks: Mapping[str, MoELayer]) -> None:
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    without_group = [name for name, block in blocks.items() if block.token_groups.batch is None]
-    if num_ranks > 1 and without_group:
-        raise UserError(
-            f"{without_group[0]} counts only the tokens of its own rank, but there are {num_ranks} ranks; expected "
-            "process groups over which to sum the counts. Call parallelize_moe(model, ctx), also with a "
-            "degree of 1."
-        )
 
 
 def _blocks(model: nn.Module) -> dict[str, MoELayer]:

@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeAlias, cast, final, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from d9d_dist import WeightGradHandle, defer_weight_grad
 from d9d_dist.errors import UserError
 from d9d_moe.autocast import autocast_inputs
-from d9d_moe.balanced_counts import counts_on_host
 
 GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
 
@@ -88,16 +88,15 @@ def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
     return grouped_matmul(x_NI.new_ones(len(x_NI), 1), bias_GO.unsqueeze(-1), counts_G)
 
 
-def choose_grouped_matmul(x_NI: Tensor, *, environment: Mapping[str, str] | None = None) -> GroupedMatmulBackend:
+def choose_grouped_matmul(x_NI: Tensor) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the rows, else "eager".
 
     Without the variable, the choice depends only on the dtype, the number of rows, and whether they are on `meta`.
-    `environment` defaults to `os.environ`.
 
     Raises:
         UserError: If the variable names an unknown backend.
     """
-    named = (os.environ if environment is None else environment).get(GROUPED_MATMUL_VARIABLE, "")
+    named = os.environ.get(GROUPED_MATMUL_VARIABLE, "")
     if named:
         if named not in get_args(GroupedMatmulBackend):
             expected = ", ".join(get_args(GroupedMatmulBackend))
@@ -172,12 +171,23 @@ def _grouped_mm_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
     return weight_GOI[:, :num_outputs, :num_inputs].contiguous()
 
 
+def _counts_on_host(counts_G: Tensor, *, num_rows: int) -> list[int]:
+    """Return the number of rows of each group, `num_rows` in all. A host-device synchronization.
+
+    Fake tensors have no values, so a dry run of a job splits the rows evenly: sizes differ by at most 1.
+    """
+    if not isinstance(counts_G, FakeTensor):
+        return counts_G.tolist()
+    share, rest = divmod(num_rows, len(counts_G))
+    return [share + (group < rest) for group in range(len(counts_G))]
+
+
 def _eager(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
     """Multiply in a loop over groups; reading the counts is a host-device synchronization."""
     y_NO = x_NI.new_empty(len(x_NI), weight_GIO.shape[2])
     if x_NI.is_meta:
         return y_NO  # the counts have no values on meta
-    counts = counts_on_host(counts_G, num_rows=len(x_NI))
+    counts = _counts_on_host(counts_G, num_rows=len(x_NI))
     for y, x, weight_IO in zip(y_NO.split(counts), x_NI.split(counts), weight_GIO.unbind(), strict=True):
         torch.mm(x, weight_IO, out=y)
     return y_NO
@@ -187,7 +197,7 @@ def _eager_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
     weight_GOI = x_NI.new_empty(len(counts_G), y_NO.shape[1], x_NI.shape[1])
     if x_NI.is_meta:
         return weight_GOI
-    counts = counts_on_host(counts_G, num_rows=len(x_NI))
+    counts = _counts_on_host(counts_G, num_rows=len(x_NI))
     for weight_OI, y, x in zip(weight_GOI.unbind(), y_NO.split(counts), x_NI.split(counts), strict=True):
         torch.mm(y.T, x, out=weight_OI)
     return weight_GOI

@@ -10,9 +10,8 @@ from d9d_modules import HiddenAndLosses
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import Experts, GroupedSwiGLU
-from d9d_moe.joint_balance import token_records
 from d9d_moe.router import ReplayRouter, Router, Routing
-from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses
+from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses, token_records
 
 LOCAL = LocalDispatcher()
 """Dispatcher for experts that are all on this rank."""
@@ -28,7 +27,6 @@ class MoELayer(nn.Module):
         moe = MoELayer(64, 32, router=TopKRouter(64, num_experts=8, top_k=2))
 
     Args:
-        router: Module that implements `Router`.
         experts: Routed experts; None for a `GroupedSwiGLU`.
         shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None to omit them.
         losses: Router losses. In evaluation mode they are 0.

@@ -10,9 +10,8 @@ from d9d_dist import DistributedContext, Precision, UserError, canonical_name, p
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.deep_ep import DeepEpDispatcher, check_deep_ep, deep_ep_buffer
 from d9d_moe.dispatch import Dispatcher
-from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import MoELayer
-from d9d_moe.router_losses import TokenGroups
+from d9d_moe.router_losses import JointBalance, TokenGroups
 
 DispatchName: TypeAlias = Literal["all_to_all", "deep_ep"]
 """Name of a dispatcher between ranks."""

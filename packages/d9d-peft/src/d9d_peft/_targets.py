@@ -1,7 +1,7 @@
 """Selection of the modules that a method adapts, by a pattern of names or by type, and the errors for bad targets."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from torch import nn
@@ -44,29 +44,8 @@ def is_target(target: Target, name: str, module: nn.Module) -> bool:
     return isinstance(module, target)
 
 
-def find_layers(
-    model: nn.Module, target: Target, fits: Callable[[nn.Module], bool], *, method: str, expected: str
-) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Return the supported layers that match a target, by first name; and the error message if there are none.
-
-    `fits` returns True for supported modules; other matches are skipped. `method` and `expected` are for messages.
-    Raises `UserError` if torch uses the weight of a match without calling the layer: an adapter would have no effect.
-    """
-    modules = dict(model.named_modules())
-    found = {name: module for name, module in modules.items() if is_target(target, name, module)}
-    layers = {name: module for name, module in found.items() if fits(module)}
-    _refuse_layers_not_called(layers, modules, method)
-    if layers:
-        return layers, ()
-    others = shorten([f"{name} ({type(module).__name__})" for name, module in found.items()])
-    message = (
-        f"{method} got {_describe(target)}, which matches {f'only {others}' if found else 'no module'}; expected "
-        f"{expected}. This model has {shorten([name for name, module in modules.items() if fits(module)])}."
-    )
-    return {}, (message,)
-
-
-def _refuse_layers_not_called(layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], method: str) -> None:
+def refuse_layers_not_called(layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], method: str) -> None:
+    """Raise `UserError` if torch uses a layer's weight without calling the layer: an adapter would have no effect."""
     for name in layers:
         owner, _, child = name.rpartition(".")
         for kind, (children, outcome) in _NOT_CALLED.items():
@@ -84,17 +63,8 @@ def shorten(names: list[str]) -> str:
     return (", ".join(names[:_MAX_NAMES]) or "none") + more
 
 
-def claims(layers: Mapping[str, nn.Module], first_names: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the parameters of the layers; a tied parameter is listed under its first name only."""
-    return frozenset(
-        first_names[f"{name}.{parameter}".lstrip(".")]
-        for name, layer in layers.items()
-        for parameter, value in layer._parameters.items()
-        if value is not None
-    )
-
-
-def _describe(target: Target) -> str:
+def describe(target: Target) -> str:
+    """Return a pattern or types for a message."""
     if isinstance(target, str):
         return f"the pattern {target!r}"
     types = target if isinstance(target, tuple) else (target,)

@@ -2,9 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,13 +63,11 @@ class Adapter(nn.Module, ABC):
         """Prepare the adapter after tensor parallelism has sharded the layer; see `d9d_dist.FollowsWeight`."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class AdaptedLayer:
-    """Layer and its adapter."""
-
-    layer: nn.Module
-    adapter: Adapter
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return the weight of a layer, which parallelism may have replaced by a plain tensor while the layer runs."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return weight
 
 
 def child_name(adapter: str) -> str:
@@ -104,20 +101,19 @@ def adapter_parameters(model: nn.Module) -> set[int]:
     return {id(parameter) for _, adapter in all_adapters(model) for parameter in adapter.parameters()}
 
 
-def adapted_layers(model: nn.Module, adapter: str = DEFAULT_ADAPTER) -> dict[str, AdaptedLayer]:
-    """Return the layers that have the named adapter.
+def adapted_layers(model: nn.Module, adapter: str = DEFAULT_ADAPTER) -> dict[str, tuple[nn.Module, Adapter]]:
+    """Return the layers that have the named adapter, each with this adapter.
 
     Keys are layer names in the whole model, also if `model` is a pipeline stage.
     """
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
-    layers: dict[str, AdaptedLayer] = {}
+    layers: dict[str, tuple[nn.Module, Adapter]] = {}
     for layer in model.modules():
         found = layer._modules.get(child_name(adapter))
         if isinstance(found, Adapter):
             name, parameter = next(iter(found.named_parameters()))
-            layers[names[id(parameter)].removesuffix(f"{child_name(adapter)}.{name}").removesuffix(".")] = AdaptedLayer(
-                layer, found
-            )
+            of_layer = names[id(parameter)].removesuffix(f"{child_name(adapter)}.{name}").removesuffix(".")
+            layers[of_layer] = layer, found
     return layers
 
 

@@ -18,7 +18,7 @@ from d9d_peft.peft_config import (
     refuse_untargeted_layer,
 )
 from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME
-from d9d_peft.stored_adapters import StoredAdapters, StoredNames, agreed_adapters, base_names, stored_names
+from d9d_peft.stored_adapters import StoredAdapters, StoredNames, agreed_adapters, base_names, gather_names
 from d9d_state import StateMapper
 
 
@@ -50,11 +50,9 @@ def load_adapters(
     """
     folder = Path(folder)
     stored, is_dora = agreed_adapters(model, base_mapper, ctx, adapter)
-    all_names = stored_names(stored).gather(ctx)
-    base = base_names(model, base_mapper)
-    problem = None
+    all_names, problem = gather_names(stored, ctx), None
     try:
-        _check(folder, stored, all_names, base, is_dora=is_dora)
+        _check(folder, stored, all_names, base_names(model, base_mapper), is_dora=is_dora)
     except (UserError, OSError) as error:
         problem = UserError(str(error))
     agree(problem, alone=ctx is None)
@@ -94,7 +92,7 @@ def _check(
         ) from error
     for layer in stored.layers:
         for name in layer.names:
-            refuse_other_scale(config, name, layer.low_rank, origin=origin)
+            refuse_other_scale(config, name, layer.adapter.low_rank, origin=origin)
             refuse_untargeted_layer(config, name, origin=origin)
     refuse_other_modules(config, all_names.trained, base, origin=origin)
 

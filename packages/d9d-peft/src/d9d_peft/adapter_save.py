@@ -4,6 +4,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ def save_adapters(
         StateError: On all ranks, if writing failed. A file that was not yet replaced keeps its old contents.
     """
     stored, is_dora = agreed_adapters(model, base_mapper, ctx, adapter)
-    keeps = ctx is None or _is_first_of_stage(ctx)
+    # The first rank of each pipeline stage sends the stage's tensors to the main process.
+    keeps = ctx is None or dist.get_process_group_ranks(ctx.group_for("regular", "pp"))[0] == 0
     tensors = _gather(stored, keeps=keeps)
     low_ranks = {
-        "layers": {name: asdict(layer.low_rank) for layer in stored.layers for name in layer.names},
+        "layers": {name: asdict(layer.adapter.low_rank) for layer in stored.layers for name in layer.names},
         "parameters": {parameter.name: asdict(parameter.low_rank) for parameter in stored.parameters},
     }
     parts = _collect(save(tensors), {**low_ranks, "modules": list(stored.modules)}, ctx) if keeps else []
@@ -68,20 +70,11 @@ def save_adapters(
 def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
     """Gather full tensors in host memory, by name in the file; empty unless `keeps`. Collective over the stage."""
     kept: dict[str, Tensor] = {}
-
-    def keep(gathered: dict[str, Tensor]) -> None:
+    of_modules = ({key: full_tensor(each) for key, each in own.items()} for own in stored.modules.values())
+    of_adapters = (adapted.tensors() for adapted in (*stored.layers, *stored.parameters))
+    for gathered in chain(of_adapters, of_modules):  # one layer at a time
         kept.update({key: tensor.contiguous().to("cpu") for key, tensor in gathered.items()} if keeps else {})
-
-    for adapted in (*stored.layers, *stored.parameters):
-        keep(adapted.tensors())
-    for tensors in stored.modules.values():
-        keep({key: full_tensor(tensor) for key, tensor in tensors.items()})
     return kept
-
-
-def _is_first_of_stage(ctx: DistributedContext) -> bool:
-    """Return True if this rank sends the tensors of its pipeline stage to the main process."""
-    return dist.get_process_group_ranks(ctx.group_for("regular", "pp"))[0] == 0
 
 
 def _collect(
@@ -121,7 +114,8 @@ def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: 
     partials = {name: folder / f".{name}.partial" for name in contents}
     try:
         for name, content in contents.items():
-            _write_and_fsync(partials[name], content)
+            partials[name].write_bytes(content)
+            _fsync(partials[name], os.O_RDWR)
         for name, partial in partials.items():
             partial.replace(folder / name)
     finally:
@@ -129,11 +123,6 @@ def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: 
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
     _fsync(folder, os.O_RDONLY)
-
-
-def _write_and_fsync(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _fsync(path, os.O_RDWR)
 
 
 def _fsync(path: Path, mode: int) -> None:

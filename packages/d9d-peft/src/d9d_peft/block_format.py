@@ -1,4 +1,4 @@
-"""Block-quantized formats of frozen weights: NF4 with 4 bits per element, and int8.
+"""Block-quantized formats of frozen weights, NF4 with 4 bits per element and int8, and quantization while loading.
 
 Each block of consecutive input features of a row has one scale, the largest magnitude of the block (float32). NF4
 ("QLoRA", arXiv:2305.14314, section 3 and appendix E) encodes an element as the nearest of 16 quantiles of a normal
@@ -8,10 +8,15 @@ Shape legend: O output features; I input features; N blocks of a row; B elements
 leading dim [G, O, I].
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+from d9d_dist import Region
+from d9d_state import StateMapper, TensorInfo, infer_on_meta, leaf
 
 BlockFormat: TypeAlias = Literal["nf4", "int8"]
 """Format of a block-quantized weight."""
@@ -37,9 +42,8 @@ NF4_VALUES = (
 """Values of the codes 0 to 15 of NF4, from appendix E of the paper."""
 
 _INT8_MAX = 127.0
-_MOST_ELEMENTS = (
-    1 << 20
-)  # maximum number of elements to quantize at once; each needs about 16 bytes of temporary memory
+_MOST_ELEMENTS = 1 << 20
+"""Maximum number of elements to quantize at once; each needs about 16 bytes of temporary memory."""
 
 
 def quantize_blocks(weight_OI: Tensor, block_format: BlockFormat, block_size: int) -> tuple[Tensor, Tensor]:
@@ -84,3 +88,68 @@ def dequantize_blocks(codes: Tensor, scale_bytes: Tensor, block_format: BlockFor
         normal_OI = pairs[codes.int()].flatten(-2)
     normal_ONB = normal_OI.unflatten(-1, (scales_ON.shape[-1], -1))
     return (normal_ONB * scales_ON.to(wide).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _QuantizeBlocks:
+    """Operation from a weight [..., O, I] to its codes and scales, which a rank computes for its shard only."""
+
+    block_format: BlockFormat
+    block_size: int
+    dtype: torch.dtype
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (weight,) = tensors
+        return quantize_blocks(weight, self.block_format, self.block_size)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return infer_on_meta(self, *inputs)
+
+    def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> Sequence[Region]:
+        (weight,) = inputs
+        width = self.infer(weight)[output].shape[-1]
+        features = weight.shape[-1]
+        first, size = region.offsets[-1] * features // width, region.sizes[-1] * features // width
+        assert first % self.block_size == size % self.block_size == 0, "shards consist of whole blocks"
+        return (Region((*region.offsets[:-1], first), (*region.sizes[:-1], size)),)
+
+    def inverse(self) -> "_DequantizeBlocks":
+        return _DequantizeBlocks(self)
+
+    def describe(self) -> str:
+        return f"quantize({self.block_format}, block_size={self.block_size})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _DequantizeBlocks:
+    """Operation from codes and scales to the weight [..., O, I] that the model computes with.
+
+    Quantizing the result again yields the same codes and scales, unless rounding to its dtype changes the values.
+    """
+
+    quantize: _QuantizeBlocks
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        codes, scales = tensors
+        return (dequantize_blocks(codes, scales, self.quantize.block_format, dtype=self.quantize.dtype),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return infer_on_meta(self, *inputs)
+
+    def inverse(self) -> _QuantizeBlocks:
+        return self.quantize
+
+    def describe(self) -> str:
+        return f"de{self.quantize.describe()}"
+
+
+def quantize_weight(
+    weight: str, scales: str, block_format: BlockFormat, block_size: int, dtype: torch.dtype
+) -> StateMapper:
+    """Return the mapper from a weight to its codes, under the name of the weight, and its scales.
+
+    The inverse dequantizes to `dtype`.
+    """
+    return leaf(_QuantizeBlocks(block_format, block_size, dtype), [weight], [weight, scales])

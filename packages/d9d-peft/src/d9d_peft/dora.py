@@ -12,7 +12,7 @@ Shape legend: O output features, I input features. A grouped layer (experts) has
 matrix of its own. N input rows of all groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from d9d_dist import full_tensor, local_region, local_tensor, reduce_from_axis
 from d9d_peft._grouped import Product, grouped_product
-from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_placements
+from d9d_peft.adapter import weight_of
+from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod
 
 
 @final
@@ -38,7 +39,6 @@ class DoraAdapter(LowRankAdapter):
         lora_a: $A$ [rank, in].
         lora_b: $B$ [out, rank], initially zero.
         magnitude_offset: $d$ [out]: magnitude of each row minus the norm of the base weight's row; initially zero.
-        low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
@@ -46,17 +46,11 @@ class DoraAdapter(LowRankAdapter):
 
         `dtype` is the dtype of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
         """
-        weight = layer._parameters["weight"]
-        assert weight is not None
+        weight = weight_of(layer)
         super().__init__(weight, low_rank, dtype)
         self.magnitude_offset = nn.Parameter(self.lora_b.new_empty(weight.shape[:-1]))
         self._row_mesh: DeviceMesh | None = None
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw A uniformly from ±1 / sqrt(in), like the weight of `nn.Linear`, and set B and d to zero."""
-        self._reset_factors()
-        nn.init.zeros_(self.magnitude_offset)
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Compute `m / ||W + s B A|| * (W x + s B A x)` plus the bias; see `Adapter.forward`.
@@ -64,8 +58,7 @@ class DoraAdapter(LowRankAdapter):
         If tensor parallelism splits the input features: one all-reduce of squared norms [2, out].
         """
         (x, *rest) = args
-        weight_OI, bias_O = layer._parameters["weight"], layer._parameters.get("bias")
-        assert weight_OI is not None
+        weight_OI, bias_O = weight_of(layer), layer._parameters.get("bias")
         product = grouped_product(layer)
         if product is not None:
             return self._grouped(product, weight_OI, x, *rest)
@@ -101,8 +94,7 @@ class DoraAdapter(LowRankAdapter):
     @torch.no_grad()
     def merge_(self, layer: nn.Module) -> None:
         """Set the weight to `W'`, computed in at least float32, and set B and `d` to zero; see `Adapter.merge_`."""
-        weight_OI = layer._parameters["weight"]
-        assert weight_OI is not None
+        weight_OI = weight_of(layer)
         local, (*rows, _) = local_tensor(weight_OI), local_region(weight_OI).slices
         magnitude_O = self.magnitude(layer)
         updated = self._update_part(weight_OI).mul_(self.low_rank.scaling).add_(local)
@@ -113,14 +105,7 @@ class DoraAdapter(LowRankAdapter):
 
     def magnitude(self, layer: nn.Module) -> Tensor:
         """Return the full magnitudes $m$ [out], in at least float32. Collective if parameters are sharded."""
-        weight_OI = layer._parameters["weight"]
-        assert weight_OI is not None
-        return row_norms(weight_OI) + full_tensor(self.magnitude_offset)
-
-    def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
-        """See `factor_placements`; `magnitude_offset` is split with the rows of the weight."""
-        factors = factor_placements(weight, self.lora_a.ndim)
-        return {**factors, "magnitude_offset": weight} if "lora_b" in factors else factors
+        return row_norms(weight_of(layer)) + full_tensor(self.magnitude_offset)
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
         """Keep the mesh axis if it splits the input features: squared norms are then summed over the axis."""
@@ -140,14 +125,12 @@ class DoRA(LowRankMethod):
         rank, alpha, dropout, rank_stabilized, dtype: See `LoRA`.
     """
 
+    _make_adapter = DoraAdapter
     _expected = "nn.Linear or d9d_moe.GroupedLinear"
 
     def _supports(self, layer: nn.Module) -> bool:
         is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
         return is_linear or grouped_product(layer) is not None
-
-    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> DoraAdapter:
-        return DoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
 @torch.no_grad()

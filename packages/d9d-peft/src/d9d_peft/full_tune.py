@@ -30,9 +30,11 @@ class FullTune:
         """Plan to train the matching parameters; see `PeftMethod.plan`."""
         first = first_names(model)
         parameters = frozenset(first[name] for name in self._matches(model))
+        modules = model.named_modules()
+        owners = [name for name, module in modules if name and next(module.parameters(recurse=False), None) is not None]
         message = (
             f"FullTune got the target {self.target!r}, which matches neither a parameter nor a module with parameters. "
-            f"This model has {shorten(_owners(model))}."
+            f"This model has {shorten(owners)}."
         )
         return Plan(claimed=parameters, trainable=parameters, unmatched=() if parameters else (message,))
 
@@ -45,10 +47,3 @@ class FullTune:
             for name, _ in model.named_parameters(remove_duplicate=False):
                 if is_target(self.target, name, model):
                     yield name
-
-
-def _owners(model: nn.Module) -> list[str]:
-    """Return the names of the modules that directly own parameters."""
-    return [
-        name for name, module in model.named_modules() if name and any(True for _ in module.parameters(recurse=False))
-    ]

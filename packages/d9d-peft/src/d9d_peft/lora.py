@@ -4,18 +4,18 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (https://arxiv.o
 $h = W x + \frac{\alpha}{r} B A x$ with a frozen $W$.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement
 from torch.nn import functional as F
 
 from d9d_dist import HasTokenLoss, local_tensor
 from d9d_peft._grouped import grouped_product
-from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_placements
+from d9d_peft.adapter import weight_of
+from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod
 
 
 @final
@@ -26,7 +26,6 @@ class LoraAdapter(LowRankAdapter):
         lora_a: $A$ [rank, in]; [groups, rank, in] in a grouped layer.
         lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer. Initially zero. For an embedding the weight
             [vocabulary, features] is [out, in].
-        low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
@@ -34,16 +33,11 @@ class LoraAdapter(LowRankAdapter):
 
         `dtype` is the dtype of A and B; `None` for the dtype of the weight, but at least float32.
         """
-        update, weight = update_of(layer), layer._parameters["weight"]
+        update = update_of(layer)
         assert update is not None
-        assert weight is not None
-        super().__init__(weight, low_rank, dtype)
+        super().__init__(weight_of(layer), low_rank, dtype)
         self._update = update
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw A uniformly from ±1 / sqrt(in), like the weight of `nn.Linear`, and set B to zero."""
-        self._reset_factors()
 
     @property
     def is_embedding(self) -> bool:
@@ -62,14 +56,9 @@ class LoraAdapter(LowRankAdapter):
     @torch.no_grad()
     def merge_(self, layer: nn.Module) -> None:
         """Add `s B A`, computed in at least float32, to the weight and set B to zero; see `Adapter.merge_`."""
-        weight = layer._parameters["weight"]
-        assert weight is not None
+        weight = weight_of(layer)
         local_tensor(weight).add_(self._update_part(weight), alpha=self.low_rank.scaling)
         self.lora_b.zero_()
-
-    def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
-        """See `factor_placements`."""
-        return factor_placements(weight, self.lora_a.ndim)
 
 
 @final
@@ -89,13 +78,11 @@ class LoRA(LowRankMethod):
         dtype: dtype of the adapters; `None` for the dtype of each layer's weight, but at least float32.
     """
 
+    _make_adapter = LoraAdapter
     _expected = "nn.Linear, nn.Embedding, d9d_moe.GroupedLinear or a language-model head"
 
     def _supports(self, layer: nn.Module) -> bool:
         return update_of(layer) is not None
-
-    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> LoraAdapter:
-        return LoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
 class Update(Protocol):

@@ -6,7 +6,7 @@ B [..., O, R]; leading dims are groups, such as experts.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from d9d_dist import UserError, full_tensor, local_region
-from d9d_peft._targets import Target, check_target, claims, find_layers
+from d9d_peft._targets import Target, check_target, describe, is_target, refuse_layers_not_called, shorten
 from d9d_peft.adapter import Adapter
 from d9d_peft.method import Plan, first_names
 
@@ -70,11 +70,30 @@ class LowRankAdapter(Adapter, ABC):
         self.lora_a = nn.Parameter(weight.new_empty(*groups, low_rank.rank, num_inputs, dtype=dtype))
         self.lora_b = nn.Parameter(weight.new_empty(*groups, num_outputs, low_rank.rank, dtype=dtype))
 
-    def _reset_factors(self) -> None:
-        """Draw A uniformly from ±1 / sqrt(I), like the weight of `nn.Linear`, and set B to zero, in place."""
+    def reset_parameters(self) -> None:
+        """Draw A uniformly from ±1 / sqrt(I), like the weight of `nn.Linear`, and set the others to zero, in place."""
         bound = 1 / math.sqrt(self.lora_a.shape[-1])
         nn.init.uniform_(self.lora_a, -bound, bound)
-        nn.init.zeros_(self.lora_b)
+        for name, parameter in self.named_parameters():
+            if name != "lora_a":
+                nn.init.zeros_(parameter)
+
+    def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
+        """Return the placements of the parameters on a mesh axis, given the placement of a weight [..., O, I].
+
+        If the weight is split along O, so are B and other parameters. If the weight is split along I, so is A; the
+        update and the layer's output are then partial sums. If the weight is split along groups, so are all. A
+        parameter without an entry is replicated.
+        """
+        if not isinstance(weight, Shard):
+            return {}
+        names = [name for name, _ in self.named_parameters()]
+        match weight.dim % self.lora_a.ndim - self.lora_a.ndim:
+            case -2:
+                names.remove("lora_a")
+            case -1:
+                names = ["lora_a"]
+        return dict.fromkeys(names, weight)
 
     @torch.no_grad()
     def _update_part(self, weight: Tensor) -> Tensor:
@@ -97,6 +116,9 @@ class LowRankMethod(ABC):
     _expected: ClassVar[str]
     """The supported layers, for messages."""
 
+    _make_adapter: ClassVar[Callable[..., Adapter]]
+    """Type of the adapters."""
+
     target: Target
     rank: int = 8
     alpha: float = 16.0
@@ -118,37 +140,29 @@ class LowRankMethod(ABC):
     def _supports(self, layer: nn.Module) -> bool:
         """Return True if the method can adapt a layer."""
 
-    @abstractmethod
-    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> Adapter:
-        """Return a new adapter for a layer that the method supports."""
-
     def plan(self, model: nn.Module) -> Plan:
         """Plan an adapter for each matching layer; see `PeftMethod.plan`."""
-        layers, unmatched = find_layers(
-            model, self.target, self._supports, method=type(self).__name__, expected=self._expected
+        method, modules, first = type(self).__name__, dict(model.named_modules()), first_names(model)
+        found = {name: module for name, module in modules.items() if is_target(self.target, name, module)}
+        layers = {name: module for name, module in found.items() if self._supports(module)}
+        refuse_layers_not_called(layers, modules, method)
+        others = shorten([f"{name} ({type(module).__name__})" for name, module in found.items()])
+        fitting = shorten([name for name, module in modules.items() if self._supports(module)])
+        message = (
+            f"{method} got {describe(self.target)}, which matches {f'only {others}' if found else 'no module'}; "
+            f"expected {self._expected}. This model has {fitting}."
         )
+        own = [
+            f"{name}.{each}".lstrip(".") for name in layers for each, _ in layers[name].named_parameters(recurse=False)
+        ]
         return Plan(
-            claimed=claims(layers, first_names(model)),
-            unmatched=unmatched,
-            adapters={name: self._make_adapter(layer, self._low_rank()) for name, layer in layers.items()},
+            claimed=frozenset(first[name] for name in own),
+            unmatched=() if layers else (message,),
+            adapters={
+                name: type(self)._make_adapter(layer, self._low_rank(), dtype=self.dtype)
+                for name, layer in layers.items()
+            },
         )
 
     def _low_rank(self) -> LowRank:
         return LowRank(rank=self.rank, alpha=self.alpha, dropout=self.dropout, rank_stabilized=self.rank_stabilized)
-
-
-def factor_placements(weight: Placement, num_dims: int) -> Mapping[str, Placement]:
-    """Return the placements of `lora_a` and `lora_b` on a mesh axis, given the placement of a weight [..., O, I].
-
-    If the weight is split along O, so is B. If the weight is split along I, so is A; the update and the layer's output
-    are then partial sums. If the weight is split along groups, so are A and B. A factor without an entry is replicated.
-    """
-    if not isinstance(weight, Shard):
-        return {}
-    match weight.dim % num_dims - num_dims:
-        case -2:
-            return {"lora_b": weight}
-        case -1:
-            return {"lora_a": weight}
-        case _:
-            return {"lora_a": weight, "lora_b": weight}

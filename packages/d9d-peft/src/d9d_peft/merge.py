@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
-from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers
+from d9d_peft.adapter import DEFAULT_ADAPTER, Adapter, adapted_layers
 from d9d_peft.quantized_base import is_quantized
 
 
@@ -29,31 +29,25 @@ def merge_(model: nn.Module, ctx: DistributedContext | None = None, *, adapter: 
             model is then unchanged.
     """
     layers = adapted_layers(model, adapter)
-    agree(_quantized_message(layers) or _tied_message(model, layers), alone=ctx is None)
+    agree(_problem(model, layers), alone=ctx is None)
     if not any(gather_json(bool(layers), alone=ctx is None)):
         named = "" if adapter == DEFAULT_ADAPTER else f" named {adapter!r}"
         raise UserError(f"merge_ got a model without adapters{named}; expected a model after inject().")
-    for adapted in layers.values():
-        adapted.adapter.merge_(adapted.layer)
+    for layer, found in layers.values():
+        found.merge_(layer)
 
 
-def _quantized_message(layers: Mapping[str, AdaptedLayer]) -> str | None:
-    """Return an error message if a layer is quantized, else `None`."""
-    for name, adapted in layers.items():
-        if is_quantized(adapted.layer):
+def _problem(model: nn.Module, layers: Mapping[str, tuple[nn.Module, Adapter]]) -> str | None:
+    """Return an error message if a layer with an adapter is quantized or shares a parameter with another module."""
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, (layer, _) in layers.items():
+        if is_quantized(layer):
             return (
                 f"{name}.weight is quantized, and merging would round the update; expected dense weights. Save the "
                 "adapters with save_adapters, load them into a model with dense weights, and merge there."
             )
-    return None
-
-
-def _tied_message(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> str | None:
-    """Return an error message if a layer with an adapter shares a parameter with another module, else `None`."""
-    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-    own = {id(parameter) for parameter in model.parameters()}
-    for name, adapted in layers.items():
-        for parameter_name, parameter in adapted.layer.named_parameters(recurse=False):
+        for parameter_name, parameter in layer.named_parameters(recurse=False):
             if owners[id(parameter)] > 1 or id(parameter) not in own:
                 return (
                     f"{name}.{parameter_name} is tied to a parameter of another module, which merging would change "

@@ -108,8 +108,9 @@ def adapter_config(
         "init_lora_weights": True,
         "bias": "none",
         "fan_in_fan_out": False,
-        "rank_pattern": {_exact_pattern(name): value for name, value in ranks.items() if value != rank},
-        "alpha_pattern": {_exact_pattern(name): value for name, value in alphas.items() if value != alpha},
+        # Patterns without "^" would also match longer names that end with a dot and this name.
+        "rank_pattern": {f"^{re.escape(name)}": value for name, value in ranks.items() if value != rank},
+        "alpha_pattern": {f"^{re.escape(name)}": value for name, value in alphas.items() if value != alpha},
         "use_rslora": is_stabilized,
         "use_dora": is_dora,
     }
@@ -134,8 +135,10 @@ def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
         for name, value in ({"peft_type": None, "use_dora": False} | config).items()
         if name in expected and value != expected[name]
     ]
-    known = expected.keys() | _TYPES.keys() | _IRRELEVANT.keys() | _disabled_entries(config)
-    refused += [f"{name} = {value!r} (unknown)" for name, value in config.items() if name not in known]
+    known = expected.keys() | _TYPES.keys() | _IRRELEVANT.keys()
+    # Null, false and empty entries are disabled options of newer peft versions.
+    unknown = {name: value for name, value in config.items() if name not in known and value not in _DISABLED}
+    refused += [f"{name} = {value!r} (unknown)" for name, value in unknown.items()]
     if refused:
         raise UserError(
             f"{origin} has unsupported entries: {shorten(refused)}. Inject the method with which the adapters were "
@@ -179,16 +182,11 @@ def config_low_rank(config: Mapping[str, Any], name: str) -> LowRank:
 def refuse_untargeted_layer(config: Mapping[str, Any], name: str, *, origin: str) -> None:
     """Raise `UserError` if an entry excludes a layer with an adapter in the files: `peft` would ignore the adapter."""
     entry = _entry_against(config, name)
-    if entry is not None and not is_target(config, f"{name}.weight"):
+    if entry is not None and not _is_named(f"{name}.weight", config.get("target_parameters") or []):
         raise UserError(
             f"{origin} has {entry} = {config.get(entry)!r}, with which peft does not adapt {name}, but the files hold "
             "an adapter of it. Correct the entry, or remove the adapter's tensors."
         )
-
-
-def is_target(config: Mapping[str, Any], parameter: str) -> bool:
-    """Return True if `target_parameters` names a parameter."""
-    return _is_named(parameter, config.get("target_parameters") or [])
 
 
 def refuse_other_targets(
@@ -201,7 +199,7 @@ def refuse_other_targets(
     targets = config.get("target_parameters") or []
     adapted = [*parameters, *(f"{name}.weight" for name in layers)]
     unknown = [target for target in targets if not any(_is_named(name, [target]) for name in adapted)]
-    missing = [name for name in parameters if not is_target(config, name)]
+    missing = [name for name in parameters if not _is_named(name, targets)]
     if unknown or missing:
         raise UserError(
             f"{origin} has target_parameters = {targets!r}; the model has adapters of "
@@ -227,11 +225,6 @@ def refuse_other_modules(
     if missing or unnamed:
         problem = f"the files lack {shorten(missing)}" if missing else f"the files also hold {shorten(unnamed)}"
         raise UserError(f"{origin} has modules_to_save = {entries!r}, but {problem}. Correct the entry.")
-
-
-def _disabled_entries(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the entries that are null, false or empty, such as disabled options of newer peft versions."""
-    return frozenset(name for name, value in config.items() if any(value is off or value == off for off in _DISABLED))
 
 
 def _refuse_types(config: Mapping[str, Any], origin: str) -> None:
@@ -303,11 +296,6 @@ def _match(pattern: str, name: str, entry: str) -> re.Match[str] | None:
             f"adapter_config.json has the pattern {pattern!r} in {entry}, which is not a valid regular expression: "
             f"{error}. Correct the entry."
         ) from error
-
-
-def _exact_pattern(name: str) -> str:
-    """Return a pattern that matches a name, but not longer names that end with a dot and this name."""
-    return f"^{re.escape(name)}"
 
 
 def _by_pattern(config: Mapping[str, Any], entry: str, name: str, default: Any) -> Any:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from d9d_dist import copy_from_full_, full_tensor
-from d9d_peft.adapter import AdaptedLayer
+from d9d_peft.adapter import weight_of
 from d9d_peft.dora import DoraAdapter, row_norms
 from d9d_peft.lora import LoraAdapter
-from d9d_peft.low_rank import LowRank
 
 TENSORS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -38,17 +37,11 @@ class StoredLayer:
 
     Attributes:
         names: Name of the layer in the base checkpoint; for a grouped layer one name per group.
-        adapted: Layer of the model and its adapter.
     """
 
     names: tuple[str, ...]
-    adapted: AdaptedLayer
-
-    @property
-    def low_rank(self) -> LowRank:
-        """Rank, scale and dropout of the adapter."""
-        assert isinstance(self.adapted.adapter, LoraAdapter | DoraAdapter)
-        return self.adapted.adapter.low_rank
+    layer: nn.Module
+    adapter: LoraAdapter | DoraAdapter
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the layer's tensors in a file, by name."""
@@ -79,8 +72,7 @@ class StoredLayer:
 
     def _parameters(self) -> list[tuple[str, Tensor, int]]:
         """Return for each parameter of the adapter: its name suffix, the tensor and the number of dims in a file."""
-        adapter = self.adapted.adapter
-        assert isinstance(adapter, LoraAdapter | DoraAdapter)
+        adapter = self.adapter
         if isinstance(adapter, LoraAdapter) and adapter.is_embedding:
             return [(_EMBEDDING_A, adapter.lora_b, 2), (_EMBEDDING_B, adapter.lora_a, 2)]
         num_dims = 2 if len(self.names) > 1 else adapter.lora_a.ndim
@@ -92,32 +84,9 @@ class StoredLayer:
 
     def _base_norms(self) -> Tensor:
         """Return the base weight's row norms [out]. Files hold magnitudes; adapters hold offsets from these norms."""
-        weight_OI = self.adapted.layer._parameters["weight"]
-        assert weight_OI is not None
-        return row_norms(weight_OI)
+        return row_norms(weight_of(self.layer))
 
 
 def _stored_form(suffix: str, tensor: Tensor) -> Tensor:
     """Transpose the factors of an embedding; its own inverse."""
     return tensor.mT if suffix in (_EMBEDDING_A, _EMBEDDING_B) else tensor
-
-
-def module_key(name: str) -> str:
-    """Return the name that a tensor of a fully fine-tuned module has in a file."""
-    return f"{PREFIX}{name}"
-
-
-def module_name(key: str) -> str:
-    """Return the name that a tensor has in the base checkpoint; the inverse of `module_key`."""
-    return key.removeprefix(PREFIX)
-
-
-def kind(adapter: object) -> str | None:
-    """Return the kind of an adapter, "LoRA" or "DoRA"; `None` if files cannot hold it."""
-    match adapter:
-        case LoraAdapter():
-            return "LoRA"
-        case DoraAdapter():
-            return "DoRA"
-        case _:
-            return None

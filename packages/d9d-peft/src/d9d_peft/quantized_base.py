@@ -4,6 +4,7 @@ Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (https://arxiv.
 double quantization of the scales.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
@@ -16,9 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from d9d_dist import UserError, local_tensor
 from d9d_peft._grouped import grouped_product
 from d9d_peft._targets import Target, check_target, is_target, shorten
-from d9d_peft.adapter import adapters_of
-from d9d_peft.block_format import BlockFormat, dequantize_blocks, quantize_blocks
-from d9d_peft.block_operation import quantize_weight
+from d9d_peft.adapter import adapters_of, weight_of
+from d9d_peft.block_format import BlockFormat, dequantize_blocks, quantize_blocks, quantize_weight
 from d9d_peft.dora import DoraAdapter
 from d9d_state import StateMapper, identity, identity_of, parallel
 
@@ -116,8 +116,7 @@ def quantize_base(
         raise UserError(f"quantize_base cannot quantize {shorten(problems)}. Narrow the target.")
     given, mappers = identity_of(model), []
     for name, layer in layers.items():
-        weight = layer._parameters["weight"]
-        assert weight is not None
+        weight = weight_of(layer)
         prefix = f"{name}." if name else ""
         names = (f"{prefix}weight", f"{prefix}{_CHILD}.scales")
         mappers.append(quantize_weight(*names, block_format, block_size, weight.dtype))
@@ -146,10 +145,8 @@ def _refuse_reset(name: str) -> None:
 
 def _dequantized_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Call the forward of a layer with its dense weight, which autograd does not keep for the backward pass."""
-    codes, quantized = layer._parameters["weight"], layer._modules[_CHILD]
-    assert codes is not None
-    assert quantized is not None
-    dtype = args[0].dtype
+    codes, quantized, dtype = layer._parameters["weight"], layer._modules[_CHILD], args[0].dtype
+    assert isinstance(quantized, QuantizedWeight)
     with torch.no_grad():
         dense = quantized(codes, dtype)
     storage = dense.untyped_storage().data_ptr()
@@ -163,11 +160,8 @@ def _dequantized_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: 
         if isinstance(packed, Tensor):
             return packed
         # In backward, FSDP has gathered the layer's parameters again.
-        again = layer._parameters["weight"]
-        assert again is not None
-        assert isinstance(quantized, QuantizedWeight)
-        scales = local_tensor(quantized.scales)
-        return dequantize_blocks(local_tensor(again), scales, quantized.block_format, dtype=dtype).as_strided(*packed)
+        again, scales = local_tensor(weight_of(layer)), local_tensor(quantized.scales)
+        return dequantize_blocks(again, scales, quantized.block_format, dtype=dtype).as_strided(*packed)
 
     layer._parameters["weight"] = dense  # only while forward runs
     try:
@@ -184,14 +178,10 @@ def _is_frozen_layer(module: nn.Module) -> bool:
 
 
 def _problems(model: nn.Module, layers: Mapping[str, nn.Module], block_size: int) -> list[str]:
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     problems: list[str] = []
     for name, layer in layers.items():
-        weight = layer._parameters["weight"]
-        assert weight is not None
+        weight = weight_of(layer)
         reasons = {
             "has a tied weight": users[id(weight)] > 1,
             "is parallelized": isinstance(weight, DTensor),

@@ -1,17 +1,18 @@
 """Tensors of a model that adapter files hold, with their names in the base checkpoint."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, agree, canonical_name, gather_json
 from d9d_peft._checkpoint_names import JointParameter, checkpoint_name, group_names
 from d9d_peft._targets import shorten
-from d9d_peft.adapter import DEFAULT_ADAPTER, AdaptedLayer, adapted_layers, adapter_parameters, all_adapters
+from d9d_peft.adapter import DEFAULT_ADAPTER, adapted_layers, adapter_parameters, all_adapters, weight_of
+from d9d_peft.dora import DoraAdapter
 from d9d_peft.lora import LoraAdapter
-from d9d_peft.peft_layout import StoredLayer, kind, module_key, module_name
+from d9d_peft.peft_layout import PREFIX, StoredLayer
 from d9d_peft.stored_parameter import StoredParameter, nested
 from d9d_state import StateMapper
 
@@ -36,8 +37,8 @@ class StoredAdapters:
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of the adapters: "LoRA", "DoRA"."""
-        of_layers = (kind(layer.adapted.adapter) for layer in self.layers)
-        return frozenset(filter(None, (*of_layers, "LoRA" if self.parameters else None)))
+        of_layers = {"DoRA" if isinstance(layer.adapter, DoraAdapter) else "LoRA" for layer in self.layers}
+        return frozenset(of_layers | ({"LoRA"} if self.parameters else set()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors in the files that `save_adapters` writes, by name."""
@@ -48,8 +49,7 @@ class StoredAdapters:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class StoredNames:
+class StoredNames(NamedTuple):
     """Names of the tensors and layers in adapter files, which ranks can gather without the tensors themselves.
 
     Attributes:
@@ -64,20 +64,17 @@ class StoredNames:
     parameters: frozenset[str]
     trained: frozenset[str]
 
-    def gather(self, ctx: DistributedContext | None) -> "StoredNames":
-        """Return the union of the names of all ranks. Collective; without a context the names of this process only."""
-        gathered = gather_json([sorted(names) for names in astuple(self)], alone=ctx is None)
-        return StoredNames(*(frozenset[str]().union(*names) for names in zip(*gathered, strict=True)))
 
-
-def stored_names(stored: StoredAdapters) -> StoredNames:
-    """Return the names of this rank's adapters and fully fine-tuned modules."""
-    return StoredNames(
-        tensors=frozenset(stored.shapes()),
-        layers=frozenset(name for layer in stored.layers for name in layer.names),
-        parameters=frozenset(parameter.name for parameter in stored.parameters),
-        trained=frozenset(module_name(key) for tensors in stored.modules.values() for key in tensors),
+def gather_names(stored: StoredAdapters, ctx: DistributedContext | None) -> StoredNames:
+    """Return the names of all ranks. Collective; without a context the names of this process only."""
+    own = (
+        stored.shapes(),
+        [name for layer in stored.layers for name in layer.names],
+        [parameter.name for parameter in stored.parameters],
+        [key.removeprefix(PREFIX) for tensors in stored.modules.values() for key in tensors],
     )
+    gathered = gather_json([sorted(names) for names in own], alone=ctx is None)
+    return StoredNames(*(frozenset[str]().union(*names) for names in zip(*gathered, strict=True)))
 
 
 def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
@@ -122,33 +119,38 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: 
     Raises `UserError` if the `peft` format cannot represent a trained tensor.
     """
     layers = adapted_layers(model, adapter)
-    unsupported = [
-        f"{name} ({type(adapted.adapter).__name__})"
-        for name, adapted in layers.items()
-        if kind(adapted.adapter) is None
-    ]
-    if unsupported:
+    supported = {
+        name: (layer, found) for name, (layer, found) in layers.items() if isinstance(found, LoraAdapter | DoraAdapter)
+    }
+    if len(supported) < len(layers):
+        others = [f"{name} ({type(found).__name__})" for name, (_, found) in layers.items() if name not in supported]
         raise UserError(
-            f"got the adapters {shorten(unsupported)}; expected adapters of LoRA or DoRA, because files of peft have "
+            f"got the adapters {shorten(others)}; expected adapters of LoRA or DoRA, because files of peft have "
             "no others. Save the merged model instead."
         )
     modules = _tuned_modules(model, adapter_parameters(model), base_mapper)
-    return StoredAdapters(*_stored_layers(layers, base_mapper), modules)
+    return StoredAdapters(*_stored_layers(supported, base_mapper), modules)
 
 
 def _stored_layers(
-    layers: Mapping[str, AdaptedLayer], base_mapper: StateMapper | None
+    layers: Mapping[str, tuple[nn.Module, LoraAdapter | DoraAdapter]], base_mapper: StateMapper | None
 ) -> tuple[tuple[StoredLayer, ...], tuple[StoredParameter, ...]]:
     """Divide the layers into those stored one by one and those stored in a parameter [experts, out, in]."""
     weights = {f"{name}{_WEIGHT}".lstrip("."): adapted for name, adapted in layers.items()}
-    grouped = {name: _shape(adapted) for name, adapted in weights.items() if len(_shape(adapted)) == 3}
+    shapes = {name: weight_of(layer).shape for name, (layer, _) in weights.items()}
+    grouped = {name: shape for name, shape in shapes.items() if len(shape) == 3}
     stored: list[StoredLayer] = []
     joint: dict[str, tuple[LoraAdapter, ...]] = {}
-    for name, adapted in weights.items():
+    for name, (layer, found) in weights.items():
         names = group_names(name, grouped, base_mapper) if name in grouped else (checkpoint_name(name, base_mapper),)
         if isinstance(names, JointParameter):
-            parts = [weights[weight].adapter for weight in names.weights]
+            parts = [weights[weight][1] for weight in names.weights]
             joint[names.name] = tuple(part for part in parts if isinstance(part, LoraAdapter))
+            if len(joint[names.name]) < len(parts):
+                raise UserError(
+                    f"{names.name} holds all experts of {shorten(list(names.weights))}, with DoRA; expected LoRA, "
+                    "because files of peft have no DoRA for such parameters. Save the merged model instead."
+                )
             continue
         invalid = [each for each in names if not each.endswith(_WEIGHT)]
         if invalid:
@@ -156,15 +158,9 @@ def _stored_layers(
                 f"{name} is {invalid[0]} in the base checkpoint; expected a name that ends in {_WEIGHT!r}. Pass the "
                 "base_mapper that loads the base checkpoint."
             )
-        stored.append(StoredLayer(tuple(each.removesuffix(_WEIGHT) for each in names), adapted))
+        stored.append(StoredLayer(tuple(each.removesuffix(_WEIGHT) for each in names), layer, found))
     order = list(joint if base_mapper is None else base_mapper.restrict(inputs=joint).inputs)
     return tuple(stored), nested({name: joint[name] for name in order if name in joint})
-
-
-def _shape(adapted: AdaptedLayer) -> Sequence[int]:
-    weight = adapted.layer._parameters["weight"]
-    assert weight is not None
-    return weight.shape
 
 
 def _tuned_modules(model: nn.Module, owned: set[int], base_mapper: StateMapper | None) -> dict[str, dict[str, Tensor]]:
@@ -183,5 +179,5 @@ def _tuned_modules(model: nn.Module, owned: set[int], base_mapper: StateMapper |
         for tensor in own:
             assert tensor is not None
             name = checkpoint_name(names[id(tensor)], base_mapper)
-            modules.setdefault(name.rpartition(".")[0], {})[module_key(name)] = tensor
+            modules.setdefault(name.rpartition(".")[0], {})[f"{PREFIX}{name}"] = tensor
     return modules

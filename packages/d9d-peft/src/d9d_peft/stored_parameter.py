@@ -56,15 +56,6 @@ class StoredParameter:
         """
         return self.adapters[0].low_rank if self._is_shared(rank) else self.low_rank
 
-    def check(self) -> None:
-        """Raise `UserError` if the scales of the layers' adapters differ."""
-        scales = {adapter.low_rank.scaling for adapter in self.adapters}
-        if len(scales) > 1:
-            raise UserError(
-                f"{self.name} holds layers whose adapters have the scales {', '.join(f'{s:g}' for s in sorted(scales))}"
-                "; expected equal scales. Inject these layers with the same rank and alpha."
-            )
-
     def shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameter's tensors in a file, by name.
 
@@ -137,7 +128,12 @@ def nested(adapters: Mapping[str, tuple[LoraAdapter, ...]]) -> tuple[StoredParam
         later = list(adapters)[list(adapters).index(name) + 1 :]
         depth = sum(each.rpartition(".")[0] == name.rpartition(".")[0] for each in later)
         parameters.append(StoredParameter(name, depth, parts))
-        parameters[-1].check()
+        scales = sorted({adapter.low_rank.scaling for adapter in parts})
+        if len(scales) > 1:
+            raise UserError(
+                f"{name} holds layers whose adapters have the scales {', '.join(f'{s:g}' for s in scales)}; expected "
+                "equal scales. Inject these layers with the same rank and alpha."
+            )
     seen: dict[tuple[str, tuple[tuple[int, ...], ...]], str] = {}
     for parameter in parameters:
         key = (parameter.name.rpartition(".")[0], tuple(parameter.shapes().values()))

@@ -1,19 +1,1 @@
 """Attention backends behind one protocol, selected by the features that a call needs."""
-
-from d9d_modules.attention_backends.backend import AttentionBackend as AttentionBackend
-from d9d_modules.attention_backends.choice import ATTENTION_VARIABLE as ATTENTION_VARIABLE
-from d9d_modules.attention_backends.choice import AttentionBackendName as AttentionBackendName
-from d9d_modules.attention_backends.choice import ChosenAttention as ChosenAttention
-from d9d_modules.attention_backends.choice import choose_attention_backend as choose_attention_backend
-from d9d_modules.attention_backends.choice import chosen_attention as chosen_attention
-from d9d_modules.attention_backends.choice import default_attention_backends as default_attention_backends
-from d9d_modules.attention_backends.eager import EagerBackend as EagerBackend
-from d9d_modules.attention_backends.flash import Flash2Backend as Flash2Backend
-from d9d_modules.attention_backends.flash import Flash4Backend as Flash4Backend
-from d9d_modules.attention_backends.flash import VarlenBackend as VarlenBackend
-from d9d_modules.attention_backends.flex import FlexBackend as FlexBackend
-from d9d_modules.attention_backends.request import AttentionFeatures as AttentionFeatures
-from d9d_modules.attention_backends.request import AttentionOptions as AttentionOptions
-from d9d_modules.attention_backends.request import AttentionRequest as AttentionRequest
-from d9d_modules.attention_backends.sdpa import SdpaBackend as SdpaBackend
-from d9d_modules.attention_backends.visibility import documents_of_lengths as documents_of_lengths

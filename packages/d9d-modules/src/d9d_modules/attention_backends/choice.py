@@ -4,18 +4,23 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
 
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-from d9d_modules.attention_backends.backend import AttentionBackend
+from d9d_modules.attention_backends.backend import (
+    AttentionBackend,
+    AttentionFeatures,
+    AttentionOptions,
+    AttentionRequest,
+    request_of,
+)
 from d9d_modules.attention_backends.eager import EagerBackend
 from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend, VarlenBackend
 from d9d_modules.attention_backends.flex import FlexBackend
-from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest, request_of
 from d9d_modules.attention_backends.sdpa import SdpaBackend
 
 AttentionBackendName: TypeAlias = Literal["eager", "sdpa", "flex", "flash2", "flash4", "varlen"]
@@ -108,24 +113,19 @@ class ChosenAttention:
                 f"got sinks of shape {tuple(sinks_H.shape)} for {q_BLHK.shape[2]} heads; expected one for each "
                 "query head of this rank. Shard them like the query heads (tensor parallelism: `HeadParallel`)."
             )
-        options = self.options.within(k_BSGK.shape[1])
-        request = request_of(
-            q_BLHK,
-            k_BSGK,
-            v_BSGK,
-            options=options,
-            has_documents=documents_BS is not None,
-            has_sinks=sinks_H is not None,
-            has_mask=mask_BLS is not None,
-        )
+        features: AttentionFeatures = {
+            "options": self.options.within(k_BSGK.shape[1]),
+            "documents_BS": documents_BS,
+            "sinks_H": sinks_H,
+            "mask_BLS": mask_BLS,
+        }
+        request = request_of(q_BLHK, k_BSGK, v_BSGK, **features)
         if q_BLHK.numel() == 0:
             # torch's CPU flash kernel divides by the length and crashes the process on empty tensors.
             backend: AttentionBackend = EagerBackend()
         else:
             backend = choose_attention_backend(request, self.backends, in_given_order=self.in_given_order)
-        return backend.attend(
-            q_BLHK, k_BSGK, v_BSGK, options=options, documents_BS=documents_BS, sinks_H=sinks_H, mask_BLS=mask_BLS
-        )
+        return backend.attend(q_BLHK, k_BSGK, v_BSGK, **features)
 
 
 def chosen_attention(
@@ -133,7 +133,6 @@ def chosen_attention(
     *,
     sinks: Callable[[], Tensor] | None = None,
     backends: Sequence[AttentionBackendName | AttentionBackend] | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> ChosenAttention:
     """Create the attention function of a layer.
 
@@ -141,13 +140,12 @@ def chosen_attention(
         options: Causality, window, scale and softcap.
         sinks: Returns the sink logits of the query heads [H]; None for no sinks.
         backends: Allowed backends in order of preference; None allows all of this package and prefers fast ones.
-        environment: Mapping with the variable `D9D_ATTENTION`, which overrides `backends`; None for `os.environ`.
+            The environment variable `D9D_ATTENTION` overrides this argument.
 
     Raises:
         UserError: If a backend name is unknown, or `backends` is empty.
     """
-    variable = (os.environ if environment is None else environment).get(ATTENTION_VARIABLE, "")
-    names = tuple(name.strip() for name in variable.split(",") if name.strip())
+    names = [name.strip() for name in os.environ.get(ATTENTION_VARIABLE, "").split(",") if name.strip()]
     wanted: Sequence[str | AttentionBackend] | None = names or backends
     known = {backend.name: backend for backend in default_attention_backends()}
     if wanted is None:

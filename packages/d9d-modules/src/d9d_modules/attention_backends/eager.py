@@ -8,7 +8,7 @@ from typing import Unpack, final
 import torch
 from torch import Tensor
 
-from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
+from d9d_modules.attention_backends.backend import AttentionFeatures, AttentionRequest
 from d9d_modules.attention_backends.visibility import visible
 
 
@@ -23,12 +23,10 @@ class EagerBackend:
 
     def rejection(self, request: AttentionRequest) -> str | None:
         """See `AttentionBackend`. Always None."""
-        del request
         return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
         """See `AttentionBackend`. Always False."""
-        del request
         return False
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:

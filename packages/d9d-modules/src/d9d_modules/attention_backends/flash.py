@@ -6,7 +6,6 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 import inspect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.backend import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.visibility import document_runs
+from d9d_modules.kernel_choice import compute_capability
 
 
 class KernelBackend(ABC):
@@ -52,15 +52,15 @@ class KernelBackend(ABC):
         return next(unsupported, None) or self._device_rejection(request)
 
     def _device_rejection(self, request: AttentionRequest) -> str | None:
-        capability, size = _compute_capability(request.device), self.largest_head_dim
+        capability, size = compute_capability(request.device), self.largest_head_dim
         if capability is None:
             return f"does not support {request.device.type}"
         if request.dtype not in {torch.bfloat16, torch.float16}:
             return f"supports bfloat16 and float16, not {request.dtype}"
         if request.head_dim % 8 or request.head_dim > size:
             return f"needs a head dim that is a multiple of 8 and at most {size}, not {request.head_dim}"
-        if capability < self.oldest_capability:
-            return f"needs a device of compute capability {self.oldest_capability}.0 or later, not {capability}"
+        if capability[0] < self.oldest_capability:
+            return f"needs a device of compute capability {self.oldest_capability}.0 or later, not {capability[0]}"
         return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
@@ -72,29 +72,57 @@ class KernelBackend(ABC):
         """See `AttentionBackend`."""
 
 
+class FlashBackend(KernelBackend):
+    """Base class of the backends with kernels of a FlashAttention package."""
+
+    module: ClassVar[str]
+    unlimited: ClassVar[int | None]
+    """Window size of the kernels for no window."""
+
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+        """See `AttentionBackend`."""
+        kernels: Any = import_module(self.module)
+        options, documents_BS = features["options"], features["documents_BS"]
+        settings = {
+            "softmax_scale": options.scale,
+            "causal": options.is_causal,
+            "window_size": (self.unlimited, self.unlimited) if options.window is None else _window(options),
+            "softcap": options.softcap or 0.0,
+            # Not every release supports the option.
+            **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}),
+            **({"learnable_sink": features["sinks_H"]} if self.has_sinks else {}),
+        }
+        if documents_BS is None:
+            out = kernels.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings)
+        else:
+            lengths = _lengths(documents_BS, q_BLHK.shape[1])
+            out = kernels.flash_attn_varlen_func(
+                *(x.flatten(0, 1) for x in (q_BLHK, k_BSGK, v_BSGK)),
+                cu_seqlens_q=lengths.query_ends,
+                cu_seqlens_k=lengths.key_ends,
+                max_seqlen_q=lengths.longest_query,
+                max_seqlen_k=lengths.longest_key,
+                **settings,
+            )
+        out_BLHK = out[0] if isinstance(out, tuple) else out
+        return out_BLHK.view(q_BLHK.shape)
+
+
 @final
-class Flash2Backend(KernelBackend):
+class Flash2Backend(FlashBackend):
     """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later."""
 
     name, package, install = "flash2", "flash-attn", "pip install flash-attn --no-build-isolation"
-
-    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """See `AttentionBackend`."""
-        assert features["sinks_H"] is None, "a request with sinks is rejected"
-        return _attend("flash_attn", q_BLHK, k_BSGK, v_BSGK, features, unlimited=-1)
+    module, unlimited = "flash_attn", -1
 
 
 @final
-class Flash4Backend(KernelBackend):
+class Flash4Backend(FlashBackend):
     """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`."""
 
     name, package, install = "flash4", "flash-attn-4", "pip install --pre flash-attn-4"
+    module, unlimited = "flash_attn.cute", None
     has_sinks, oldest_capability, largest_head_dim = True, 9, 128
-
-    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """See `AttentionBackend`."""
-        sinks = {"learnable_sink": features["sinks_H"]}
-        return _attend("flash_attn.cute", q_BLHK, k_BSGK, v_BSGK, features, unlimited=None, **sinks)
 
 
 @final
@@ -111,55 +139,23 @@ class VarlenBackend(KernelBackend):
         grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
         options, documents_BS = features["options"], features["documents_BS"]
         unlimited = (-1, 0 if options.is_causal else -1)
+        if documents_BS is None:
+            lengths = _row_lengths(len(q_BLHK), q_BLHK.shape[1], k_BSGK.shape[1], q_BLHK.device)
+        else:
+            lengths = _lengths(documents_BS, q_BLHK.shape[1])
         return attend(
-            q_BLHK.flatten(0, 1),
-            k_BSGK.flatten(0, 1),
-            v_BSGK.flatten(0, 1),
-            *(_row_lengths(q_BLHK, k_BSGK) if documents_BS is None else _lengths(documents_BS, q_BLHK.shape[1])),
+            *(x.flatten(0, 1) for x in (q_BLHK, k_BSGK, v_BSGK)),
+            *lengths,
             scale=options.scale,
             window_size=unlimited if options.window is None else _window(options),
             **grouped,
         ).unflatten(0, q_BLHK.shape[:2])
 
 
-def _attend(
-    package: str,
-    q_BLHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    features: AttentionFeatures,
-    *,
-    unlimited: int | None,
-    **extra: Any,
-) -> Tensor:
-    """Call the attention functions of a package, which expects the window size `unlimited` for no window."""
-    kernels: Any = import_module(package)
-    options, documents_BS = features["options"], features["documents_BS"]
-    settings = {
-        "softmax_scale": options.scale,
-        "causal": options.is_causal,
-        "window_size": (unlimited, unlimited) if options.window is None else _window(options),
-        "softcap": options.softcap or 0.0,
-        **_deterministic(),
-        **extra,
-    }
-    if documents_BS is None:
-        return _first(kernels.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings))
-    return _by_lengths(kernels.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
-
-
 def _window(options: AttentionOptions) -> tuple[int, int]:
     """Return the numbers of visible positions before and after a position."""
     assert options.window is not None
     return options.window - 1, 0 if options.is_causal else options.window - 1
-
-
-def _deterministic() -> dict[str, bool]:
-    """Return the option for a deterministic backward if torch's deterministic algorithms are enabled; else `{}`.
-
-    Not every release supports the option.
-    """
-    return {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
 
 
 def _is_installed(distribution: str) -> bool:
@@ -171,33 +167,6 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _compute_capability(device: torch.device) -> int | None:
-    """Return the major compute capability of a CUDA device; None for other devices."""
-    if device.type in {"cpu", "meta"}:
-        return None
-    module: Any = torch.get_device_module(device)
-    capability = module.get_device_capability(device) if hasattr(module, "get_device_capability") else None
-    return capability[0] if isinstance(capability, tuple) else None
-
-
-def _by_lengths(
-    kernel: Callable[..., Any], q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, documents_BS: Tensor, **settings: Any
-) -> Any:
-    """Call a variable-length kernel and return its output in the shape of the queries."""
-    lengths = _lengths(documents_BS, q_BLHK.shape[1])
-    out = kernel(
-        q_BLHK.flatten(0, 1),
-        k_BSGK.flatten(0, 1),
-        v_BSGK.flatten(0, 1),
-        cu_seqlens_q=lengths.query_ends,
-        cu_seqlens_k=lengths.key_ends,
-        max_seqlen_q=lengths.longest_query,
-        max_seqlen_k=lengths.longest_key,
-        **settings,
-    )
-    return _first(out).view(q_BLHK.shape)
-
-
 class _Lengths(NamedTuple):
     """Cumulative lengths of sequences [N + 1], int32, on the device, and the longest: the arguments of a kernel."""
 
@@ -206,27 +175,24 @@ class _Lengths(NamedTuple):
     longest_query: int
     longest_key: int
 
-    @classmethod
-    def of(cls, query_ends: list[int], key_ends: list[int], device: torch.device) -> "_Lengths":
-        def copied(ends: list[int]) -> Tensor:
-            # A copy from pageable memory would wait for the device.
-            on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type != "cpu")
-            return on_host.to(device, non_blocking=True)
 
-        keys = copied(key_ends)
-        # cuDNN requires the same tensor for queries and keys.
-        queries = keys if query_ends == key_ends else copied(query_ends)
-        return cls(queries, keys, _longest(query_ends), _longest(key_ends))
+def _lengths_of(query_ends: list[int], key_ends: list[int], device: torch.device) -> _Lengths:
+    def copied(ends: list[int]) -> Tensor:
+        # A copy from pageable memory would wait for the device.
+        on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type != "cpu")
+        return on_host.to(device, non_blocking=True)
+
+    keys = copied(key_ends)
+    # cuDNN requires the same tensor for queries and keys.
+    queries = keys if query_ends == key_ends else copied(query_ends)
+    longest = (max(end - start for start, end in itertools.pairwise(ends)) for ends in (query_ends, key_ends))
+    return _Lengths(queries, keys, *longest)
 
 
 @lru_cache(maxsize=8)
-def _row_lengths_of(num_rows: int, length: int, key_length: int, device: torch.device) -> _Lengths:
-    return _Lengths.of(*([size * row for row in range(num_rows + 1)] for size in (length, key_length)), device)
-
-
-def _row_lengths(q_BLHK: Tensor, k_BSGK: Tensor) -> _Lengths:
+def _row_lengths(num_rows: int, length: int, key_length: int, device: torch.device) -> _Lengths:
     """Return the lengths of rows that are one sequence each."""
-    return _row_lengths_of(len(q_BLHK), q_BLHK.shape[1], k_BSGK.shape[1], q_BLHK.device)
+    return _lengths_of(*([size * row for row in range(num_rows + 1)] for size in (length, key_length)), device)
 
 
 @lru_cache(maxsize=8)
@@ -235,13 +201,12 @@ def _lengths_of_batch(documents_BS: Tensor, length: int, *, version: int) -> _Le
 
     The cache key is the tensor object and its version counter, which changes with each in-place operation.
     """
-    del version
-    return _Lengths.of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
+    return _lengths_of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
 
 
 def _lengths(documents_BS: Tensor, length: int) -> _Lengths:
     if documents_BS.is_inference():  # inference tensors have no version
-        return _Lengths.of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
+        return _lengths_of(*_cumulative_lengths(documents_BS, length), documents_BS.device)
     return _lengths_of_batch(documents_BS, length, version=documents_BS._version)
 
 
@@ -260,11 +225,3 @@ def _cumulative_lengths(documents_BS: Tensor, length: int) -> tuple[list[int], l
             key_ends.append(key_ends[-1] + size)
             query_ends.append(query_ends[-1] + min(size, max(end - before, 0)))
     return query_ends, key_ends
-
-
-def _longest(ends: list[int]) -> int:
-    return max(end - start for start, end in itertools.pairwise(ends))
-
-
-def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result

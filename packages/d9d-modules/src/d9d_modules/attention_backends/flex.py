@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
+from d9d_modules.attention_backends.backend import AttentionFeatures, AttentionRequest
 
 BLOCK = 128
 """Number of positions in a block, the unit that the kernel computes or skips."""
@@ -97,7 +97,6 @@ def block_mask(
     before = key_length - length
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del head
         place = query + before
         seen = key <= place if is_causal else key >= 0
         if window is not None:
@@ -146,7 +145,6 @@ def _shared_mask(length: int, key_length: int, *, versions: tuple[int, ...], **a
     The cache holds two masks, because models alternate between layers with and without a window. The cache key has the
     tensor objects and their version counters, which change with each in-place operation.
     """
-    del versions
     return block_mask(length, key_length, **arguments)
 
 
@@ -179,7 +177,6 @@ def _listed(blocks_BIJ: Tensor) -> tuple[Tensor, Tensor]:
 
 def _capped(softcap: float) -> Callable[..., Tensor]:
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del batch, head, query, key
         return softcap * torch.tanh(score / softcap)
 
     return score_mod

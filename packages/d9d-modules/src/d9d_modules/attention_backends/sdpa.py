@@ -5,14 +5,14 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 
 import itertools
 import math
-from typing import Unpack, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import sdpa_attention
-from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.backend import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.sink_attention import sink_attention
 from d9d_modules.attention_backends.visibility import document_runs, visible
 
@@ -83,11 +83,7 @@ def _masked(
     mask_BLS: Tensor | None = None,
 ) -> Tensor:
     mask = visible(q_BLHK, k_BSGK, options, documents_BS=documents_BS, mask_BLS=mask_BLS)
-    q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
-    out_BHLK = F.scaled_dot_product_attention(
-        q_BHLK, k_BGSK, v_BGSK, attn_mask=mask, enable_gqa=True, scale=options.scale
-    )
-    return out_BHLK.transpose(1, 2)
+    return _sdpa(q_BLHK, k_BSGK, v_BSGK, attn_mask=mask, scale=options.scale)
 
 
 def _one_document(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: AttentionOptions) -> Tensor:
@@ -97,11 +93,12 @@ def _one_document(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: Atten
     if length not in (1, key_length) and options.is_causal:
         return sdpa_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK)
     is_causal = options.is_causal and length > 1
+    return _sdpa(q_BLHK, k_BSGK, v_BSGK, is_causal=is_causal, scale=options.scale)
+
+
+def _sdpa(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **arguments: Any) -> Tensor:
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
-    out_BHLK = F.scaled_dot_product_attention(
-        q_BHLK, k_BGSK, v_BGSK, is_causal=is_causal, enable_gqa=True, scale=options.scale
-    )
-    return out_BHLK.transpose(1, 2)
+    return F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, enable_gqa=True, **arguments).transpose(1, 2)
 
 
 def _scaled(q_BLHK: Tensor, options: AttentionOptions) -> Tensor:

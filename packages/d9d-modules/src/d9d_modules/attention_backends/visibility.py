@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
-from d9d_modules.attention_backends.request import AttentionOptions
+from d9d_modules.attention_backends.backend import AttentionOptions
 
 
 def visible(
@@ -55,9 +56,9 @@ def check_mask(attention_mask: Tensor | None, positions: Sequence[int]) -> None:
 
 def check_documents(document_ids_BL: Tensor | None, positions: Sequence[int]) -> None:
     """Raise a `UserError` if the document ids passed to a layer are neither None nor an integer tensor [B, L]."""
-    if document_ids_BL is None:
-        return
-    if document_ids_BL.shape != tuple(positions) or document_ids_BL.is_floating_point():
+    if document_ids_BL is not None and (
+        document_ids_BL.shape != tuple(positions) or document_ids_BL.is_floating_point()
+    ):
         raise UserError(
             f"got document_ids_BL of shape {tuple(document_ids_BL.shape)} and dtype {document_ids_BL.dtype}; expected "
             f"integers of shape {tuple(positions)}, the document id of each position."
@@ -76,6 +77,14 @@ def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
             return None
         runs.append([length for _, length in documents])
     return runs
+
+
+def document_starts(document_ids_BL: Tensor) -> Tensor:
+    """Return a boolean mask [B, L]: True where the document id differs from that of the previous position.
+
+    The first position of a row is False. A document id that reappears after another id starts a new document.
+    """
+    return F.pad(document_ids_BL[:, 1:] != document_ids_BL[:, :-1], (1, 0), value=False)[:, : document_ids_BL.shape[1]]
 
 
 def documents_of_lengths(cumulative_lengths: Tensor, *, batch: int, length: int) -> Tensor:

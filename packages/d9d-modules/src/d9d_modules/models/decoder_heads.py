@@ -32,8 +32,6 @@ class HeadedDecoder(nn.Module):
     """Backbone with heads on its last stage. Base class of the decoders below.
 
     Args:
-        params: Hyperparameters of the whole model.
-        stage: Pipeline stage to build.
         heads: Head factories by head name.
         in_dict: If True, the heads are in the `ModuleDict` `heads`, and labels and outputs are mappings by head name;
             else the one head is a direct submodule.
@@ -281,7 +279,12 @@ class DecoderWithHeads(HeadedDecoder):
     def __init__(
         self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, heads: Mapping[str, HeadFactory]
     ) -> None:
-        _check_names(heads)
+        wrong = [name for name in heads if not name.isidentifier() or name in dir(nn.ModuleDict)]
+        if wrong or not heads:
+            raise UserError(
+                f"got head names {', '.join(map(repr, wrong)) or 'none'}; expected at least one, each a Python "
+                "identifier that is not an attribute of nn.ModuleDict."
+            )
         _require_no_losses(params, "a model with named heads has several losses")
         super().__init__(params, stage, heads, in_dict=True)
 
@@ -302,13 +305,4 @@ def _require_no_losses(params: DecoderParams, reason: str) -> None:
         raise UserError(
             f"the model has {name}, but {reason}; expected no {name}, because they are added to a single loss. Remove "
             f"the {name}, or balance experts without a loss."
-        )
-
-
-def _check_names(heads: Mapping[str, HeadFactory]) -> None:
-    wrong = [name for name in heads if not name.isidentifier() or name in dir(nn.ModuleDict)]
-    if wrong or not heads:
-        raise UserError(
-            f"got head names {', '.join(map(repr, wrong)) or 'none'}; expected at least one, each a Python identifier "
-            "that is not an attribute of nn.ModuleDict."
         )

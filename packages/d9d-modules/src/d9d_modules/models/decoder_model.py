@@ -32,7 +32,6 @@ class DecoderModel(nn.Module):
     """Decoder backbone, or one of its pipeline stages: token embedding, decoder layers, final norm.
 
     Args:
-        params: Hyperparameters of the whole model.
         stage: Pipeline stage to build. The first stage has the embedding, the last stage the final norm. With weight
             tying the last stage also has a copy of the embedding, for the head.
 

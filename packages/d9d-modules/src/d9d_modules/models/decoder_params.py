@@ -64,11 +64,8 @@ class DecoderParams(ABC):
 
     Attributes:
         num_layers: Number of decoder layers of the whole model.
-        intermediate_size: Intermediate size of dense feed-forward blocks.
         tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
-        rope_theta: RoPE base.
         rope_scaling: RoPE scaling for long sequences; None for no scaling.
-        rms_norm_eps: Epsilon of all norms.
         rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
             longest row of each call, like `transformers`; results then depend on how a batch is split.
         initializer_range: Standard deviation of the initial weights.
@@ -94,6 +91,9 @@ class DecoderParams(ABC):
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("head_layers",)
     """Hyperparameters that may be 0; all other numbers must be above 0."""
+
+    not_exported: ClassVar[tuple[str, ...]] = ("head_layers", "rope_length")
+    """Hyperparameters that a Hugging Face `config.json` does not contain."""
 
     vocab_size: int
     hidden_size: int
@@ -162,7 +162,6 @@ class DecoderParams(ABC):
 
     def has_attention_norm(self, index: int) -> bool:
         """Return True if the layer with this global index has a norm before its token mixer."""
-        del index
         return True
 
     def lm_head(self) -> LanguageModelHead:
@@ -175,12 +174,10 @@ class DecoderParams(ABC):
 
     def rope(self, index: int) -> Rope:
         """Return RoPE base and scaling of the layer with this global index; by default equal for all layers."""
-        del index
         return Rope(self.rope_theta, self.rope_scaling)
 
     def mixer_kind(self, index: int) -> MixerKind:
         """Return the kind of the token mixer of the layer with this global index; by default full attention."""
-        del index
         return "full_attention"
 
     @abstractmethod
@@ -196,12 +193,10 @@ class DecoderParams(ABC):
 
     def feed_forward(self, index: int) -> nn.Module:
         """Build the feed-forward block of the layer with this global index; by default a `SwiGLU`."""
-        del index
         return SwiGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
 
     def feed_forward_from_hugging_face(self, index: int) -> StateMapper:
         """Build the mapper of a feed-forward block's weights, with names relative to the block; see `feed_forward`."""
-        del index
         return swiglu_from_hugging_face()
 
 

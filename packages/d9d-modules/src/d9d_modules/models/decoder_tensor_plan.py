@@ -23,16 +23,17 @@ from d9d_modules.models.decoder_model import DecoderModel
 from d9d_modules.models.decoder_mtp import MtpLayer
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 
-SEQUENCE = Shard(1)
-"""Placement of hidden states [B, L, D] sharded along the sequence."""
-
 
 @runtime_checkable
 class HasTensorPlan(Protocol):
     """Token mixer or feed-forward block that tensor parallelism can shard."""
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """Return the `parallelize_tensor` plan entries of the module with this path."""
+        """Return the `parallelize_tensor` plan entries that shard the module.
+
+        `name` is the module's path, such as `layers.*.attention`. If `sequence_parallel`, the module's input and output
+        are sharded along the sequence; else replicated.
+        """
         ...
 
 
@@ -81,28 +82,20 @@ def decoder_tensor_plan(model: nn.Module) -> dict[str, TensorStyle]:
             case HeadedDecoder():
                 plan[f"{name}.transform" if name else "transform"] = SequenceParallel()
             case DecoderModel():
-                plan |= _backbone_plan(f"{name}." if name else "")
+                prefix, rows = f"{name}." if name else "", ("embedding_norm", "layers", "norm")
+                plan |= {f"{prefix}{part}": SequenceParallel() for part in rows}
+                plan[f"{prefix}embedding"] = VocabParallelEmbedding(output=Shard(1))
+                plan[f"{prefix}token_mask"] = RowParts()
+                plan[f"{prefix}all_losses"] = WholeRows()
             case DecoderLayer():
                 plan |= _layer_plan(name, module)
             case MtpLayer():
-                plan |= {f"{name}.{part}": SequenceParallel() for part, _ in module.named_children() if part != "block"}
-                plan[f"{name}.block"] = SequenceParallel()
+                plan |= {f"{name}.{part}": SequenceParallel() for part, _ in module.named_children()}
             case LanguageModelHead():
-                plan[name] = VocabParallelHead(input=SEQUENCE)
+                plan[name] = VocabParallelHead(input=Shard(1))
             case ClassificationHead() | EmbeddingHead():
                 plan[name] = WholeRows()
     return plan
-
-
-def _backbone_plan(prefix: str) -> dict[str, TensorStyle]:
-    return {
-        f"{prefix}embedding": VocabParallelEmbedding(output=SEQUENCE),
-        f"{prefix}embedding_norm": SequenceParallel(),
-        f"{prefix}token_mask": RowParts(),
-        f"{prefix}layers": SequenceParallel(),
-        f"{prefix}norm": SequenceParallel(),
-        f"{prefix}all_losses": WholeRows(),
-    }
 
 
 def _layer_plan(name: str, layer: DecoderLayer) -> dict[str, TensorStyle]:

@@ -13,8 +13,13 @@ from torch import nn
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import AttentionForm
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
-from d9d_modules.models.hugging_face_layers import sliding_window_of, text_entries, written_layer_types
+from d9d_modules.models.hugging_face_config import (
+    HuggingFaceConfig,
+    config_value,
+    layers_of_kind,
+    text_entries,
+    written_layer_types,
+)
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.pooling import Pooling
 from d9d_modules.swiglu import GeGLU
@@ -71,7 +76,6 @@ class Gemma3Params(LocalGlobalParams):
 
     def feed_forward(self, index: int) -> nn.Module:
         """See `DecoderParams`."""
-        del index
         return GeGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
 
 
@@ -83,7 +87,7 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
     key = "use_bidirectional_attention"
     read: dict[str, Any] = {"is_causal": config.get(key) is None or not config_value(config, key, bool)}
     if layers:
-        window = sliding_window_of(config)
+        window = config_value(config, "sliding_window", int)
         read |= {"sliding_window": window if read["is_causal"] else window // 2 + 1, "sliding_layers": layers}
     read["sliding_rope_theta"] = read_local_theta(config, key="rope_local_base_freq")
     if config.get("final_logit_softcapping") is not None:

@@ -6,7 +6,6 @@ from typing import ClassVar, final
 
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_layers import written_without_windows
 from d9d_state import StateMapper, parallel, rename, split
 
 
@@ -40,7 +39,6 @@ class Glm4Params(GroupedQueryParams):
 
     def feed_forward_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`; gate and up projection are one fused matrix."""
-        del index
         gate_up = split(
             "gate_up_proj.weight", ["gate_proj.weight", "up_proj.weight"], [self.intermediate_size] * 2, dim=0
         )
@@ -57,6 +55,5 @@ GLM4 = hf.HuggingFaceFamily(
     ),
     fixed=hf.FIXED_ENTRIES,
     rotary_factor=0.5,
-    write_own=written_without_windows,
 )
 """Checkpoints of GLM-4."""

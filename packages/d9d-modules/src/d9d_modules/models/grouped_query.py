@@ -8,7 +8,7 @@ from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules.attention import GroupedQueryAttention
-from d9d_modules.attention_backends import AttentionOptions
+from d9d_modules.attention_backends.backend import AttentionOptions
 from d9d_modules.models.decoder_params import DecoderParams, MixerKind, check_layers
 from d9d_modules.rope import RotaryLayout, check_rotary_sizes
 from d9d_state import StateMapper, rename_all
@@ -107,7 +107,6 @@ class GroupedQueryParams(DecoderParams, ABC):
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`; names as in Llama. Families with an output gate override this method."""
-        del index
         form = self.attention_form
         assert not form.output_gate, "families with an output gate have layouts of their own"
         weights = ["q_proj", "k_proj", "v_proj", "o_proj", *(["q_norm", "k_norm"] if form.qk_norm else [])]

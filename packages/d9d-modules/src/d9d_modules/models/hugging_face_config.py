@@ -1,17 +1,25 @@
-"""Strict reading of a Hugging Face `config.json`: missing, mistyped or unsupported entries raise an error."""
+"""Strict reading of a Hugging Face `config.json`: missing, mistyped or unsupported entries raise an error.
+
+Also the entries about kinds of token mixers, which several families share: `layer_types` and sliding windows.
+"""
 
 import math
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from d9d_dist.errors import UserError
+from d9d_modules.models.grouped_query import GroupedQueryParams
+from d9d_state import JsonValue
 
 HuggingFaceConfig: TypeAlias = Mapping[str, object]
 """Parsed `config.json` of a checkpoint."""
 
 T = TypeVar("T", int, float, bool)
+
+WINDOW_ENTRIES = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+"""Entries that `read_windows` reads."""
 
 
 def config_value(
@@ -83,6 +91,58 @@ def layers_of_kind(
             f"each one of {', '.join(known)}."
         )
     return tuple(index for index, each in enumerate(types) if each == kind)
+
+
+def text_entries(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return the entries of the language model, which multimodal configurations contain as `text_config`."""
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise UserError(f"config.json has text_config = {text!r}; expected an object.")
+    if text is not config:
+        text = {**text, "quantization_config": config.get("quantization_config")}
+    return {str(key): value for key, value in text.items()}
+
+
+def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read the windows of Qwen2 and Qwen3: by `layer_types`, or else all layers from `max_window_layers` on.
+
+    Without causality, `transformers` excludes the current position from the window size.
+    """
+    is_sliding = config_value(config, "use_sliding_window", bool, default=False)
+    first = config_value(config, "max_window_layers", int, default=28, minimum=0)
+    layers = layers_of_kind(
+        config, values["num_layers"], "sliding_attention", default=lambda index: is_sliding and index >= first
+    )
+    if not layers:
+        return {}
+    if not is_sliding:
+        raise UserError(
+            f"config.json has layer_types = {config['layer_types']!r} and use_sliding_window = False; expected no "
+            "'sliding_attention', or use_sliding_window = True with a sliding_window."
+        )
+    window = config_value(config, "sliding_window", int) + (not values.get("is_causal", True))
+    return {"sliding_window": window, "sliding_layers": layers}
+
+
+def written_windows(params: GroupedQueryParams) -> Mapping[str, JsonValue]:
+    """Return the window entries of a Qwen2 or Qwen3 model: False or null if no layer has a window."""
+    if params.sliding_window is None:
+        return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": params.sliding_window - (not params.attention_form.is_causal),
+        "layer_types": written_layer_types(params),
+    }
+
+
+def read_one_window(window: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the hyperparameters of a model whose layers all have a sliding window of this size."""
+    return {"sliding_window": window, "sliding_layers": tuple(range(values["num_layers"]))}
+
+
+def written_layer_types(params: GroupedQueryParams) -> list[JsonValue]:
+    """Return the entry `layer_types`."""
+    return [params.mixer_kind(index) for index in range(params.num_layers)]
 
 
 def require_known_keys(

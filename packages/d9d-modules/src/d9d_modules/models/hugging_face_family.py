@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.decoder_parallelize import parallelize_decoder
-from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
+from d9d_modules.models.decoder_params import RopeScaling
 from d9d_modules.models.hugging_face_config import (
     HuggingFaceConfig,
     config_keys_in_errors,
@@ -20,13 +20,13 @@ from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.hugging_face_rope import (
     ROPE_ENTRIES,
+    P,
     rope_from_hugging_face,
     rope_to_hugging_face,
     rotary_factor_from_hugging_face,
+    without_ntk,
 )
 from d9d_state import JsonValue, StateMapper
-
-P = TypeVar("P", bound=DecoderParams)
 
 
 @final
@@ -198,13 +198,14 @@ class HuggingFaceFamily(Generic[P]):
             require_value(config, key, supported)
         quantization_from_hugging_face(config)  # raises an error for layouts that cannot be loaded
         self.check(config)
-        is_partial = self.rotary_factor is not None
-        factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor) if is_partial else 1.0
+        factor = 1.0
+        if self.rotary_factor is not None:
+            factor = rotary_factor_from_hugging_face(config, default=self.rotary_factor)
         theta, scaling = self.read_rope(config, rotary_factor=factor)
         values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
         for entry in self.entries:
             values[entry.field] = entry.read(config, values)
-        if is_partial:
+        if self.rotary_factor is not None:
             values["rotary_dim"] = int(values["head_dim"] * factor)
         values.update(self.read_own(config, values))
         with config_keys_in_errors({entry.field: entry.key_in(config) for entry in self.entries}):
@@ -216,11 +217,13 @@ class HuggingFaceFamily(Generic[P]):
         Raises:
             UserError: If `config.json` cannot represent the hyperparameters.
         """
+        params = without_ntk(params)
         values = vars(params)
         # transformers truncates head_dim * factor, so round the factor up.
-        is_partial = self.rotary_factor is not None
-        factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0) if is_partial else None
-        return {
+        factor = None
+        if self.rotary_factor is not None:
+            factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0)
+        written: dict[str, JsonValue] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{
@@ -231,3 +234,20 @@ class HuggingFaceFamily(Generic[P]):
             **self.written,
             **self.write_own(params),
         }
+        self._refuse_inexpressible(params, written)
+        return written
+
+    def _refuse_inexpressible(self, params: P, written: HuggingFaceConfig) -> None:
+        """Raise a `UserError` if `config.json` would be read as other hyperparameters."""
+        name = f"a config.json of {self.architecture}"
+        try:
+            read = vars(self.read(written))
+        except UserError as error:
+            raise UserError(f"{name} cannot express these hyperparameters: {error}") from error
+        lost = [
+            f"{field} = {value!r} (read as {read[field]!r})"
+            for field, value in vars(params).items()
+            if value != read[field] and field not in params.not_exported
+        ]
+        if lost:
+            raise UserError(f"{name} cannot express {', '.join(lost)}; expected the values in parentheses.")

@@ -1,14 +1,16 @@
 """RoPE base and scaling in a Hugging Face `config.json`: reading and writing."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, replace
+from typing import Any, TypeVar
 
 from d9d_dist.errors import UserError
 from d9d_modules import rope_scaling as scalings
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_known_keys, require_value
 from d9d_state import JsonValue
+
+P = TypeVar("P", bound=DecoderParams)
 
 ROPE_ENTRIES = (
     "max_position_embeddings",
@@ -66,17 +68,21 @@ def rotary_factor_from_hugging_face(config: HuggingFaceConfig, *, default: float
     return default
 
 
+def without_ntk(params: P) -> P:
+    """Return equivalent hyperparameters without static NTK scaling, for which `config.json` has only a larger base."""
+    if not isinstance(params.rope_scaling, scalings.NtkScaling):
+        return params
+    theta = params.rope_scaling.base(params.rope_theta, rotary_dim=params.rotated_features)
+    return replace(params, rope_theta=theta, rope_scaling=None)
+
+
 def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None = None) -> dict[str, JsonValue]:
-    """Return the RoPE entries of a `config.json`; raise a `UserError` if it cannot represent the scaling.
+    """Return the RoPE entries of a `config.json`, without static NTK scaling; see `without_ntk`.
 
     The entries include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
     earlier versions and inference engines read.
     """
-    theta, scaling = params.rope_theta, None
-    if isinstance(params.rope_scaling, scalings.NtkScaling):  # equivalent to a larger base, for which there is an entry
-        theta = params.rope_scaling.base(theta, rotary_dim=params.rotated_features)
-    elif params.rope_scaling is not None:
-        scaling = _written(params.rope_scaling, params)
+    theta, scaling = params.rope_theta, None if params.rope_scaling is None else _written(params.rope_scaling)
     factor: dict[str, JsonValue] = {} if rotary_factor is None else {"partial_rotary_factor": rotary_factor}
     return {
         **factor,
@@ -102,114 +108,90 @@ def _entries(config: HuggingFaceConfig, key: str) -> dict[str, object]:
 
 def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _FORMS:
-        raise UserError(f"config.json has rope_type = {kind!r} in {place}; expected one of {', '.join(_FORMS)}.")
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise UserError(f"config.json has rope_type = {kind!r} in {place}; expected one of {', '.join(_SCALINGS)}.")
     require_value(rope, "type", kind, where=f"{place} of config.json")
-    scaling_type, entries = _FORMS[kind]
+    scaling_type = _SCALINGS[kind]
+    entries = _fields_by_entry(scaling_type)
     used = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *entries)
     require_known_keys(rope, used=used, irrelevant={}, where=f"{place} of config.json, of rope_type {kind!r},")
-    if "original_max_position_embeddings" not in used:
-        require_value(config, "original_max_position_embeddings", config.get("max_position_embeddings"))
+    if _LENGTH not in used:
+        require_value(config, _LENGTH, config.get("max_position_embeddings"))
     if scaling_type is None:
         return None
-    values: dict[str, Any] = {field: read(rope, config) for field, read in entries.values()}
+    has_ratio = scaling_type in (scalings.YarnScaling, scalings.LongRopeScaling)
+    values = {each.name: _value(key, each, rope, config, has_ratio=has_ratio) for key, each in entries.items()}
     if scaling_type is scalings.DynamicNtkScaling:
         values["original_max_positions"] = config_value(config, "max_position_embeddings", int)
     return scaling_type(**values)
 
 
-def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue]:
-    length = params.max_position_embeddings
-    if isinstance(scaling, scalings.DynamicNtkScaling) and scaling.original_max_positions != length:
-        raise UserError(
-            f"the dynamic NTK scaling has original_max_positions = {scaling.original_max_positions}, the model "
-            f"max_position_embeddings = {length}; config.json has one entry for both: expected them to be equal."
-        )
-    kind, entries = next((kind, entries) for kind, (each, entries) in _FORMS.items() if each is type(scaling))
-    values = {key: getattr(scaling, field) for key, (field, _) in entries.items()}
-    written: dict[str, JsonValue] = {"rope_type": kind}
-    for key, value in values.items():
-        if value is not None and not (key in ("mscale", "mscale_all_dim") and value == 0):
+def _written(scaling: RopeScaling) -> dict[str, JsonValue]:
+    written: dict[str, JsonValue] = {"rope_type": scaling.kind}
+    for key, each in _fields_by_entry(type(scaling)).items():
+        value = getattr(scaling, each.name)
+        if value is not None and not (key in _WEIGHTS and value == 0):
             written[key] = list(value) if isinstance(value, tuple) else value
     return written
 
 
+def _fields_by_entry(scaling_type: type[Any] | None) -> dict[str, Field[Any]]:
+    """Return the fields of a scaling by their entries in the RoPE section."""
+    others = {"kind", "original_max_positions"} if scaling_type is scalings.DynamicNtkScaling else {"kind"}
+    found = () if scaling_type is None else fields(scaling_type)
+    return {_ENTRIES.get(each.name, each.name): each for each in found if each.name not in others}
+
+
+def _value(key: str, field: Field[Any], rope: HuggingFaceConfig, config: HuggingFaceConfig, *, has_ratio: bool) -> Any:
+    """Read the value of a field from the entry `key` of the RoPE section.
+
+    If `has_ratio`, a missing factor is the ratio of the maximum to the pretraining sequence length.
+    """
+    match key:
+        case "original_max_position_embeddings":
+            return _original_length(rope, config)
+        case "factor" if has_ratio and key not in rope:
+            return config_value(config, "max_position_embeddings", int) / _original_length(rope, config)
+        case "short_factor" | "long_factor":
+            values = rope.get(key)
+            if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+                raise UserError(f"config.json has {key} = {values!r}; expected a list of numbers.")
+            return tuple(float(value) for value in values)
+        case "attention_factor" if key not in rope:
+            return None
+        case "truncate":
+            return config_value(rope, key, bool, default=True)
+    default = None if field.default in (MISSING, None) else field.default
+    return config_value(rope, key, float, default=default, minimum=0.0 if key in _WEIGHTS else None)
+
+
 def _original_length(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> int:
     """Return the pretraining sequence length: the scaling's entry, else `max_position_embeddings`."""
-    key = "original_max_position_embeddings"
-    length = config_value(rope if key in rope else config, key if key in rope else "max_position_embeddings", int)
+    length = config_value(
+        rope if _LENGTH in rope else config, _LENGTH if _LENGTH in rope else "max_position_embeddings", int
+    )
     # If config and rope section both have the entry, the version of transformers decides which one it uses: require
     # equal values.
-    require_value(config, key, length)
+    require_value(config, _LENGTH, length)
     return length
 
 
-def _factor(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> float:
-    """Return the scaling factor, by default the ratio of the maximum to the pretraining sequence length."""
-    if "factor" in rope:
-        return config_value(rope, "factor", float)
-    return config_value(config, "max_position_embeddings", int) / _original_length(rope, config)
-
-
-def _attention_factor(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> float | None:
-    del config
-    return config_value(rope, "attention_factor", float) if "attention_factor" in rope else None
-
-
-def _numbers(key: str, rope: HuggingFaceConfig, config: HuggingFaceConfig) -> tuple[float, ...]:
-    del config
-    values = rope.get(key)
-    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
-        raise UserError(f"config.json has {key} = {values!r}; expected a list of numbers.")
-    return tuple(float(value) for value in values)
-
-
-def _number(key: str, default: float | None = None, minimum: float | None = None) -> tuple[str, Callable[..., Any]]:
-    """Return the name of a field, and the function that reads its value from the entry `key`."""
-    return key, lambda rope, config: config_value(rope, key, float, default=default, minimum=minimum)
-
-
-_Read: TypeAlias = Callable[[HuggingFaceConfig, HuggingFaceConfig], Any]
-"""Function that reads a value from the RoPE section and the whole configuration."""
-
-_LENGTH: tuple[str, _Read] = ("original_max_positions", _original_length)
-_FACTOR: tuple[str, _Read] = ("factor", _factor)
-_ATTENTION: tuple[str, _Read] = ("fixed_attention_factor", _attention_factor)
-_FORMS: Mapping[str, tuple[type[Any] | None, Mapping[str, tuple[str, _Read]]]] = {
-    "default": (None, {}),
-    "linear": (scalings.LinearScaling, {"factor": _number("factor")}),
-    "dynamic": (scalings.DynamicNtkScaling, {"factor": _number("factor")}),
-    "yarn": (
-        scalings.YarnScaling,
-        {
-            "factor": _FACTOR,
-            "original_max_position_embeddings": _LENGTH,
-            "beta_fast": _number("beta_fast", 32.0),
-            "beta_slow": _number("beta_slow", 1.0),
-            "mscale": _number("mscale", 0.0, 0.0),
-            "mscale_all_dim": _number("mscale_all_dim", 0.0, 0.0),
-            "attention_factor": _ATTENTION,
-            "truncate": ("truncate", lambda rope, config: config_value(rope, "truncate", bool, default=True)),
-        },
-    ),
-    "llama3": (
-        scalings.Llama3Scaling,
-        {
-            "factor": _number("factor"),
-            "low_freq_factor": _number("low_freq_factor"),
-            "high_freq_factor": _number("high_freq_factor"),
-            "original_max_position_embeddings": _LENGTH,
-        },
-    ),
-    "longrope": (
-        scalings.LongRopeScaling,
-        {
-            "short_factor": ("short_factors", partial(_numbers, "short_factor")),
-            "long_factor": ("long_factors", partial(_numbers, "long_factor")),
-            "factor": _FACTOR,
-            "original_max_position_embeddings": _LENGTH,
-            "attention_factor": _ATTENTION,
-        },
-    ),
+_LENGTH = "original_max_position_embeddings"
+_WEIGHTS = ("mscale", "mscale_all_dim")
+_ENTRIES = {
+    "fixed_attention_factor": "attention_factor",
+    "long_factors": "long_factor",
+    "original_max_positions": _LENGTH,
+    "short_factors": "short_factor",
 }
-"""Scaling of each `rope_type`, and the field and reader of each entry besides the type and the base."""
+"""Entries of the RoPE section by the field of a scaling; other fields have the name of their entry."""
+
+_SCALINGS: Mapping[str, type[Any] | None] = {
+    "default": None,
+    "linear": scalings.LinearScaling,
+    "dynamic": scalings.DynamicNtkScaling,
+    "yarn": scalings.YarnScaling,
+    "llama3": scalings.Llama3Scaling,
+    "longrope": scalings.LongRopeScaling,
+}
+"""Scaling of each `rope_type`."""

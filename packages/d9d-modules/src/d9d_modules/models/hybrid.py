@@ -11,8 +11,7 @@ from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_params import MixerKind, check_layers
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
-from d9d_modules.models.hugging_face_layers import written_layer_types, written_without_windows
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind, written_layer_types
 from d9d_state import JsonValue, StateMapper, parallel, rename, rename_all, reshape, sequential, split
 
 
@@ -24,9 +23,6 @@ class HybridParams(GroupedQueryParams, ABC):
         rotary_dim: Number of leading features of each attention head to rotate.
         full_layers: Indices of the layers with attention; the other layers are linear (`GatedDeltaNet`).
         num_linear_key_heads: Number of key heads of a linear layer; divides `num_linear_value_heads`.
-        num_linear_value_heads: Number of value heads of a linear layer.
-        linear_key_dim: Features per key head of a linear layer.
-        linear_value_dim: Features per value head of a linear layer.
         conv_width: Kernel width of the convolutions of a linear layer.
     """
 
@@ -137,7 +133,7 @@ def read_full_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Ma
 
 def written_full_layers(params: HybridParams) -> Mapping[str, JsonValue]:
     """Return the entries of `config.json` about the kinds of layers."""
-    return {**written_without_windows(params), "layer_types": written_layer_types(params)}
+    return {"layer_types": written_layer_types(params)}
 
 
 _FULL = {

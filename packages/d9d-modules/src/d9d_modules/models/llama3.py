@@ -9,7 +9,6 @@ from typing import TypeAlias, final
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_layers import written_without_windows
 
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
 
@@ -30,6 +29,5 @@ LLAMA3 = hf.HuggingFaceFamily(
     model_type="llama",
     entries=hf.with_defaults(hf.MULTI_HEAD_ENTRIES, max_position_embeddings=2048),
     fixed={**hf.UNBIASED_ENTRIES, "mlp_bias": False},
-    write_own=written_without_windows,
 )
 """Checkpoints of Llama 3."""

@@ -6,9 +6,7 @@ from typing import Any, final
 
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window
-from d9d_state import JsonValue
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, read_one_window
 
 
 @final
@@ -25,11 +23,6 @@ def _read_window(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
     return read_one_window(config_value(config, "sliding_window", int, default=4096), values)
 
 
-def _written_window(params: MistralParams) -> Mapping[str, JsonValue]:
-    require_one_window(params)
-    return {"sliding_window": params.sliding_window}
-
-
 MISTRAL = hf.HuggingFaceFamily(
     params=MistralParams,
     architecture="MistralForCausalLM",
@@ -38,6 +31,6 @@ MISTRAL = hf.HuggingFaceFamily(
     fixed=hf.FIXED_ENTRIES,
     own=("sliding_window",),
     read_own=_read_window,
-    write_own=_written_window,
+    write_own=lambda params: {"sliding_window": params.sliding_window},
 )
 """Checkpoints of Mistral."""

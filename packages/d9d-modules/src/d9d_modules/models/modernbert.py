@@ -12,8 +12,7 @@ from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_hugging_face import decoder_layer_from_hugging_face, norm_names
 from d9d_modules.models.grouped_query import AttentionForm
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind
-from d9d_modules.models.hugging_face_layers import written_layer_types
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind, written_layer_types
 from d9d_modules.models.local_global import LocalGlobalParams, read_global_rope, read_local_theta, written_ropes
 from d9d_modules.norm import LayerNorm
 from d9d_modules.pooling import Pooling
@@ -76,7 +75,6 @@ class ModernBertParams(LocalGlobalParams):
 
     def feed_forward(self, index: int) -> nn.Module:
         """See `DecoderParams`."""
-        del index
         sizes, bias = (self.hidden_size, self.intermediate_size), self.feed_forward_bias
         return GeGLU(*sizes, approximate="none", bias=bias, init_std=self.initializer_range)
 
@@ -92,7 +90,6 @@ class ModernBertParams(LocalGlobalParams):
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`; queries, keys and values are one fused matrix."""
-        del index
         projections = [f"attention.{name}_proj" for name in "qkv"]
         rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         names = ["weight", "bias"] if self.attention_bias else ["weight"]
@@ -103,7 +100,6 @@ class ModernBertParams(LocalGlobalParams):
 
     def feed_forward_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`; gate and up projection are one fused matrix."""
-        del index
         rows, names = [self.intermediate_size] * 2, ["weight", "bias"] if self.feed_forward_bias else ["weight"]
         return parallel(
             *(split(f"Wi.{name}", [f"gate_proj.{name}", f"up_proj.{name}"], rows, dim=0) for name in names),
@@ -173,12 +169,6 @@ def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[s
 
 
 def _written_own(params: ModernBertParams) -> Mapping[str, JsonValue]:
-    if params.num_kv_heads != params.num_heads or params.num_heads * params.head_dim != params.hidden_size:
-        raise UserError(
-            f"num_kv_heads = {params.num_kv_heads}, head_dim = {params.head_dim}; a config.json of this family has no "
-            f"entry for them: expected num_kv_heads = num_heads = {params.num_heads}, and head_dim = hidden_size / "
-            "num_heads."
-        )
     return {
         "layer_types": written_layer_types(params),
         # transformers requires the entry even if no layer has a window.

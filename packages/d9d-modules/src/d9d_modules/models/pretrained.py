@@ -22,10 +22,9 @@ from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.models.gemma3 import GEMMA3
 from d9d_modules.models.glm4 import GLM4
 from d9d_modules.models.grouped_query import GroupedQueryParams
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, text_entries
 from d9d_modules.models.hugging_face_family import HuggingFaceFamily
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT, SPECIAL_TOKENS
-from d9d_modules.models.hugging_face_layers import text_entries
 from d9d_modules.models.hugging_face_quantization import quantization_from_hugging_face
 from d9d_modules.models.llama3 import LLAMA3
 from d9d_modules.models.mistral import MISTRAL
@@ -132,10 +131,6 @@ class PretrainedDecoder:
     Attributes:
         folder: Folder with `config.json` and, if weights are loaded, safetensors files. None for a configuration
             without a folder.
-        config: Parsed `config.json`.
-        family: Family of the model.
-        params: Hyperparameters of the model.
-        head: Head of the model.
     """
 
     folder: Path | None
@@ -242,14 +237,13 @@ class PretrainedDecoder:
         """Return the mapper of the weights in a folder that contains the tensors `stored`."""
         whole = self.family.mapper(self.params)
         for prefix in (each for each in _NESTED_PREFIXES if f"{each}embed_tokens.weight" in stored):
-            names = {name: name.replace("model.", prefix, 1) for name in whole.inputs}
-            whole = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), whole)
+            whole = _with_names(whole, {name: name.replace("model.", prefix, 1) for name in whole.inputs})
         if self.head == "language_model":
             return whole
         backbone = whole.restrict(outputs=[name for name in whole.outputs if name.startswith("backbone.")])
         names = {name: name.removeprefix("model.") for name in backbone.inputs}
         if stored.keys() & names.values():  # a text-embedding checkpoint, whose tensor names have no prefix
-            backbone = sequential(rename_all({theirs: ours for ours, theirs in names.items()}), backbone)
+            backbone = _with_names(backbone, names)
         match self.head:
             case "classification":
                 names = self.family.classifier(self.params)
@@ -262,6 +256,11 @@ class PretrainedDecoder:
                 return parallel(backbone, rename("projection.weight", "head.projection.weight"))
             case _:
                 return parallel(backbone, keep("head.projection.weight"))
+
+
+def _with_names(mapper: StateMapper, names: Mapping[str, str]) -> StateMapper:
+    """Return the mapper with other names of its inputs."""
+    return sequential(rename_all({theirs: ours for ours, theirs in names.items()}), mapper)
 
 
 def _read_folder(folder: str | Path) -> tuple[Path, HuggingFaceConfig]:

@@ -6,7 +6,7 @@ from typing import TypeAlias, final
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.grouped_query import AttentionForm, GroupedQueryParams
-from d9d_modules.models.hugging_face_layers import WINDOW_ENTRIES, read_windows, written_windows
+from d9d_modules.models.hugging_face_config import WINDOW_ENTRIES, read_windows, written_windows
 
 Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value
-from d9d_modules.models.hugging_face_layers import text_entries
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value, text_entries
 from d9d_modules.models.hybrid import (
     HYBRID_ENTRIES,
     HYBRID_FIXED,

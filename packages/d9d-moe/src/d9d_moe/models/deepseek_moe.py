@@ -9,10 +9,10 @@ from torch import nn
 from d9d_dist.errors import UserError
 from d9d_modules import swiglu_from_hugging_face
 from d9d_modules.models import hugging_face_family as hf
+from d9d_moe.experts import SharedExperts
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries
 from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import SigmoidRouter, check_groups
-from d9d_moe.shared_experts import SharedExperts
 from d9d_state import StateMapper, parallel, rename, scope
 
 
@@ -91,12 +91,6 @@ DEEPSEEK_MOE_ENTRIES = (
     hf.Entry("routed_scale", "routed_scaling_factor", float, 1.0),
 )
 """Entries of `config.json` about experts."""
-
-
-def require_shared_experts(params: DeepseekMoeParams) -> None:
-    """Raise a `UserError` if a model has no shared experts, which a `config.json` cannot express."""
-    if params.num_shared_experts == 0:
-        raise UserError("num_shared_experts = 0; a config.json needs 1 or more. Use num_shared_experts = 1.")
 
 
 _NO_BALANCE_LOSS = "transformers has no balance loss for this family; set router_losses of the model for one"

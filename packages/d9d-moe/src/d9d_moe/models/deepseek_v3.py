@@ -22,7 +22,6 @@ from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_IRRELEVANT,
     DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
-    require_shared_experts,
 )
 from d9d_state import JsonValue, StateMapper, rename_all
 
@@ -40,7 +39,6 @@ class DeepseekV3Params(DeepseekMoeParams):
         q_rank: Size of the latent vector of queries; None projects queries from the hidden states directly.
         head_dim: Features per head of queries and keys without RoPE.
         rotary_dim: Features per head of queries and keys with RoPE; even.
-        rotary_layout: Pairing of the features that RoPE rotates.
     """
 
     num_heads: int
@@ -83,7 +81,6 @@ class DeepseekV3Params(DeepseekMoeParams):
 
     def mixer_from_hugging_face(self, index: int) -> StateMapper:
         """See `DecoderParams`."""
-        del index
         queries = {"q_a_proj": "q_down_proj", "q_a_layernorm": "q_norm", "q_b_proj": "q_up_proj"}
         names = {
             **({"q_proj": "q_proj"} if self.q_rank is None else queries),
@@ -96,13 +93,7 @@ class DeepseekV3Params(DeepseekMoeParams):
 
 
 def _check(config: HuggingFaceConfig) -> None:
-    """Raise a `UserError` for null groups, sizes that contradict other entries, or a missing `q_lora_rank`."""
-    for key in ("n_group", "topk_group"):
-        if config.get(key, 1) is None:
-            raise UserError(
-                f"config.json has {key} = null, which transformers does not support either; expected a number. Set "
-                "n_group and topk_group to 1 to route without groups."
-            )
+    """Raise a `UserError` for sizes that contradict other entries."""
     rotary_dim, nope_dim = (config_value(config, f"qk_{part}_head_dim", int) for part in ("rope", "nope"))
     for key, implied, source in (
         ("head_dim", rotary_dim, "qk_rope_head_dim"),
@@ -115,23 +106,18 @@ def _check(config: HuggingFaceConfig) -> None:
                 f"config.json has {key} = {value!r}; expected {source} = {implied}, or no entry {key!r}. Correct or "
                 "remove it."
             )
-    if "q_lora_rank" not in config:
-        raise UserError(
-            "config.json has no 'q_lora_rank'; expected an integer, or null for queries without a latent vector."
-        )
 
 
 def _read_attention(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    del values
     is_interleaved = config_value(config, "rope_interleave", bool, default=True)
     return {
-        "q_rank": None if config["q_lora_rank"] is None else config_value(config, "q_lora_rank", int),
+        # Null means queries without a latent vector, but a missing entry is an error.
+        "q_rank": None if config.get("q_lora_rank", 0) is None else config_value(config, "q_lora_rank", int),
         "rotary_layout": "interleaved" if is_interleaved else "half",
     }
 
 
 def _written_attention(params: DeepseekV3Params) -> Mapping[str, JsonValue]:
-    require_shared_experts(params)
     return {
         "num_key_value_heads": params.num_heads,
         "q_lora_rank": params.q_rank,

@@ -1,20 +1,16 @@
 """GLM-4.5, 4.6 and 4.7 (arXiv:2508.06471): grouped-query attention with partial RoPE, experts as in DeepSeek-V3."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 from d9d_modules import AttentionForm, GroupedQueryParams
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_layers import written_without_windows
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_ENTRIES,
     DEEPSEEK_MOE_IRRELEVANT,
     DEEPSEEK_MOE_UNUSED,
     DeepseekMoeParams,
-    require_shared_experts,
 )
-from d9d_state import JsonValue
 
 
 @final
@@ -42,11 +38,6 @@ class Glm4MoeParams(DeepseekMoeParams, GroupedQueryParams):
         return AttentionForm(qkv_bias=self.has_qkv_bias, qk_norm=self.has_qk_norm, rotary_dim=self.rotary_dim)
 
 
-def _written(params: Glm4MoeParams) -> Mapping[str, JsonValue]:
-    require_shared_experts(params)
-    return written_without_windows(params)
-
-
 GLM4_MOE = hf.HuggingFaceFamily(
     params=Glm4MoeParams,
     architecture="Glm4MoeForCausalLM",
@@ -59,7 +50,6 @@ GLM4_MOE = hf.HuggingFaceFamily(
     ),
     fixed=hf.FIXED_ENTRIES,
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
-    write_own=_written,
     irrelevant=DEEPSEEK_MOE_IRRELEVANT,
     unused=DEEPSEEK_MOE_UNUSED,
     rotary_factor=0.5,

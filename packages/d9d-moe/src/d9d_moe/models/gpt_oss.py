@@ -7,7 +7,7 @@ from typing import Any, final
 from d9d_dist.errors import UserError
 from d9d_modules import AttentionForm, GroupedQueryParams, HuggingFaceConfig, config_value, layers_of_kind
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_layers import written_layer_types
+from d9d_modules.models.hugging_face_config import written_layer_types
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
 from d9d_moe.models.sparse_params import SparseParams
@@ -55,7 +55,6 @@ class GptOssParams(SparseParams, GroupedQueryParams):
 
     def is_dense(self, index: int) -> bool:
         """See `SparseParams`."""
-        del index
         return False
 
     def router(self) -> TopKRouter:
@@ -81,7 +80,6 @@ class GptOssParams(SparseParams, GroupedQueryParams):
 
     def moe_from_hugging_face(self, layout: ExpertsLayout) -> StateMapper:
         """See `SparseParams`; checkpoints have one layout, so `layout` has no effect."""
-        del layout
         projections = ("experts.gate_up_proj", "experts.down_proj")
         return parallel(
             identity("router.weight", "router.bias"),

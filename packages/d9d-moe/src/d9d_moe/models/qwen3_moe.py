@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 from d9d_dist.errors import UserError
 from d9d_modules import AttentionForm, DecoderForCausalLM, GroupedQueryParams, HuggingFaceConfig, config_value
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_layers import read_one_window, require_one_window, sliding_window_of
+from d9d_modules.models.hugging_face_config import read_one_window
 from d9d_moe.models.experts_hugging_face import expert_entries, refuse_router_loss
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
 from d9d_state import JsonValue
@@ -44,12 +44,11 @@ def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the indices of the dense layers, and the sliding window of all layers."""
     is_sliding = config_value(config, "use_sliding_window", bool, default=False)
-    window = read_one_window(sliding_window_of(config), values) if is_sliding else {}
+    window = read_one_window(config_value(config, "sliding_window", int), values) if is_sliding else {}
     return {"dense_layers": read_dense_layers(config, values["num_layers"]), **window}
 
 
 def _written_layers(params: Qwen3MoeParams) -> Mapping[str, JsonValue]:
-    require_one_window(params)
     window = params.sliding_window
     return {
         "mlp_only_layers": list(params.dense_layers),

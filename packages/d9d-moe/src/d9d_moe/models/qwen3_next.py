@@ -7,24 +7,19 @@ from typing import Any, ClassVar, final
 
 from torch import nn
 
-from d9d_dist.errors import UserError
 from d9d_modules import QWEN3_5, HuggingFaceConfig, HybridParams, swiglu_from_hugging_face
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hybrid import HYBRID_ENTRIES, HYBRID_FIXED, HYBRID_OWN, read_full_layers, written_full_layers
+from d9d_moe.experts import SharedExperts
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
 from d9d_moe.models.qwen3_moe import read_dense_layers
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
-from d9d_moe.shared_experts import SharedExperts
 from d9d_state import JsonValue, StateMapper, parallel, rename, scope
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseHybridParams(SoftmaxRoutedParams, HybridParams, ABC):
-    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `d9d_modules.HybridParams`.
-
-    Attributes:
-        shared_intermediate_size: Intermediate size of the gated shared expert.
-    """
+    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `d9d_modules.HybridParams`."""
 
     shared_intermediate_size: int
 
@@ -62,6 +57,8 @@ class Qwen35MoeParams(SparseHybridParams):
     `layout="fused"`. `QWEN3_5_MOE` reads and writes its `config.json`.
     """
 
+    not_exported: ClassVar[tuple[str, ...]] = (*SparseHybridParams.not_exported, "intermediate_size")  # no dense layers
+
 
 def _read_next(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**read_full_layers(config, values), "dense_layers": read_dense_layers(config, values["num_layers"])}
@@ -69,15 +66,6 @@ def _read_next(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[
 
 def _written_next(params: Qwen3NextParams) -> Mapping[str, JsonValue]:
     return {**written_full_layers(params), "mlp_only_layers": list(params.dense_layers)}
-
-
-def _written_moe(params: Qwen35MoeParams) -> Mapping[str, JsonValue]:
-    if params.dense_layers or not params.renormalize:
-        raise UserError(
-            f"dense_layers = {params.dense_layers}, renormalize = {params.renormalize}; a config.json of Qwen3.5 "
-            "cannot express them: expected no dense layers, and renormalize = True."
-        )
-    return written_full_layers(params)
 
 
 _ENTRIES = (
@@ -117,7 +105,6 @@ QWEN3_5_MOE: hf.HuggingFaceFamily[Any] = replace(
     entries=(*_ENTRIES, hf.Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
     own=_OWN,
     check=refuse_router_loss,
-    write_own=_written_moe,
     irrelevant={**QWEN3_5.irrelevant, "intermediate_size": "no layer is dense"},
 )
 """`config.json` of sparse Qwen3.5 models, at the top level or as `text_config`."""

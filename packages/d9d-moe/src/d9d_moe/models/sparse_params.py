@@ -3,16 +3,16 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
 from d9d_modules import AuxiliaryLosses, DecoderParams, check_layers, decoder_from_hugging_face
 from d9d_moe.experts import Experts, GroupedSwiGLU
-from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import NO_LOSSES, MoELayer
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
 from d9d_moe.router import Router, TopKRouter, check_top_k
-from d9d_moe.router_losses import RouterLosses
+from d9d_moe.router_losses import JointBalance, RouterLosses
 from d9d_state import StateMapper, keep, parallel, rename
 
 
@@ -23,10 +23,10 @@ class SparseParams(DecoderParams, ABC):
     Attributes:
         num_experts: Number of routed experts of each sparse layer.
         top_k: Number of routed experts per token.
-        expert_intermediate_size: Intermediate size of each expert.
         renormalize: If True, scale the weights of a token's experts to sum to 1.
-        router_losses: Auxiliary losses of the routers.
     """
+
+    not_exported: ClassVar[tuple[str, ...]] = (*DecoderParams.not_exported, "router_losses")
 
     num_experts: int
     top_k: int

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_modules.attention_backends import AttentionOptions, AttentionRequest
-from d9d_modules.attention_backends.request import request_of
+from d9d_modules import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.backend import request_of
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,8 @@ def test_a_window_that_covers_the_row_is_dropped() -> None:
 
 def test_a_request_describes_the_call() -> None:
     q, k, v = (torch.randn(1, length, 2, 8, dtype=torch.float64) for length in (3, 5, 5))
-    request = request_of(q, k, v, options=AttentionOptions(window=2), has_documents=True, has_sinks=False)
+    documents = torch.zeros(1, 5, dtype=torch.int64)
+    request = request_of(q, k, v, options=AttentionOptions(window=2), documents_BS=documents, sinks_H=None)
     assert request == AttentionRequest(
         options=AttentionOptions(window=2),
         has_documents=True,
@@ -49,9 +50,9 @@ def test_a_request_describes_the_call() -> None:
         head_dim=8,
     )
     v.requires_grad_()
-    assert request_of(q, k, v, options=AttentionOptions(), has_documents=False, has_sinks=False).needs_gradient
+    assert request_of(q, k, v, options=AttentionOptions(), documents_BS=None, sinks_H=None).needs_gradient
     with torch.no_grad():
-        assert not request_of(q, k, v, options=AttentionOptions(), has_documents=False, has_sinks=False).needs_gradient
+        assert not request_of(q, k, v, options=AttentionOptions(), documents_BS=None, sinks_H=None).needs_gradient
 
 
 def test_the_text_of_a_request_lists_its_features() -> None:
