@@ -1,4 +1,4 @@
-"""Gated delta rule as a loop over positions: the reference implementation, also suited to single decoding steps.
+"""Gated delta rule as a loop over positions: the reference implementation, which also suits single decoding steps.
 
 Shape legend: B batch, L length, G query/key heads, R value heads per key head, K key dim, V value dim.
 """

@@ -139,8 +139,8 @@ def _check_token_groups(blocks: Mapping[str, MoELayer]) -> None:
     if num_ranks > 1 and without_group:
         raise UserError(
             f"{without_group[0]} counts only the tokens of its own rank, but there are {num_ranks} ranks; expected "
-            "process groups over which to sum the counts. Call parallelize_moe(model, ctx), also with a "
-            "degree of 1."
+            "process groups over which to sum the counts. Call parallelize_moe(model, ctx), even with an "
+            "expert-parallel degree of 1."
         )
 
 

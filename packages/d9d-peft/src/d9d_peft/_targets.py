@@ -85,7 +85,7 @@ def shorten(names: list[str]) -> str:
 
 
 def claims(layers: Mapping[str, nn.Module], first_names: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the parameters of the layers; a tied parameter is listed under its first name only."""
+    """Return the layers' parameter names; a tied parameter is listed under its first name only."""
     return frozenset(
         first_names[f"{name}.{parameter}".lstrip(".")]
         for name, layer in layers.items()

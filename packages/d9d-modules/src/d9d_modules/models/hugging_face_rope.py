@@ -73,7 +73,7 @@ def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None =
     earlier versions and inference engines read.
     """
     theta, scaling = params.rope_theta, None
-    if isinstance(params.rope_scaling, scalings.NtkScaling):  # equivalent to a larger base, for which there is an entry
+    if isinstance(params.rope_scaling, scalings.NtkScaling):  # exported as the equivalent, larger `rope_theta`
         theta = params.rope_scaling.base(theta, rotary_dim=params.rotated_features)
     elif params.rope_scaling is not None:
         scaling = _written(params.rope_scaling, params)
