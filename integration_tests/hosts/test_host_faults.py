@@ -60,7 +60,7 @@ def test_the_error_names_the_process_of_a_killed_rank_if_another_rank_is_on_its_
 
 @pytest.mark.full
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_every_log_has_the_exception_of_a_rank_even_if_it_hosts_the_store(culprit: int) -> None:
+def test_other_ranks_log_the_exception_of_a_failed_rank_even_if_that_rank_hosts_the_store(culprit: int) -> None:
     ended = _run("task raises", culprit)
     assert ended[culprit].code == 1
     assert {rank.code for rank in ended} <= {1, ExitCode.PEER_LOST}

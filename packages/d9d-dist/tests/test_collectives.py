@@ -281,13 +281,13 @@ def _mismatch(kind: str) -> str:
         (
             "dtype",
             "rank 1 of the group has a torch.int64 tensor with 1 dims, but rank 0 has torch.float32 with 1; "
-            "expected the same dtype and number of dims on all ranks, also for empty "
+            "expected the same dtype and number of dims on all ranks, even for empty "
             "tensors.",
         ),
         (
             "dims",
             "rank 1 of the group has a torch.float32 tensor with 2 dims, but rank 0 has torch.float32 with 1; "
-            "expected the same dtype and number of dims on all ranks, also for empty "
+            "expected the same dtype and number of dims on all ranks, even for empty "
             "tensors.",
         ),
         ("many", "got tensors of 17 dims; expected at most 16. Reshape them first."),

@@ -192,7 +192,7 @@ def _refusal() -> str:
 def test_several_ranks_without_token_groups_are_refused() -> None:
     for message in run_ranks(_refusal, world_size=2):
         assert "0 counts only the tokens of its own rank, but there are 2 ranks" in message
-        assert "Call parallelize_moe(model, ctx), also with a degree of 1" in message
+        assert "Call parallelize_moe(model, ctx), even with an expert-parallel degree of 1" in message
 
 
 def test_half_precision_bias_is_refused() -> None:

@@ -142,7 +142,7 @@ class Bucket:
 def plan_buckets(slots: Sequence[Slot], *, bucket_bytes: int) -> list[list[Slot]]:
     """Assign gradients to buckets, from the last parameter to the first: the order in which backward completes them.
 
-    Gradients of a bucket have equal ranks and dtypes and at most `bucket_bytes` in total; a larger gradient has a
+    Gradients of a bucket have the same ranks and dtypes and at most `bucket_bytes` in total; a larger gradient has a
     bucket of its own. The result depends only on parameter metadata, so it is equal on all ranks that reduce together.
     """
     closed: list[list[int]] = []

@@ -49,7 +49,7 @@ class LocalParameters:
                 parameters[name] = self._local(parameter)  # ty: ignore[invalid-assignment]  (forward only reads it)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Restore the parameters, also if forward raised (forward hook)."""
+        """Restore the parameters, even if forward raised (forward hook)."""
         module._parameters.update(self._outside.pop())
 
     def gradient_placements(self, parameter: DTensor) -> tuple[Placement, ...]:

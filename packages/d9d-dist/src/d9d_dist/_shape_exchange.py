@@ -37,5 +37,5 @@ def _check_alike(kinds: list[tuple[torch.dtype, int]]) -> None:
             raise UserError(
                 f"rank {rank} of the group has a {dtype} tensor with {num_dims} dims, but rank "
                 f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same dtype and number of dims "
-                "on all ranks, also for empty tensors."
+                "on all ranks, even for empty tensors."
             )

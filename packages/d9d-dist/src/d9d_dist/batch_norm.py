@@ -30,8 +30,8 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
     """Make batch norms compute their statistics over the microbatches of all ranks of a group, in place.
 
     Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any options. Ranks may have
-    different numbers of values. Running statistics become equal on all ranks, also in `nn.InstanceNorm1d`, `2d` and
-    `3d`. Each layer's class becomes a subclass; state-dict names, hooks and `isinstance` are not affected.
+    different numbers of values. Running statistics become equal on all ranks, including those of `nn.InstanceNorm1d`,
+    `2d` and `3d`. Each layer's class becomes a subclass; state-dict names, hooks and `isinstance` are not affected.
 
     Collective in training: for each batch norm an all-gather in forward and an all-reduce in backward; for each
     instance norm with running statistics an all-reduce. In eval mode, batch norms without running statistics issue the

@@ -17,9 +17,8 @@ BLOCK_BYTES = 8 * 2**20
 def gather_in_blocks(tensor: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tensor:
     """Return the full tensor on every rank, detached: `full_tensor` with temporary memory of a few blocks.
 
-    The buffers of an all-gather take as much memory as the result, and more on meshes of several axes. Here each shard
-    is broadcast block by block, along one axis after the other. The result may share memory with the
-    argument.
+    The buffers of an all-gather take as much memory as the result, and more on multi-dimensional meshes. Here each
+    shard is broadcast block by block, along one axis after the other. The result may share memory with the argument.
 
     Collective over the mesh of a DTensor: for each shard and block, a broadcast over each axis that shards the tensor.
 

@@ -45,7 +45,7 @@ def parallelize_hsdp(
 ) -> None:
     """Shard a module's parameters over one axis of a mesh and replicate them over its other axes, in place.
 
-    Parameters become DTensors: `Shard(shard_dim)` on the shard axis, `Replicate()` on other axes of more than one rank.
+    Parameters become DTensors: `Shard(shard_dim)` on the shard axis, `Replicate()` on other axes larger than 1.
     Tensor-parallel parameters become DTensors on all of these axes. Forward and backward all-gather parameters over the
     shard axis. Gradients are reduce-scattered over the shard axis and all-reduced over the other axes, as sums. Several
     replicate axes are merged into one, e.g. `dp_replicate_cp_replicate`. Call this function on inner blocks first and
@@ -307,7 +307,7 @@ def cast_inputs(
 
 
 def _replicate_and_shard(mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
-    """Return the mesh for FSDP2, [shard] or [replicate, shard], without axes of one rank.
+    """Return the mesh for FSDP2, [shard] or [replicate, shard], without axes of size 1.
 
     Several replicate axes are merged into one, whose process group torch creates once and caches with the mesh.
     """

@@ -15,7 +15,7 @@ states which case applies. A wrong choice silently scales gradients by a factor.
     all_to_all_reshard                all-to-all          all-to-all
     sum_over_ranks                    all-reduce          all-reduce
 
-All functions take a mesh of one axis (`sum_over_ranks` a group) and are collective over it, also in backward, so all
+All functions take a 1-D mesh (`sum_over_ranks` a group). They are collective over it in forward and in backward, so all
 ranks must run backward. On one rank they return the tensor itself. Sums are computed in the dtype of the tensor.
 Tensors have the same shape on all ranks.
 """

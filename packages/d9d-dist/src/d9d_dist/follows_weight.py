@@ -27,7 +27,7 @@ class FollowsWeight(Protocol):
         ...
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Prepare this module's forward, after the layer's parameters are distributed over an axis of several ranks."""
+        """Prepare this module's forward, after the layer's parameters are distributed over an axis larger than 1."""
         ...
 
 

@@ -64,7 +64,7 @@ def grad_norm_parts(
     `global_grad_norm`.
 
     Returns:
-        0-dim tensors by the axes of more than one rank that shard the gradients, e.g. `"dp_cp_shard x tp"`;
+        0-dim tensors by the axes larger than 1 that shard the gradients, e.g. `"dp_cp_shard x tp"`;
         `"replicated"` for gradients that are equal on every rank of a stage.
     """
     return _stage_norms(parameters, ctx, norm_type)
@@ -126,7 +126,10 @@ def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
 
 
 def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, tuple[dist.ProcessGroup, ...]]:
-    """Return the joined names and the process groups of the sharding axes of more than one rank."""
+    """Return the joined names and the process groups of the mesh axes that shard a tensor, e.g. `dp_shard x tp`.
+
+    Axes of size 1 are skipped. The name is `replicated` if no axis remains.
+    """
     axes = [
         (name, mesh.get_group(axis))
         for axis, (name, placement) in enumerate(zip(axis_names(mesh), placements, strict=True))

@@ -102,11 +102,11 @@ def place_values(
 ) -> None:
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place. Collective.
 
-    If all ranks can read rank 0's memory (on one Linux host), each rank copies its shards from there. Otherwise, and
-    for tensors of rank 0 that are not contiguous or not on the CPU, rank 0 sends blocks. This takes an all-gather of 16
-    bytes per tensor, then a scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank if
-    larger. A tensor whose rows are split over all ranks is scattered. Besides its own shards a rank holds one block at
-    a time; whole rows are received in place.
+    If all ranks can read rank 0's memory (on one Linux host), each rank copies its shards from there. Otherwise, or if
+    a tensor on rank 0 is not contiguous or not on the CPU, rank 0 sends the tensor in blocks. This takes an all-gather
+    of 16 bytes per tensor, then a scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank
+    if larger. A tensor whose rows are split over all ranks is scattered. Besides its own shards a rank holds one block
+    at a time; whole rows are received in place.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
@@ -147,7 +147,7 @@ class _Target(NamedTuple):
         return cls(local_tensor(tensor), local_positions(tensor, name))
 
     def rows(self) -> tuple[int, int]:
-        """Return the begin and the end of the rows that the shard spans."""
+        """Return the range (start, end) of the rows that the shard spans."""
         if not self.places:
             return 0, 1
         rows = self.places[0]
@@ -216,7 +216,7 @@ def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -> list[list[tuple[int, int]]]:
-    """Return, for each tensor, the begin and the end of the rows that each rank needs."""
+    """Return the range (start, end) of the rows that each rank needs, per tensor. Collective: one all-gather."""
     mine = []
     for group in targets:
         begins, ends = zip(*(target.rows() for target in group), strict=True) if group else ((0,), (0,))
@@ -236,7 +236,7 @@ class _Transfer:
     Attributes:
         targets: This rank's targets.
         whole: The full tensor, on `meta`.
-        needed: The begin and the end of each rank's rows.
+        needed: The range (start, end) of each rank's rows.
         device: Device of the targets.
     """
 
@@ -376,7 +376,7 @@ def _check_no_stale_reference(model: nn.Module, before: Mapping[int, str]) -> No
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors of a tree, of the closures of its functions, and of the arguments of its partials."""
+    """Yield the strided tensors of a tree, including those in closures of functions and in arguments of partials."""
     for leaf in pytree.tree_leaves(value):
         match leaf:
             case torch.Tensor():

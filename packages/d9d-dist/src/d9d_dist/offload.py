@@ -52,7 +52,7 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
 
     Args:
         tensors: Tensors of any dtype and device; of a DTensor, this rank's shard. A shared storage is copied once. All
-            tensors that share a storage, also those not passed, are invalid until `onload_tensor`. Accelerator tensors
+            tensors that share a storage, even those not passed, are invalid until `onload_tensor`. Accelerator tensors
             are copied to pinned memory. CPU tensors are copied to other CPU memory, which saves no memory.
 
     Raises:

@@ -149,7 +149,7 @@ def refuse_sparse_gradient(name: str, parameter: torch.Tensor) -> None:
         if gradient.layout != torch.strided:
             raise UserError(
                 f"the gradient of {canonical_name(name)} is sparse; expected a dense gradient, which norms, reductions "
-                "and optimizers need. Set sparse=False in the call that reads the rows."
+                "and optimizers need. Set sparse=False in nn.Embedding or F.embedding."
             )
 
     handle = parameter.register_hook(check)

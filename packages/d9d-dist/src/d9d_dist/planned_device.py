@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 RecordBlock = Callable[[], Callable[[int], bool]]
 """Function that a dry run provides to `each_block`. It starts a block and returns a function that ends the block.
 
-The returned function receives the number of equal blocks that follow. If the block left the number of live bytes
+The returned function receives the number of identical blocks that follow. If the block left the number of live bytes
 unchanged, the function records the block that many times more, and returns True.
 """
 

@@ -1,4 +1,4 @@
-"""Exchange of short texts between ranks through the job's store, also while collectives are stuck."""
+"""Exchange of short texts between ranks through the job's store, even while collectives are stuck."""
 
 from collections.abc import Sequence
 from typing import final

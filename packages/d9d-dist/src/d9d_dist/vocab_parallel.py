@@ -33,7 +33,7 @@ class HasVocabParallelForm(Protocol):
     def vocab_parallel(self, mesh: DeviceMesh) -> TokenLoss:
         """Return the loss function for this rank's logits.
 
-        The vocabulary is split evenly over the mesh of one axis, in rank order.
+        The vocabulary is split evenly over the 1-D mesh, in rank order.
         """
         ...
 

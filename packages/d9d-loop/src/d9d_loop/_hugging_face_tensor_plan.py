@@ -88,7 +88,7 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
 
 
 def _block_of(model: nn.Module, name: str, plan: Mapping[str, TensorStyle]) -> str:
-    """Return the name of a module's parent if activations inside of the parent are split, else the module's name."""
+    """Return the name of a module's parent if activations inside the parent are split, else the module's name."""
     around = name.rpartition(".")[0]
     styles = [plan.get(f"{around}.{child}") for child, _ in model.get_submodule(around).named_children()]
     has_split = any(

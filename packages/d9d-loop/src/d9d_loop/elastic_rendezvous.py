@@ -201,5 +201,5 @@ class _QuickExecutor(_DistributedRendezvousOpExecutor):
 
 
 def _coming_nodes(state: _RendezvousState) -> set[Any]:
-    """Return the nodes of this round and the nodes that wait for the next round."""
+    """Return the nodes of this round, and those waiting for the next one."""
     return {*state.participants, *state.wait_list}

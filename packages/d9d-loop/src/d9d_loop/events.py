@@ -36,7 +36,7 @@ class Event:
 class ConfigReady(Event):
     """Event after the checks of the configuration; the distributed context exists, the model is not yet sharded.
 
-    `step` is 0, also in a resumed job.
+    `step` is 0, even in a resumed job.
 
     Attributes:
         config: Resolved configuration as JSON values.

@@ -79,7 +79,7 @@ def test_scores_have_no_dropout_and_draw_no_random_numbers(tmp_path: Path) -> No
         (lambda outputs, batch: Loss(outputs.sum(), torch.ones(2)), r"Loss.weight has shape \(2,\); expected a 0-dim"),
     ],
 )
-def test_a_loss_must_be_a_sum_with_its_weight(loss: Any, message: str, tmp_path: Path) -> None:
+def test_a_loss_without_a_scalar_total_and_a_scalar_weight_is_refused(loss: Any, message: str, tmp_path: Path) -> None:
     with opened(tmp_path) as engine, pytest.raises(UserError, match=message):
         engine.forward_backward(BATCHES, loss)
 

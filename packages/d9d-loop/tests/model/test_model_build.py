@@ -122,7 +122,7 @@ def test_values_of_rank_0_are_used_if_ranks_build_other_values(
     for key, value in first["tensors"].items():
         assert torch.equal(value, second["tensors"][key]), key
     (line,) = first["printed"]
-    assert line.startswith(f"d9d: rank 1 built other values than rank 0 for {name}; the values of rank 0 are used.")
+    assert line.startswith(f"d9d: rank 1 built other values than rank 0 for {name}; the values on rank 0 are used.")
     assert second["printed"] == []
 
 

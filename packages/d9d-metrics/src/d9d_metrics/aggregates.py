@@ -43,7 +43,7 @@ class WeightedMean(Metric):
         self._weight = Accumulator("sum")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the sum of totals and the sum of weights."""
+        """Return the accumulators of the summed totals and the summed weights."""
         return {"total": self._total, "weight": self._weight}
 
     def update(self, total: Tensor | float, weight: Tensor | float) -> None:

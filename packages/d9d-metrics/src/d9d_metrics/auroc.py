@@ -41,7 +41,7 @@ class BinaryAUROC(Metric):
         self._num_nan = Accumulator("sum")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the samples per class and bin, the kept samples, and the number of NaNs."""
+        """Return the accumulators: samples per class and bin, scores kept for the exact value, number of NaNs."""
         kept = {f"{name}_samples": accumulator for name, accumulator in self._kept.items()}
         return {**self._binned, **kept, "nan": self._num_nan}
 

@@ -92,7 +92,7 @@ def chunked_delta_rule(inputs: DeltaRuleInputs, *, chunk_size: int) -> tuple[Ten
 def sequential_delta_rule(inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor]:
     """Return the outputs and the last state of `chunked_delta_rule`, computed position by position.
 
-    This is the reference implementation, also suited to single decoding steps.
+    This is the reference implementation, which also suits single decoding steps.
     """
     q_BLGK, k_BLGK, v_BLGRV, log_decay_BLGR, beta_BLGR, starts_BL, state_BGRKV = inputs
     decay_BLGR = log_decay_BLGR.exp()

@@ -52,7 +52,7 @@ class DecoderLayer(nn.Module):
             `attention_mask`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
             A block that `HasExperts` also receives the token mask, if any.
-        norm: Builds each norm; None for an `RMSNorm` with its defaults.
+        norm: Function that builds each norm; None for an `RMSNorm` with its defaults.
         attention_norm: If False, the attention has no norm before it (first layer of ModernBERT).
         sandwich_norms: If True, the outputs of attention and feed-forward block have norms as well.
     """

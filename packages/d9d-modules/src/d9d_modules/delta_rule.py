@@ -47,7 +47,7 @@ def gated_delta_rule(
         document_ids_BL: Document id of each position [B, L], integer; the state is reset to zeros at document starts. A
             document id that reappears after another id starts a new document. None: each row is one document.
         initial_state_BHKV: State before the first position of each row [B, H, K, V]; None for zeros.
-        scale: Factor of the queries; None for 1/sqrt(K).
+        scale: Multiplier of the queries; None for 1/sqrt(K).
         backend: Implementation; None selects `"fla"` if it is installed and supports the call, else `"chunked"`.
         chunk_size: Positions per chunk of `"chunked"`.
 

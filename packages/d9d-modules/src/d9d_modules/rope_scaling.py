@@ -19,7 +19,7 @@ class RotaryScaling(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """Factor of the cosine and sine tables. Attention scores scale with its square."""
+        """Multiplier of the cosine and sine tables. Attention scores scale with its square."""
         ...
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from d9d_modules.cross_entropy import IGNORED_LABEL, CrossEntropy
 
 
 class TokenScores(NamedTuple):
-    """Scores of tokens, float32 or float64, of the shape of the labels; 0 for ignored labels.
+    """Token scores in float32 or float64, with the shape of the labels; 0 for ignored labels.
 
     Attributes:
         log_probs: Log-probability of the label, in nats.

@@ -34,7 +34,7 @@ class GroupedClampedSwiGLU(nn.Module):
     only be read row by row.
 
     Args:
-        alpha: Factor inside the sigmoid of the gate.
+        alpha: Multiplier of the gate inside the sigmoid.
         limit: Largest gate, and largest magnitude of up; see `clamped_swiglu`.
     """
 

@@ -163,7 +163,7 @@ class SigmoidRouter(WeightedRouter):
         num_groups: Number of groups of consecutive experts.
         top_groups: Number of groups from which the experts of a token are chosen.
         renormalize: See `WeightedRouter`.
-        scale: Factor of the weights, applied after renormalization.
+        scale: Multiplier of the routing weights, applied after renormalization.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`, `num_groups` does not divide `num_experts`,

@@ -33,13 +33,13 @@ BalanceDefinition: TypeAlias = Literal["per_layer", "transformers"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLosses:
-    """Auxiliary losses of the routers of a model and their factors, relative to the loss of a token.
+    """Auxiliary losses of a model's routers, and their weights relative to the loss of a token.
 
     Attributes:
-        balance: Factor of the load-balancing loss `sum_e f_e * P_e`; 0 disables it. f is the fraction of tokens that
+        balance: Weight of the load-balancing loss `sum_e f_e * P_e`; 0 disables it. f is the fraction of tokens that
             chose an expert, times `num_experts / top_k`; P is the expert's mean score. Sources: "DeepSeek-V3",
             arXiv:2412.19437, equations 17 to 20; for a top_k of 1, "Switch Transformers", arXiv:2101.03961, equation 4.
-            The loss is 1 if load and scores are even. With `definition = "transformers"` the factor is the
+            The loss is 1 if load and scores are even. With `definition = "transformers"`, `balance` is the
             `router_aux_loss_coef` of `transformers`.
         definition: "per_layer": each layer has the loss above, and the losses of all layers are added. "transformers":
             one loss over the tokens of all layers, `E * sum_e f_e * P_e`, as in `load_balancing_loss_func`. Here f is
@@ -50,7 +50,7 @@ class RouterLosses:
             of one microbatch over all ranks (arXiv:2501.11873). "global_batch": all tokens of the previous step, whose
             load `balance_experts` sets; the load of the current step is known only after its last microbatch. With
             "sequence" and "global_batch" the loss does not depend on the parallel layout.
-        z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5); 0 disables
+        z: Weight of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5); 0 disables
             the z-loss.
     """
 

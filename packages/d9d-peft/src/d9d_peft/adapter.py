@@ -104,7 +104,7 @@ def adapter_parameters(model: nn.Module) -> set[int]:
 def adapted_layers(model: nn.Module, adapter: str = DEFAULT_ADAPTER) -> dict[str, tuple[nn.Module, Adapter]]:
     """Return the layers that have the named adapter, each with this adapter.
 
-    Keys are layer names in the whole model, also if `model` is a pipeline stage.
+    Keys are layer names in the whole model, even if `model` is a pipeline stage.
     """
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     layers: dict[str, tuple[nn.Module, Adapter]] = {}

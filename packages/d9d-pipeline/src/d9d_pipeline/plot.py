@@ -28,7 +28,7 @@ _KINDS: dict[type[Part], tuple[str, str]] = {
     BackwardWeight: ("backward, weights", "#cc79a7"),
 }
 _PALEST = 0.6  # fraction of white in the color of a rank's first stage, if it holds several
-_ROW_HEIGHT = 0.86  # height of a rank's boxes; the distance of two ranks is 1.0
+_ROW_HEIGHT = 0.86  # height of a rank's boxes; adjacent ranks are 1.0 apart
 _TRANSFER_HEIGHT = 0.14  # height of the boxes of transfers
 _ROW_INCHES, _MARGIN_INCHES = 0.42, 0.8
 _BOX_INCHES = 0.22  # width of a short action

@@ -51,7 +51,7 @@ class RankStages(nn.Module):
     def state_dict(
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state of this rank's stages with names of the whole model, without copies of shared parameters."""
+        """Return the state of this rank's stages under the whole model's names, without copies of shared parameters."""
         copied = self._copied()
         state = {} if destination is None else destination
         for stage in self.children():

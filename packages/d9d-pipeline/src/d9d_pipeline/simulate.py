@@ -63,8 +63,8 @@ def simulate(
     Args:
         program: The program.
         costs: Durations of actions; `None` counts a forward and each half of a backward as 1, and transfers as 0.
-        duration: Returns the duration of a computation, for stages of different cost. If given, only `transfer` of
-            `costs` is used.
+        duration: Function that returns the duration of a computation, for stages of different cost. If given, only
+            `transfer` of `costs` is used.
 
     Raises:
         ProgramError: If the program does not pass `verify`.

@@ -57,12 +57,12 @@ def sharing_problem(
 
 
 def is_token(name: str) -> bool:
-    """Return True for the name of a check file, which a killed job may leave behind."""
+    """Return True for the name of a file that `sharing_problem` created; a killed job may leave it behind."""
     return _TOKEN.fullmatch(name) is not None
 
 
 def remove_tokens(folder: Path) -> None:
-    """Delete check files that killed jobs left in a folder. No other job may be using the folder."""
+    """Delete files of `sharing_problem` that killed jobs left in a folder. No other job may be using the folder."""
     for path in folder.iterdir():
         if is_token(path.name):
             _files.remove_file(path)

@@ -196,8 +196,9 @@ def _refuse(root: str) -> str:
 def test_replicas_on_the_same_host_are_refused(tmp_path: Path) -> None:
     error = run_ranks(_refuse, str(tmp_path), world_size=2)[1]
     assert error == (
-        f"got replicas = 1 for {tmp_path}/host-0/memory, but the ranks of the job see such a folder on 1 host "
-        "only; expected more hosts than replicas. Set replicas to 0, or use a folder that hosts do not share."
+        f"got replicas = 1 for {tmp_path}/host-0/memory, but the ranks of the job have only 1 folder of this path; "
+        "expected one folder per host, and more folders than replicas. Set replicas to 0, or use a folder that hosts "
+        "do not share."
     )
 
 

@@ -18,10 +18,10 @@ Tree = TypeVar("Tree")
 
 @final
 class ContextSplit:
-    """Load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2), over a mesh of one axis.
+    """Load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2), over a 1-D mesh.
 
     A row is cut into 2R equal chunks for R ranks; rank r holds chunks r and 2R-1-r, in this order. On a mesh of one
-    rank `split` and `join` return their argument. Raises `UserError` for a mesh of several axes.
+    rank `split` and `join` return their argument. Raises `UserError` unless the mesh is 1-D.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -50,7 +50,7 @@ class ContextSplit:
         return tree_map_with_path(partial(self._part, dim), tree)
 
     def join(self, tree: Tree, *, dim: int = 1, gradient: Literal["equal", "partial"] = "equal") -> Tree:
-        """Return the whole rows of every tensor of a tree of parts; the inverse of `split`.
+        """Join the parts of every tensor of a tree into whole rows; the inverse of `split`.
 
         Collective: one all-gather for each tensor. Backward depends on how the ranks use the rows:
 

@@ -162,7 +162,7 @@ class Operators:
 
 
 class _Mirror:
-    """Conversion of the tensors of one operator call from the device to meta, and of the results back."""
+    """Conversion of an operator call's tensors from the device to meta, and of its results back."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self._meta = {id(tensor): (tensor, _meta_like(tensor)) for tensor in inputs}

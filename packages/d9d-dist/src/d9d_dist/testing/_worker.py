@@ -48,7 +48,7 @@ class Outcome:
 
 
 def serve(connection: Connection, log: str) -> None:
-    """Serve calls until the parent closes the connection. stdout and stderr, also of native code, go to `log`."""
+    """Serve calls until the parent closes the connection. stdout and stderr, even of native code, go to `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

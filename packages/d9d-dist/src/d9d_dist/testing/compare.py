@@ -111,7 +111,7 @@ def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 
         actual: A tree of dicts, lists and tuples with floating-point tensors.
         exact: The same tensors in float64.
         peer: The same tensors of an independent implementation, with the dtypes of `actual`.
-        multiple: Factor between the rounding error and the bound.
+        multiple: Ratio of the bound to the rounding error.
 
     Raises:
         AssertionError: If the trees or shapes differ, or a tensor exceeds its bound; names the first such tensor.

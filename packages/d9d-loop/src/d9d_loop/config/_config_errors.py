@@ -86,7 +86,7 @@ def _expected(message: str) -> str:
 
 
 def _advice(keys: Sequence[str | int]) -> str:
-    """Return advice on how to set a key, or the whole list if the key is within a list."""
+    """Return advice on how to set a key. For a key inside a list, the advice is to set the list."""
     names = itertools.takewhile(lambda key: isinstance(key, str), keys)
     return f"Change it in the configuration file, or with --{'.'.join(map(str, names))} VALUE."
 

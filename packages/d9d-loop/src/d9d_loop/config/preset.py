@@ -15,29 +15,29 @@ from d9d_loop.config.trainer_config import TrainerConfig
 class PresetConfig(TrainerConfig):
     """Configuration of a training job that also names its model, task and data."""
 
-    model: Component = Field(description="Builds the model provider.")
-    task: Component = Field(description="Builds the task.")
-    dataset: Component = Field(description="Builds the training data: a dataset, or a data provider.")
-    evaluation_dataset: Component | None = Field(default=None, description="Builds the evaluation data.")
-    collate: Component | None = Field(default=None, description="Builds the collate function.")
+    model: Component = Field(description="Component that builds the model provider.")
+    task: Component = Field(description="Component that builds the task.")
+    dataset: Component = Field(description="Component that builds the training data: a dataset, or a data provider.")
+    evaluation_dataset: Component | None = Field(default=None, description="Component that builds the evaluation data.")
+    collate: Component | None = Field(default=None, description="Component that builds the collate function.")
     optimizer_provider: Component | None = Field(
-        default=None, description="Builds the optimizer provider, which replaces `optimizer`."
+        default=None, description="Component that builds the optimizer provider, which replaces `optimizer`."
     )
     lr_schedule_provider: Component | None = Field(
         default=None,
-        description="Builds the learning rate schedule, a function of the step, which replaces `lr_schedule`.",
+        description="Component that builds the learning-rate schedule, a function of the step; replaces `lr_schedule`.",
     )
-    subscribers: tuple[Component, ...] = Field(default=(), description="Build objects whose methods handle events.")
+    subscribers: tuple[Component, ...] = Field(default=(), description="Components that build event subscribers.")
 
 
 class InferencePresetConfig(InferenceConfig):
     """Configuration of an inference job that also names its model, task and data."""
 
-    model: Component = Field(description="Builds the model provider.")
-    task: Component = Field(description="Builds the inference task.")
-    dataset: Component = Field(description="Builds the data.")
-    collate: Component | None = Field(default=None, description="Builds the collate function.")
-    subscribers: tuple[Component, ...] = Field(default=(), description="Build objects whose methods handle events.")
+    model: Component = Field(description="Component that builds the model provider.")
+    task: Component = Field(description="Component that builds the inference task.")
+    dataset: Component = Field(description="Component that builds the data.")
+    collate: Component | None = Field(default=None, description="Component that builds the collate function.")
+    subscribers: tuple[Component, ...] = Field(default=(), description="Components that build event subscribers.")
 
 
 def look_beside_preset(arguments: Sequence[str] | None = None) -> None:

@@ -123,7 +123,7 @@ class PlanConfig(Section):
     )
     warn: bool = Field(
         default=True,
-        description="Print a warning if the job does not fit into the memory of the known hardware, with the nearest "
+        description="Print a warning if the job does not fit into the device memory of `hardware`, with the nearest "
         "layout that fits.",
     )
 
@@ -173,7 +173,7 @@ class CheckpointConfig(LocalTierConfig):
     keep_every: PositiveInt | None = Field(
         default=None,
         description="Keep checkpoints at multiples of this number of steps, which must be a multiple of `every`; null: "
-        "no such rule.",
+        "keep none for this reason.",
     )
     keep_best: int = Field(default=0, ge=0, description="Number of best checkpoints to keep, ranked by `best_by`.")
     best_by: str = Field(default="loss", description="Evaluation metric by which checkpoints are ranked.")
@@ -244,11 +244,13 @@ class TrainerConfig(JobConfig):
 
     steps: PositiveInt | None = Field(
         default=None,
-        description="Total number of optimizer steps, including those before a resume; by default one pass over finite "
-        "training data.",
+        description="Total number of optimizer steps, including those before a resume; by default, as many as finite "
+        "training data has samples for.",
     )
     epochs: PositiveInt | None = Field(
-        default=None, description="Number of passes over the training data, if they are a dataset; null repeats them."
+        default=None,
+        description="Number of epochs over a training dataset; null repeats it without end. Not for data providers: "
+        "their streams set the number.",
     )
     batch: BatchConfig
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
@@ -258,7 +260,7 @@ class TrainerConfig(JobConfig):
     pipeline: PipelineConfig = PipelineConfig.model_validate({})
     data: DataConfig = DataConfig()
     optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyperparameters.")] = AdamWConfig()
-    lr_schedule: Annotated[LrScheduleConfig, Field(description="The learning rate over steps.")] = WarmupCosineConfig()
+    lr_schedule: Annotated[LrScheduleConfig, Field(description="Learning-rate schedule.")] = WarmupCosineConfig()
     gradients: GradientConfig = GradientConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -1,4 +1,4 @@
-"""Conversion of conversations, in the formats of common datasets, to the messages of chat templates."""
+"""Conversion of conversations in common dataset formats to messages for chat templates."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -108,7 +108,7 @@ class _DocumentCursor(Cursor):
         return [part for _, part in taken]
 
     def state_dict(self) -> JsonValue:
-        """Return the position of the document of the next part, and the index of that part."""
+        """Return the position of the next part's document, and the index of the part in it."""
         if not self._ahead:
             return asdict(_Place(self._order.position))
         position, (_, first, _) = self._ahead[0]
@@ -134,7 +134,7 @@ class TokenizedStream(SampleStream):
     token file once.
 
     Args:
-        tokenize: Returns the tokens of a sample as integers, including an end token if one is wanted.
+        tokenize: Function that returns the tokens of a sample as integers, with an end token if one is wanted.
         max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
         name: Identifies `tokenize`, since functions cannot be compared. Resuming with another name is an error.
         window: Number of samples tokenized at a time. A job that resumes inside a window tokenizes the window again.

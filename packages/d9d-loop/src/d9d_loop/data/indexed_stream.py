@@ -23,8 +23,8 @@ class IndexedStream(SampleStream):
     Args:
         samples: Map-style dataset, such as a `torch.utils.data.Dataset`, a Hugging Face dataset or a list.
         shuffle: If False, read each epoch in the order of the dataset.
-        length: Returns the length of the sample at an index. The default reads the sample and applies `len`, which
-            requires a tensor or a sequence.
+        length: Function that returns the length of the sample at an index. The default reads the sample and applies
+            `len`, which requires a tensor or a sequence.
         epochs: Number of epochs; None repeats them without end.
 
     Raises:

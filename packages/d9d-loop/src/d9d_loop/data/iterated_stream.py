@@ -36,9 +36,11 @@ class IteratedStream(SampleStream):
     `transform`. Shuffle with `ShuffledStream`: the shuffle buffer of an iterable is lost when a job resumes.
 
     Args:
-        epoch: Returns the data of an epoch, counted from 0; e.g. `lambda epoch: load_dataset(..., streaming=True)`.
+        epoch: Function that returns the data of an epoch, counted from 0, such as
+            `lambda epoch: load_dataset(..., streaming=True)`.
         name: Identifies the data, whose contents are not compared. Resuming with another name is an error.
-        length: Returns the length of an element before `transform`; by default `len` of a tensor or a sequence.
+        length: Function that returns the length of an element before `transform`; by default `len` of a tensor or a
+            sequence.
         epochs: Number of epochs; None repeats them without end.
 
     Raises:

@@ -39,7 +39,7 @@ class Share:
         return self.microbatch_size * self.num_microbatches * self.dp_size
 
     def starts(self) -> range:
-        """Return the index within the step of the first sample of each of the rank's microbatches."""
+        """Return, for each microbatch of this rank, the index of its first sample within the step."""
         size = self.microbatch_size
         return range(self.dp_rank * size, self.global_size, self.dp_size * size)
 

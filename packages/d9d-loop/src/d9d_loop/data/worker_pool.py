@@ -41,7 +41,7 @@ class WorkerPool:
     """Worker processes that read batches ahead of use, one batch at a time each. Batches are returned in order.
 
     Args:
-        reader: Reads a batch. It is pickled and sent to the workers, unless they are forked.
+        reader: Function that reads a batch. It is pickled and sent to the workers, unless they are forked.
         timeout: Time limit for a batch, in seconds; `None` for no limit.
 
     Raises:

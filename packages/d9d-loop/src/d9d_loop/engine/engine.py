@@ -69,8 +69,8 @@ class Engine:
         events: Event bus; by default a new one.
         state_mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
         reference: Reference for the method `reference`. Either a function of the model that returns a context manager,
-            such as `d9d_peft.adapters_off`: inside of it, the model acts as the reference. Or "initial", for a copy of
-            the current weights in host memory. `None` disables the method.
+            such as `d9d_peft.adapters_off`: inside this context, the model acts as the reference. Or "initial", for a
+            copy of the current weights in host memory. `None` disables the method.
         checkpoints: Checkpoints for `save` and `load`; `None` disables them.
     """
 

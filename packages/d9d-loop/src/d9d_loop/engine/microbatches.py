@@ -44,7 +44,8 @@ class MicrobatchAgreement:
         Args:
             batches: This rank's batches, any number; equal on the ranks of one data-parallel coordinate. Tensors may be
                 on the CPU; sequences are not yet split for context parallelism.
-            supported: Returns the smallest supported number of microbatches that is at least its argument.
+            supported: Function that returns the smallest supported number of microbatches that is at least its
+                argument.
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different

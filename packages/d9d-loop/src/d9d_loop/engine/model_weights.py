@@ -20,7 +20,7 @@ class ModelWeights:
         model: This rank's part of the model.
         mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
         ctx: Distributed context.
-        version: Returns a value that differs after each change of the weights.
+        version: Function that returns another value after each change of the weights.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from d9d_loop.task import Loss
 
 @final
 class StepTotals:
-    """Sum of the losses and sum of the weights of a step.
+    """Summed losses and summed weights of a step.
 
     On a CPU, the sums are Python numbers, which are cheaper than tensors and as exact. On an accelerator they are a
     tensor, so the host does not wait for the device.

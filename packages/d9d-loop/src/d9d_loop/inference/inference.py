@@ -1,4 +1,4 @@
-"""Inference over a dataset. Each result is written once, in sample order, also after restarts."""
+"""Inference over a dataset. Each result is written once, in sample order, even after restarts."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ class Inference:
         model: Model provider, a module, or a function that builds a pipeline stage of the model.
         data: Samples to compute results for.
         task: Provides model inputs and results.
-        collate: Builds a batch from a list of samples.
+        collate: Function that builds a batch from a list of samples.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Evaluator:
         model: The model that is trained, or the pipeline of its stages.
         samples: Evaluation dataset, or a stream of samples.
         task: Provides model inputs, losses and metrics.
-        collate: Builds a batch from a list of samples.
+        collate: Function that builds a batch from a list of samples.
         num_samples: Number of samples to use: evenly spaced in a dataset, or the first samples of a stream. `None`
             uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.

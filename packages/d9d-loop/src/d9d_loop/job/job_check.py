@@ -96,7 +96,7 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper |
 def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
     """Return the number of steps of a job.
 
-    Raise `UserError` if the number of steps is unknown or the data are too few.
+    Raise `UserError` if the number of steps is unknown or the data has too few samples.
     """
     if stream.is_endless:
         if config.steps is None:

@@ -50,8 +50,8 @@ class JobPlan:
         model: Layout of the model over the ranks.
         task: Prepares inputs and computes the loss.
         data: Provides training and evaluation data.
-        optimizer: Builds the optimizer.
-        lr_schedule: Function of the step that returns the factor of the peak learning rate.
+        optimizer: Function that builds the optimizer.
+        lr_schedule: Function of the step that returns the learning rate relative to the peak.
         microbatch_size: Samples of a microbatch on one data-parallel rank.
         num_microbatches: Microbatches of a step on one data-parallel rank.
         stream: Training samples in the order of training.

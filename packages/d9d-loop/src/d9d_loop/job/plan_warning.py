@@ -16,7 +16,7 @@ def warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
 
     Args:
         plan: Plan of the job.
-        plan_with: Plans the job with another layout.
+        plan_with: Function that plans the job with another layout.
 
     Raises:
         UserError: On every rank, if `plan.hardware` is neither a known name nor a valid file.

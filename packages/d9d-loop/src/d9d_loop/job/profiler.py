@@ -1,4 +1,4 @@
-"""Profiler of selected steps of a job on every rank: a trace per rank, and a summary of the time of all ranks."""
+"""Profiler of selected steps of a job: a trace for each rank, and a summary of the times on all ranks."""
 
 from dataclasses import asdict
 from pathlib import Path

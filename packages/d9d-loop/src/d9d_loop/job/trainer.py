@@ -42,10 +42,10 @@ class Trainer:
         task: Prepares inputs and computes the loss.
         evaluation_data: Held-out samples, or a finite stream of them, if `data` is a dataset. `None` disables
             evaluation.
-        collate: Builds a batch from a list of samples, if `data` is a dataset.
+        collate: Function that builds a batch from a list of samples, if `data` is a dataset.
         optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
-        lr_schedule: Function of the step, counted from 0, that returns the factor of the peak learning rate; by default
-            the schedule of the configuration.
+        lr_schedule: Function of the step, counted from 0, that returns the learning rate relative to the peak; by
+            default the schedule of the configuration.
         pipeline_schedule: Pipeline schedule; by default the one of the configuration.
 
     Raises:
@@ -95,7 +95,7 @@ class Trainer:
         Args:
             world_size: Number of devices.
             hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or a `Hardware`.
-            search: True to rank other layouts, too; they are also ranked if neither the job nor a similar layout fits.
+            search: True to also rank other layouts; always done if neither the job nor a similar layout fits.
             shape: Sizes of the decoder; read from the model by default.
             length: Tokens of a sample; read from the data by default.
 

@@ -23,7 +23,8 @@ def train(plan: JobPlan, *, plan_with: Callable[..., JobPlan], events: Events) -
 
     Args:
         plan: Plan of the job.
-        plan_with: Plans the job with another mesh and batch, for the warning about a job that is too large.
+        plan_with: Function that plans the job with another mesh and batch, for the warning about a job that is too
+            large.
         events: Event bus of the job.
     """
     from d9d_loop.job.plan_warning import warn_if_too_large  # noqa: PLC0415 - imports Triton through torch

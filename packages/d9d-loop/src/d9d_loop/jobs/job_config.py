@@ -112,7 +112,7 @@ class EmbeddingConfig(Section):
     attention: Literal["model", "bidirectional"] = Field(
         default="model", description="bidirectional: each token of a decoder attends to all tokens of its text."
     )
-    temperature: PositiveFloat = Field(default=0.05, description="Divisor of the cosine similarity.")
+    temperature: PositiveFloat = Field(default=0.05, description="Softmax temperature: divides cosine similarities.")
     group: int = Field(
         default=8,
         ge=2,

@@ -1,4 +1,4 @@
-"""Data of jobs on text embeddings: groups of pairs of a query and a document.
+"""Data of text-embedding jobs: groups of (query, document) pairs.
 
 The other documents of a group are the negatives of a query. A group is one sample of the job, so its loss is the same
 for any number of ranks and any microbatch size.

@@ -156,7 +156,7 @@ def _bidirectional(config: TextJobConfig) -> UserError:
 
 
 def _new_config(config: TextJobConfig, entries: Mapping[str, Any]) -> Any:
-    """Return the configuration of a new model of a family of `transformers`, for the job's tokenizer."""
+    """Return the configuration of a new model of a `transformers` family, for the job's tokenizer."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     family = str(config.model.family)

@@ -13,7 +13,7 @@ from d9d_dist import UserError, copy_to_axis, reduce_from_axis
 def sum_per_document(
     values_BL: Tensor, document_ids_BL: Tensor, *, cp: DeviceMesh | None = None, num_documents: int | None = None
 ) -> Tensor:
-    """Sum the values of each document of each row. Differentiable, also over context-parallel ranks.
+    """Sum the values of each document of each row. Differentiable, even across context-parallel ranks.
 
     A loss that is not linear in the values of a document, such as DPO, needs the sum over the whole document, which may
     span several context-parallel ranks. With `cp`, forward and backward issue one all-reduce each.

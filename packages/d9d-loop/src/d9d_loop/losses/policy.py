@@ -116,7 +116,7 @@ class PolicyLoss:
             old_log_probs_BL: Log-probabilities under the policy before the first update on these answers. None on the
                 first update, where the ratio is 1 and the gradient is that of REINFORCE.
             reference_log_probs_BL: Log-probabilities under the reference; required if and only if `kl_weight` is set.
-            importance_BL: Factor of the loss of each token, such as `truncated_importance`.
+            importance_BL: Multiplier of each token's loss, such as `truncated_importance`.
             auxiliary_losses_BL: Router losses of each token [B, L], added to its loss.
             cp: See `sum_per_document`, which is called once, or twice for ratios of sequences.
 

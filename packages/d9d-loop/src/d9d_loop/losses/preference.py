@@ -156,6 +156,6 @@ def _lengths(like_BL: Tensor, mask_BL: Tensor, document_ids_BL: Tensor, cp: Devi
 
 
 def _of_both(values_BN: Tensor) -> Tensor:
-    """Return the sum of the values of both documents of each pair [B, P]."""
+    """Return, for each pair [B, P], the summed values of its two documents."""
     chosen_BP, rejected_BP = take_pairs(values_BN)
     return chosen_BP + rejected_BP

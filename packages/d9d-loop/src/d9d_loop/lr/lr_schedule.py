@@ -12,7 +12,7 @@ from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, Sq
 from d9d_loop.lr.piecewise import piecewise
 
 LrSchedule = Callable[[int], float]
-"""Function of the step, counted from 0, that returns the factor of the peak learning rate."""
+"""Function of the step, counted from 0, that returns the learning rate relative to the peak."""
 
 
 @final
@@ -69,7 +69,7 @@ class PiecewiseConfig(Section):
     """Sequence of phases. Each phase starts at the final value of the previous phase."""
 
     kind: Literal["piecewise"] = "piecewise"
-    start: NonNegativeFloat = Field(default=0.0, description="Factor of the peak learning rate at the first step.")
+    start: NonNegativeFloat = Field(default=0.0, description="Learning rate at the first step, relative to the peak.")
     phases: tuple[Phase, ...] = Field(min_length=1, description="Phases in order; one of them may omit its length.")
 
     def build(self, num_steps: int) -> LrSchedule:

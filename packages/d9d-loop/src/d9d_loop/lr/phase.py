@@ -31,11 +31,11 @@ class PhaseSettings(Section, ABC):
 
     @abstractmethod
     def end(self, start: float) -> float:
-        """Return the final factor of the phase if its initial factor is `start`."""
+        """Return the factor at the end of the phase if the factor at its start is `start`."""
 
     @abstractmethod
     def value(self, start: float, progress: float) -> float:
-        """Return the factor of the peak learning rate at a point of the phase.
+        """Return the factor at a point of the phase: the learning rate relative to the peak.
 
         Args:
             start: Factor at the start of the phase.
@@ -46,7 +46,7 @@ class PhaseSettings(Section, ABC):
 class _Leading(PhaseSettings, ABC):
     """Phase that ends at the factor `to`; its curve is `start + (to - start) (1 - left(progress))`."""
 
-    to: NonNegativeFloat = Field(description="Factor of the peak learning rate at the end of the phase.")
+    to: NonNegativeFloat = Field(description="Learning rate at the end of the phase, relative to the peak.")
 
     @final
     def end(self, start: float) -> float:
@@ -64,7 +64,7 @@ class _Leading(PhaseSettings, ABC):
 
 @final
 class ConstantPhase(PhaseSettings):
-    """Phase that keeps the factor of the previous phase."""
+    """Phase that keeps the final factor of the previous phase."""
 
     kind: Literal["constant"] = "constant"
 
@@ -138,7 +138,7 @@ class ExponentialPhase(PhaseSettings):
     """Phase that multiplies the factor by the same ratio in every step."""
 
     kind: Literal["exponential"] = "exponential"
-    to: PositiveFloat = Field(description="Factor of the peak learning rate at the end of the phase.")
+    to: PositiveFloat = Field(description="Learning rate at the end of the phase, relative to the peak.")
 
     def end(self, start: float) -> float:
         """Return `to`. Raise `UserError` if `start` is 0, because 0 times any ratio stays 0."""

@@ -20,8 +20,8 @@ def plot_lr_schedule(
 ) -> None:
     """Plot the learning rate over the steps of a job, to a file (which requires matplotlib) or to axes.
 
-    `schedule` is a function of the step, counted from 0, that returns the factor of the peak learning rate. With `peak`
-    1, the factor is plotted.
+    `schedule` is a function of the step, counted from 0, that returns the learning rate relative to the peak. With
+    `peak` 1, this relative value is plotted.
     """
     if isinstance(target, Path | str):
         try:
@@ -38,7 +38,7 @@ def plot_lr_schedule(
 def draw_lr_schedule(schedule: Callable[[int], float], folder: Path, *, num_steps: int, peak: float) -> None:
     """Write `lr_schedule.png` to an existing folder if matplotlib is installed; otherwise do nothing.
 
-    `schedule` is a function of the step, counted from 0, that returns the factor of the peak learning rate.
+    `schedule` is a function of the step, counted from 0, that returns the learning rate relative to the peak.
     """
     if find_spec("matplotlib") is not None:
         title = f"learning rate, peak {peak:g}"

@@ -121,7 +121,7 @@ def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
         ranks = [rank for rank, odd in enumerate(differs.any(1).tolist()) if odd]
         print(
             f"d9d: {name_ranks(ranks)} built other values than rank 0 for "
-            f"{', '.join(names)}; the values of rank 0 are used. Draw them from torch's default generator, which is "
+            f"{', '.join(names)}; the values on rank 0 are used. Draw them from torch's default generator, which is "
             "seeded equally on every rank."
         )
 

@@ -34,7 +34,7 @@ _OWN = frozenset(vars(nn.Module()))
 class FirstSteps:
     """Checks of a model after its first and second step.
 
-    Attributes are compared if they hold numbers or tensors, also in lists, tuples and dicts. A backward that gives a
+    Attributes are compared if they hold numbers or tensors, or lists, tuples and dicts of them. A backward that gives a
     plain parameter a sparse gradient raises `UserError`.
 
     Args:

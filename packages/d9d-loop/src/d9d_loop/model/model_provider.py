@@ -99,8 +99,8 @@ class FunctionProvider(ModelProvider):
     """Provider for a build function; all other methods are the defaults of `ModelProvider`.
 
     Args:
-        build: Builds the stage of the model that its argument names. A function without required parameters,
-            such as the class of a module, builds a whole model.
+        build: Function that builds the stage of the model that its argument names. A function without required
+            parameters, such as the class of a module, builds a whole model.
         late_init: If True, build on `meta` and set the values with `reset_parameters`. By default the function runs on
             the CPU and its values are kept.
     """

@@ -146,9 +146,9 @@ class _AdamSettings(OptimizerSettings, ABC):
     learning_rate: PositiveFloat = Field(default=1e-3, description=_RATE)
     weight_decay: NonNegativeFloat = Field(default=0.1, description=_DECAY)
     betas: tuple[_Decay, _Decay] = Field(
-        default=(0.9, 0.95), description="Decay rates of the averages of the first and second moments."
+        default=(0.9, 0.95), description="Decay rates of the moving averages of gradients and squared gradients."
     )
-    eps: PositiveFloat = Field(default=1e-8, description="Added to the denominator.")
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the denominator, for numerical stability.")
 
 
 @final

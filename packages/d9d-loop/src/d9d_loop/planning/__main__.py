@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="d9d-plan", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="number of devices")
     parser.add_argument("--hardware", help=f"one of {', '.join(hardware_names())}, or a TOML file")
-    parser.add_argument("--search", action="store_true", help="rank other layouts, too")
+    parser.add_argument("--search", action="store_true", help="also rank other layouts")
     parser.add_argument("--html", type=Path, help="write an HTML report with plots to this file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(

@@ -132,7 +132,7 @@ def links_of(device_type: str, num_devices: int) -> tuple[float, float, float]:
 
 
 def link_of(num_devices: int, *, small: float, large: float) -> tuple[float, float]:
-    """Return bandwidth and latency of links from the seconds of a small and of a large all-gather."""
+    """Return the bandwidth and latency of links, given the seconds of a small and a large all-gather."""
     share = (num_devices - 1) / num_devices * GATHERED_BYTES
     return share / max(large - small, 1e-9), small / (num_devices - 1)
 

@@ -1,4 +1,4 @@
-"""Log of the collectives of a piece of code: operator, ranks of the group, and bytes, in the order of the calls."""
+"""Log of the collectives that code issues: operator, ranks of the group, and bytes, in call order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -78,12 +78,12 @@ class DecoderShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Number of weights of all experts of one sparse layer."""
+        """Number of expert weights in one sparse layer."""
         return 3 * self.num_experts * self.hidden_size * self.expert_size
 
     @property
     def shared_parameters(self) -> int:
-        """Number of weights of the shared expert and the router of one sparse layer."""
+        """Number of weights in the shared expert and the router of one sparse layer."""
         return self.hidden_size * (3 * self.shared_size + self.num_experts)
 
     @property
@@ -118,7 +118,7 @@ class DecoderShape:
         return layers + self.hidden_size * self.vocab_size
 
     def flops_per_token(self, length: int, *, causal: bool = True) -> float:
-        """Return the model FLOPs of a training step per token of sequences of `length`."""
+        """Return the model FLOPs per token of a training step, for sequences of `length` tokens."""
         head_dim = self.head_dim if self.latent is None else (self.head_dim + self.latent[2] + self.latent[3]) / 2
         return transformer_flops_per_token(
             num_matmul_parameters=self.matmul_parameters,

@@ -115,7 +115,7 @@ def dry_run(
     checkpoint is used; the first samples of the training data are read, for their shapes.
 
     Args:
-        plan_for: Plans the job, such as `Trainer.plan_for`.
+        plan_for: Function that plans the job, such as `Trainer.plan_for`.
         ranks: Global ranks to run; `representatives` returns one rank of each class.
         world_size: Number of ranks of the job.
         precision: Precision of the job on the planned device; by default, the configured precision, resolved for a CPU.
@@ -249,7 +249,7 @@ def _fewest_microbatches(pipeline: Pipeline, most: int) -> int:
 
 
 def representatives(plan: JobPlan, world_size: int) -> tuple[int, ...]:
-    """Return one rank of each class of ranks whose steps differ: the first rank of each pipeline rank.
+    """Return the first global rank of each pipeline rank. Steps differ only between pipeline ranks.
 
     All ranks of a pipeline rank run the same operators on different samples, sequence parts, shards or experts. If
     shards are uneven, the first rank has the largest one.

@@ -69,7 +69,7 @@ class Fitted(_Part):
 
 
 class Hardware(_Part):
-    """Cluster of equal nodes."""
+    """Cluster of identical nodes."""
 
     name: str
     device: Device

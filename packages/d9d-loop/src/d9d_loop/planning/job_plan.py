@@ -199,7 +199,7 @@ def plan_cluster(
     """Plan a job on a cluster. Needs no device: a dry run of one rank of each class runs on the CPU.
 
     Args:
-        plan_with: Plans the job; see `PlanWith`.
+        plan_with: Function that plans the job; see `PlanWith`.
         world_size: Number of devices.
         hardware: The cluster.
         search: If True, also rank other layouts. Other layouts are always ranked if neither the job nor a similar

@@ -98,8 +98,8 @@ def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: Deco
     if abs(whole - shape.num_parameters) > _UNCOUNTED * whole:
         share = (whole - shape.num_parameters) / whole
         found.append(
-            f"{abs(share):.0%} of the parameters ({'more' if share > 0 else 'fewer'} than the decoder of equal layers "
-            "that is timed)"
+            f"{abs(share):.0%} of the parameters ({'more' if share > 0 else 'fewer'} than the timed decoder of "
+            "identical layers)"
         )
     return tuple(found)
 

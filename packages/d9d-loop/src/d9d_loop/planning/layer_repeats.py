@@ -1,7 +1,7 @@
-"""Repeated layers of a model: which layers are equal, and copies of the model with fewer of them.
+"""Repeated layers of a model: which layers are identical, and copies of the model with fewer of them.
 
-The cost of a step is linear in the number of equal layers, so `short_run.py` records a copy with four of them instead
-of the whole model.
+The cost of a step is linear in the number of identical layers, so `short_run.py` records a copy with four of them
+instead of the whole model.
 """
 
 import copy
@@ -21,7 +21,7 @@ _MAX_PERIOD = 8
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Longest repeated part of a list of layers: from index `start`, `count` repeats of `period` layers."""
+    """Longest repeated part of a list of layers: from index `start`, `count` identical blocks of `period` layers."""
 
     start: int
     period: int
@@ -52,7 +52,7 @@ def repeats_of(layers: Layers) -> Repeats:
 
 
 def without_repeats(model: nn.Module, drop: int) -> tuple[nn.Module, list[nn.Module], list[nn.Module]]:
-    """Copy a model without `drop` of the repeats of its layers.
+    """Copy a model without `drop` of its repeated layer blocks.
 
     Returns:
         The copy, its layers, and the layers of the third repeat.
@@ -83,8 +83,8 @@ class ShortProvider(ModelProvider):
 
     Args:
         provider: Provider of the whole model.
-        drop: Number of repeats that each stage lacks.
-        whole: Returns a whole stage by its index.
+        drop: Number of repeated layer blocks that each stage lacks.
+        whole: Function that returns a whole stage by its index.
         on_layers: Called with the layers of each parallelized stage, and with their third repeat.
     """
 

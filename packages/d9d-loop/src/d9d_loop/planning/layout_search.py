@@ -32,8 +32,8 @@ class MemoryScale:
     """Ratios of a job's exact memory to the closed form; other layouts of its model and operators share these ratios.
 
     Attributes:
-        state: Factor of parameters and optimizer state.
-        rest: Factor of gradients, activations, gathered weights and the loss, which peak together. The exact memory
+        state: Ratio for parameters and optimizer state.
+        rest: Ratio for gradients, activations, gathered weights and the loss, which peak together. The exact memory
             does not separate activations from whole gradients that are kept between microbatches.
         logit_tokens: Number of tokens whose logits exist at once; `None` for all tokens of the microbatch.
     """
@@ -246,7 +246,7 @@ def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
 class Evaluation:
     """Predictor of the time of layouts, for one decoder, cluster and schedule.
 
-    Layouts with equal layers share layer times.
+    Layouts whose layers have the same cost share layer times.
     """
 
     def __init__(self, shape: DecoderShape, hardware: Hardware, schedule: Schedule | None = None) -> None:

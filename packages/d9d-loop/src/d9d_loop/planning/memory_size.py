@@ -167,6 +167,7 @@ def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) ->
     if layout.recompute == "full":
         total += tokens * _layer_bytes(shape, layout, "none", sparse=num_sparse > 0)
         if layout.sequence_parallel and layout.tp > 1:
-            # The gathered inputs of attention and feed-forward layer, and the gradient of one.
+            # Three tensors gathered over the sequence, 2 bytes per value: the inputs of attention and feed-forward, and
+            # the gradient of one of these inputs.
             total += 3 * tokens * 2 * shape.hidden_size
     return total

@@ -97,7 +97,7 @@ class ScheduleBubbles:
         self._known: dict[tuple[object, ...], float] = {}
 
     def apply(self, time: StepTime, layout: PlanLayout, layers: tuple[LayerTime, LayerTime]) -> StepTime:
-        """Return the step time of a layout with the schedule's bubble instead of the bubble of 1F1B.
+        """Return the step time of a layout with the schedule's bubble instead of 1F1B's.
 
         Args:
             time: Step time of the layout with (interleaved) 1F1B.
@@ -141,13 +141,13 @@ def supports(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> bo
 
 
 def simulated_step(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, program: Program) -> Timeline:
-    """Return the simulation of a program with the seconds of each stage of a layout."""
+    """Simulate a program with the seconds that a layout's stages take."""
     stages = stage_times(shape, layout, hardware, layer_times(shape, layout, hardware))
     return simulated(program, stages, transfer_seconds(shape, layout, hardware))
 
 
 def simulated(program: Program, stages: Sequence[StageTime], transfer: float) -> Timeline:
-    """Return the simulation of a program with the times of each stage and of a send."""
+    """Simulate a program with the given times of each stage and of a send."""
 
     def duration(action: Compute) -> float:
         if isinstance(action, Overlap):

@@ -1,8 +1,8 @@
-"""Dry runs of large jobs: a copy of the model with four repeats of its equal layers runs; its cost is extrapolated.
+"""Dry runs of large jobs: a copy of the model with four of the repeated layer blocks runs; its cost is extrapolated.
 
     C = C(4) + k R
 
-C(4): cost of a step with four repeats (`layer_repeats.py`). R: cost of the third repeat, k: number of dropped repeats.
+C(4): cost of a step with four repeats (`layer_repeats.py`). R: cost of the third repeat. k: number of dropped repeats.
 All repeats between the second and the last have the same operators, collectives, parameters and saved activations. The
 backward pass of the second repeat has different collectives, because FSDP2 prefetches the weights of the first repeat
 at another point. `RepeatMarks` mark the parts of a step that belong to the third repeat, and the record counts these
@@ -128,7 +128,10 @@ class _ShortRuns:
         return self._stages[index]
 
     def _droppable(self, indices: Sequence[int], *, kept: int) -> int:
-        """Return the number of repeats to drop from each stage so that every stage keeps at least `kept` repeats."""
+        """Return the number of repeated layer blocks to drop from every stage, so that each keeps at least `kept`.
+
+        The number is 0 if a stage has no layer list, or no more than `kept` repeated blocks.
+        """
         found = [layer_list(self._whole(index)) for index in indices]
         return min(0 if each is None else max(0, repeats_of(each[1]).count - kept) for each in found)
 

@@ -294,7 +294,7 @@ def _data_parallel(
 
 
 def group_seconds(group: ParameterGroup, layout: PlanLayout, hardware: Hardware) -> tuple[float, float, float]:
-    """Return the times of gathering weights, of scattering gradients, and of reducing their shards over replicas."""
+    """Return the times to gather weights, to scatter gradients, and to reduce gradient shards over replicas."""
     pieces = group.modules if group.sharding == "parameters" else 1
     shards = Span.of(group.shards, group.stride, hardware.devices_per_node)
     replicas = Span.of(group.ranks // group.shards, group.stride * group.shards, hardware.devices_per_node)

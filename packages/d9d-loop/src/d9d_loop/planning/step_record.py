@@ -84,10 +84,10 @@ class StepRecord:
 
 @final
 class RepeatMarks:
-    """Marks of one repeat of equal layers, which the record counts once more for each dropped repeat.
+    """Marks of one repeated block of layers, which the record counts once more for each dropped block.
 
     Args:
-        num_dropped: Number of repeats that the dry run's model lacks.
+        num_dropped: Number of repeated blocks that the dry run's model lacks.
     """
 
     def __init__(self, num_dropped: int) -> None:
@@ -183,7 +183,7 @@ def _is_recomputed() -> bool:
 
 @final
 class StepRecorder(TorchDispatchMode):
-    """Dispatch mode that fills a `StepRecord`; use inside of `FakeTensorMode`, or without this mode.
+    """Dispatch mode that fills a `StepRecord`. `FakeTensorMode` is optional; enter it before this mode.
 
     Attributes:
         record: The recorded step.
@@ -198,7 +198,7 @@ class StepRecorder(TorchDispatchMode):
         self._part_start = (0, 0, 0)
 
     def start_block(self) -> Callable[[int], bool]:
-        """Start a block of `d9d_dist.each_block`; return a function that ends it and records further equal blocks."""
+        """Start a block of `d9d_dist.each_block`; return a function that ends it and records identical blocks."""
         start = self._place()
 
         def end(num_equal: int) -> bool:

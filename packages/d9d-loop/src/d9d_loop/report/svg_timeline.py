@@ -43,6 +43,6 @@ def timeline(history: RunHistory) -> str:
 
 
 def _first_step_time(history: RunHistory, number: int) -> float:
-    """Return the time of the first progress of a life, else of its last record."""
+    """Return the time of the first completed step after a start, else of the last record before the next start."""
     life = history.lives[number]
     return next((time for time, step in life if step > life[0][1]), life[-1][0])

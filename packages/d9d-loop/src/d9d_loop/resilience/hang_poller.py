@@ -43,8 +43,8 @@ class HangPoller:
 
     Args:
         ctx: Distributed context of several ranks.
-        place: Returns the location of this rank's main thread.
-        stuck_seconds: Returns the time since this rank's last progress, in seconds.
+        place: Function that returns the location of this rank's main thread.
+        stuck_seconds: Function that returns the time since this rank's last progress, in seconds.
     """
 
     def __init__(

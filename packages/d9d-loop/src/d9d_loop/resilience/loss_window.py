@@ -28,7 +28,7 @@ _UNKNOWN_STEPS = 1  # on an accelerator, the loss of a step reaches the host thi
 
 @final
 class LossWindow:
-    """Recent losses of a job, also kept sorted so that the spike limit of a step is cheap to compute."""
+    """Recent losses of a job. A sorted copy makes the spike limit of a step cheap to compute."""
 
     def __init__(self, config: BadStepConfig) -> None:
         self._config = config

@@ -102,7 +102,7 @@ class BadStepConfig(Section):
         default=6.0, description="Threshold of a spike, in robust standard deviations above the median."
     )
     spike_skip_before: int = Field(
-        default=1, ge=0, description="Number of steps before a spike that are skipped too after a rollback."
+        default=1, ge=0, description="Number of steps before a spike that are also skipped after a rollback."
     )
 
 

@@ -36,7 +36,7 @@ class DistillationTask(PackedTask):
         return packed_inputs(batch, labels=batch["teacher_ids"], scores=True)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the positions with a label."""
+        """Return the summed losses of all positions with a label."""
         return self._loss(
             outputs["log_probs"],
             teacher_log_probs_BLK=batch["teacher_log_probs"],

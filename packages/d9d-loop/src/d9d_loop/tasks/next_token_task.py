@@ -27,7 +27,7 @@ class NextTokenTask(PackedTask):
         return packed_inputs(batch)
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the labels."""
+        """Return the summed losses of all labels."""
         return next_token_loss(outputs, batch["labels"])
 
     def metrics(self) -> Mapping[str, Metric]:

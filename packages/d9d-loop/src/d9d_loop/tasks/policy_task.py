@@ -42,7 +42,7 @@ class PolicyTask(PackedTask):
         return packed_inputs(batch, scores=True)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the sampled tokens."""
+        """Return the summed losses of the sampled tokens."""
         if "advantages" not in batch:
             raise UserError(
                 f"the batch has no advantages, only {', '.join(sorted(batch))}; expected an advantage for each "

@@ -45,7 +45,7 @@ class PreferenceTask(PackedTask):
         return packed_inputs(batch, scores=True)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the pairs."""
+        """Return the summed losses of the pairs."""
         if self._has_reference != (batch.get("reference_log_probs") is not None):
             raise UserError(
                 f"the batch has {'no' if self._has_reference else 'the key'} reference_log_probs; expected it if and "

@@ -35,7 +35,7 @@ class RewardTask(PackedTask):
         return Inputs(batch["input_ids"], position_ids=batch["position_ids"], document_ids_BL=batch["documents"])
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the pairs. Raise `UserError` if the outputs are not scores of positions."""
+        """Return the summed losses of the pairs. Raise `UserError` if the outputs are not scores of positions."""
         expected = batch["input_ids"].shape
         if outputs.shape not in {expected, (*expected, 1)}:
             raise UserError(

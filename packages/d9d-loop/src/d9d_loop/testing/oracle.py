@@ -65,7 +65,7 @@ def assert_same_as_one_process(
     All arguments must be picklable.
 
     Args:
-        model: Builds and parallelizes the model.
+        model: Provider that builds and parallelizes the model.
         batch: Samples of one step. Every step uses all of them, in a different order.
         task: Prepares inputs and computes the loss.
         layouts: Layouts such as `["dp_shard=4", "tp=2,cp_shard=2,microbatch=1"]`, see `parse_layout`.
@@ -94,7 +94,7 @@ def trace_layout(
     Args:
         experiment: The training job.
         layout: The layout, which determines the number of processes.
-        around: Returns a context manager around the training of each rank.
+        around: Function that returns a context manager around the training of each rank.
         device: "cpu", or "accelerator" to give each rank one of the machine's accelerators.
 
     Returns:

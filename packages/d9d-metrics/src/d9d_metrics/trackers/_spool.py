@@ -121,7 +121,7 @@ class Spool:
         self._writer.join(timeout=_CLOSE_SECONDS)
 
     def describe_rest(self) -> str:
-        """Describe the bytes that wait for the next start, and the entries that are lost; empty if there are none."""
+        """Describe the bytes to deliver at the next start of the run, and lost entries; empty if there are none."""
         waiting = self._size - self._delivered
         lost = self._incoming.num_dropped + self._incoming.num_put - self._num_written
         parts = [f"{waiting} bytes wait in {self._folder} for the next start of the run"] if waiting else []
@@ -170,7 +170,7 @@ class Spool:
 
 
 def _open_complete_lines(path: Path) -> tuple[int, int]:
-    """Open a file for reading and appending, without an incomplete last line; return the descriptor and the size."""
+    """Open a file for reading and appending, and truncate an incomplete last line; return its descriptor and size."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     size = path.read_bytes().rfind(b"\n") + 1
     os.ftruncate(file, size)

@@ -36,9 +36,9 @@ class BackgroundTracker:
     entry causes one, the entry is dropped with a warning.
 
     Args:
-        open_tracker: Creates the tracker; called in the background thread, and again after each exception.
+        open_tracker: Function that creates the tracker; called in the background thread, again after each exception.
         name: Name of the tracker in log messages.
-        spool: Folder that stores values until they are delivered, also by the next process. None: store in memory.
+        spool: Folder that stores values until this or the next process delivers them. None: store in memory.
         start_seconds: Timeout of `resume`, which waits for the tracker to be opened.
         flush_seconds: Timeout of `flush`. After a timeout, `flush` waits again only once the tracker has made progress.
         close_seconds: Timeout of `close` for undelivered values.
@@ -103,7 +103,7 @@ class BackgroundTracker:
         self._outbox.put(RunConfig(redact_secrets(config)))
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Queue values; takes a few microseconds in any state of the tracker."""
+        """Queue values without waiting for the tracker; takes a few microseconds."""
         self._start()
         self._log(StepValues(step, dict(values)))
 

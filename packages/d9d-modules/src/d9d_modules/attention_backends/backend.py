@@ -15,11 +15,11 @@ class AttentionOptions:
     """Options of softmax attention.
 
     Attributes:
-        is_causal: If True, a position attends to itself and positions before it; if False, also to positions after it.
+        is_causal: If True, a position attends to itself and earlier positions only; if False, to later ones too.
         window: Sliding-window size: a position attends to itself and the `window - 1` positions before it
             ("Longformer", arXiv:2004.05150, section 3.1), and without causality to the `window - 1` positions after it.
             None: no limit.
-        scale: Softmax scale, the factor of the query-key products; None for 1/sqrt(head dim).
+        scale: Softmax scale, by which query-key products are multiplied; None for 1/sqrt(head dim).
         softcap: Soft-cap of the scores, `softcap * tanh(score / softcap)` ("Gemma 2", arXiv:2408.00118, section 2);
             None disables it.
 

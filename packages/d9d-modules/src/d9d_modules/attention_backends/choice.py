@@ -31,7 +31,7 @@ ATTENTION_VARIABLE = "D9D_ATTENTION"
 
 
 def default_attention_backends() -> tuple[AttentionBackend, ...]:
-    """Return all backends of this package in the order of preference of `choose_attention_backend`."""
+    """Return all backends of this package in the order in which `choose_attention_backend` prefers them."""
     # FlexAttention comes after the eager backend, because it is slower on CPUs.
     return Flash4Backend(), Flash2Backend(), SdpaBackend(), EagerBackend(), FlexBackend(), VarlenBackend()
 
@@ -64,8 +64,8 @@ class ChosenAttention:
     """`d9d_dist.Attention` that selects a backend for each call.
 
     Attributes:
-        sinks: Returns the sink logits of the query heads [H]; None for no sinks. Called in each forward pass, because
-            parallelism replaces a parameter by this rank's shard only while the layer runs.
+        sinks: Function that returns the sink logits of the query heads [H]; None for no sinks. Called in each forward
+            pass, because parallelism replaces a parameter by this rank's shard only while the layer runs.
         in_given_order: If True, use the first backend that supports a call; if False, prefer fast backends.
     """
 
@@ -138,7 +138,7 @@ def chosen_attention(
 
     Args:
         options: Causality, window, scale and softcap.
-        sinks: Returns the sink logits of the query heads [H]; None for no sinks.
+        sinks: Function that returns the sink logits of the query heads [H]; None for no sinks.
         backends: Allowed backends in order of preference; None allows all of this package and prefers fast ones.
             The environment variable `D9D_ATTENTION` overrides this argument.
 

@@ -69,7 +69,7 @@ class DecoderWithMtp(HeadedDecoder):
 
     Args:
         num_mtp_layers: Number of MTP layers K.
-        mtp_loss_weight: Factor of the mean of the K losses, which is added to the loss (equation 25; 0.3 for most of
+        mtp_loss_weight: Weight of the mean of the K losses, which is added to the loss (equation 25; 0.3 for most of
             the training of DeepSeek-V3, then 0.1).
 
     Raises:

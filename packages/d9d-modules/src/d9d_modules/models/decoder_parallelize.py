@@ -52,7 +52,7 @@ def parallelize_decoder(
     The steps, in order: float8 conversion, tensor and sequence parallelism over `tp`, context parallelism over `cp`,
     expert parallelism, activation checkpointing and compilation of each layer, and HSDP. HSDP shards over `dp_cp_shard`
     and replicates over the other data-parallel axes; each layer, an untied embedding and each untied head are gathered
-    separately. An axis of one rank has no effect. Pipeline stages keep gathered parameters until the last backward of a
+    separately. An axis of size 1 has no effect. Pipeline stages keep gathered parameters until the last backward of a
     step. Collective over all ranks of the job.
 
     Args:

@@ -50,8 +50,8 @@ class AuxiliaryLosses:
 
     Attributes:
         name: Name in error messages, such as "router losses".
-        total: Builds the module that converts the records [B, L, R] of all layers to losses [B, L]; None if the layers
-            return losses [B, L].
+        total: Function that builds the module that converts the records [B, L, R] of all layers to losses [B, L]; None
+            if the layers return losses [B, L].
     """
 
     name: str
@@ -139,7 +139,7 @@ class DecoderParams(ABC):
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of the token embeddings."""
+        """Multiplier of the token embeddings."""
         return 1.0
 
     @property

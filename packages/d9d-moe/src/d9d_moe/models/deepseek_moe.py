@@ -25,7 +25,7 @@ class DeepseekMoeParams(SparseParams, ABC):
         num_shared_experts: Number of shared experts of `expert_intermediate_size`; 0 for none.
         num_groups: Number of groups of consecutive experts.
         top_groups: Number of groups from which the experts of a token are chosen.
-        routed_scale: Factor of the weights, applied after renormalization.
+        routed_scale: Multiplier of the routing weights, applied after renormalization.
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = (*SparseParams.may_be_zero, "num_dense_layers", "num_shared_experts")

@@ -31,7 +31,7 @@ DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Params(DeepseekMoeParams):
-    """Hyperparameters of a DeepSeek-V3 model, also of Kimi K2 and Moonlight; see also `DeepseekMoeParams`.
+    """Hyperparameters of a DeepSeek-V3, Kimi K2 or Moonlight model; see also `DeepseekMoeParams`.
 
     The paper uses a small sequence-level balance loss. YaRN with `mscale_all_dim` also changes the softmax scale.
 

@@ -12,7 +12,7 @@ from d9d_pipeline.schedules.one_forward_one_backward import Warmup, interleaved_
 @final
 @dataclass(frozen=True)
 class ZeroBubble1P(Schedule):
-    """ZB1P, the paper's ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241), also interleaved.
+    """ZB1P, the paper's ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241), or interleaved.
 
     The order is as in 1F1B. Rank r of p defers weight gradients by r microbatches, so each rank holds p microbatches,
     like the first rank of 1F1B. Let F, I and W be the times of a forward, a `BackwardInput` and a `BackwardWeight`.

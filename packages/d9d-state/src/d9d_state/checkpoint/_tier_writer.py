@@ -117,7 +117,10 @@ class TierWriter:
             _files.remove_file(self._folder / SLOTS[self._next] / record_name(rank))
 
     def _prepare(self, slot: Path, plan: SavePlan) -> dict[int, Tensor]:
-        """Delete the old records of this rank and of the replicas that it keeps, then map their tensor files."""
+        """Return the memory-mapped tensor files of this rank and of the replicas that it keeps, by rank.
+
+        First delete their old records in the slot. Then map the files, and write the headers.
+        """
         _files.make_folder(slot)
         if plan.digest != self._plan_digest:
             self._images.clear()

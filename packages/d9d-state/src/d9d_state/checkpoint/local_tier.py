@@ -175,11 +175,11 @@ class LocalTier:
             self._life = str(gather_json(uuid.uuid4().hex, group, alone=group is None)[0])
             self._ctx, self._writer = ctx, None
             if self.replicas >= len(self._hosts):
-                found = f"{len(self._hosts)} host" + ("s" if len(self._hosts) > 1 else "")
+                found = f"{len(self._hosts)} folder" + ("s" if len(self._hosts) > 1 else "")
                 raise UserError(
-                    f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job see such a folder on "
-                    f"{found} only; expected more hosts than replicas. Set replicas to {len(self._hosts) - 1}, or use "
-                    "a folder that hosts do not share."
+                    f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job have only {found} of "
+                    "this path; expected one folder per host, and more folders than replicas. Set replicas to "
+                    f"{len(self._hosts) - 1}, or use a folder that hosts do not share."
                 )
         return group
 
