@@ -56,8 +56,8 @@ def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
     if num_ranks > 1 and without_group:
         raise UserError(
             f"{without_group[0]} counts only the tokens of its own rank, but there are {num_ranks} ranks; expected "
-            "process groups over which to sum the counts. Call parallelize_moe(model, ctx), also with a "
-            "degree of 1."
+            "process groups over which to sum the counts. Call parallelize_moe(model, ctx), even with an "
+            "expert-parallel degree of 1."
         )
     counts = torch.cat([block.counter.counts for block in blocks.values()])
     group = next(iter(blocks.values())).token_groups.batch
