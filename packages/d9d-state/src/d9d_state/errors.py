@@ -2,8 +2,13 @@
 
 import errno
 import resource
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TypeAlias
 
 from d9d_dist import UserError
+
+Errors: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -23,6 +28,15 @@ class VersionError(UserError):
 def is_limit(error: OSError) -> bool:
     """Return True if a limit on open files or memory caused the error."""
     return error.errno in _LIMITS
+
+
+@contextmanager
+def as_state_error(what: str, errors: Errors = (OSError, UnreadableError)) -> Generator[None]:
+    """Raise `errors` of the body as `StateError`, with the text `what: error`."""
+    try:
+        yield
+    except errors as error:
+        raise StateError(f"{what}: {describe(error)}") from error
 
 
 def describe(error: BaseException) -> str:

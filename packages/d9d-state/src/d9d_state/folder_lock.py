@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import final
 from weakref import ref
 
-from d9d_dist import DistributedContext, UserError, agree
+from d9d_dist import DistributedContext, UserError
 from d9d_state import _files
-from d9d_state._ranks import is_main
+from d9d_state._ranks import failing_together, is_main
 from d9d_state._shared_folder import remove_tokens, sharing_problem
-from d9d_state.errors import StateError, describe
 from d9d_state.json_value import dump_json, parse_json
 
 LOCK_NAME = "job.lock"
@@ -42,17 +41,11 @@ def locked_folder(
         StateError: On every rank, if the folder cannot be created or locked.
     """
     lock = FolderLock(folder)
-    problem: str | UserError | None = None
-    if is_main(ctx):
-        try:
-            lock.acquire(run_id)
-            remove_tokens(folder)
-        except UserError as error:
-            problem = error
-        except (OSError, StateError) as error:
-            problem = f"{folder} could not be locked: {describe(error)}"
     try:
-        agree(problem, error=StateError, alone=ctx is None)
+        with failing_together(ctx, f"{folder} could not be locked"):
+            if is_main(ctx):
+                lock.acquire(run_id)
+                remove_tokens(folder)
         unshared = sharing_problem(folder, ctx)
         if unshared is not None:
             raise UserError(unshared)

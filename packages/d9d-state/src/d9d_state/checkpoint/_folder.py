@@ -10,7 +10,7 @@ from d9d_state._partial_folder import partial_of
 from d9d_state.checkpoint.info import CheckpointInfo, open_complete, step_of
 from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.retention import Retention
-from d9d_state.errors import StateError, UnreadableError, VersionError, describe
+from d9d_state.errors import StateError, UnreadableError, VersionError, as_state_error, describe
 from d9d_state.folder_lock import LOCK_NAME
 from d9d_state.object_path import ObjectPath
 
@@ -90,32 +90,28 @@ def _delete(folder: AnyPath) -> None:
     _files.remove_folder(partial_of(folder))
 
 
-def discard_partials(folder: AnyPath) -> str | None:
-    """Delete partial folders; return the error text, or `None` on success."""
+def discard_partials(folder: AnyPath) -> None:
+    """Delete partial folders; raise `StateError` if that fails."""
     if isinstance(folder, ObjectPath):
-        return discard_incomplete(folder)
-    try:
+        discard_incomplete(folder)
+        return
+    with as_state_error(f"{folder} cannot be read"):
         left = sorted(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        return f"{folder} cannot be read: {describe(error)}"
-    partials = [path for path in left if path.suffix == ".partial" and step_of(path.stem) >= 0]
-    try:
-        for path in partials:
-            if path.is_dir() and not path.is_symlink():
+    with as_state_error(f"partial checkpoints in {folder} could not be deleted"):
+        for path in left:
+            is_partial = path.suffix == ".partial" and step_of(path.stem) >= 0
+            if is_partial and path.is_dir() and not path.is_symlink():
                 _LOGGER.info("deleting the incomplete checkpoint %s", path)
                 _files.remove_folder(path)
-    except OSError as error:
-        return f"partial checkpoints in {folder} could not be deleted: {describe(error)}"
-    return None
 
 
-def discard_incomplete(folder: ObjectPath) -> str | None:
+def discard_incomplete(folder: ObjectPath) -> None:
     """Delete incomplete checkpoints in an object store that are older than the newest complete checkpoint.
 
     Their incomplete uploads are deleted too. Newer incomplete checkpoints are kept: a save of the same step continues
-    their uploads. Returns the error text, or `None` on success.
+    their uploads. Raises `StateError` if the deletion fails.
     """
-    try:
+    with as_state_error(f"incomplete checkpoints in {folder} could not be deleted"):
         steps = {step_of(path.name): path for path in folder.iterdir() if step_of(path.name) >= 0}
         complete = {step for step, path in steps.items() if (path / MANIFEST_NAME).is_file()}
         newest = max(complete, default=-1)
@@ -124,34 +120,25 @@ def discard_incomplete(folder: ObjectPath) -> str | None:
                 _LOGGER.info("deleting the incomplete checkpoint %s", steps[step])
                 steps[step].remove_all()
         folder.abort_uploads(lambda name: 0 <= step_of(name) <= newest)
-    except (OSError, StateError) as error:
-        return f"incomplete checkpoints in {folder} could not be deleted: {describe(error)}"
-    return None
 
 
-def move_aside(folder: AnyPath, reason: StateError) -> str | None:
-    """Rename a damaged checkpoint, or delete it from an object store; return the error text, or `None` on success.
+def move_aside(folder: AnyPath, reason: StateError) -> None:
+    """Rename a damaged checkpoint, or delete it from an object store; raise `StateError` if that fails.
 
     In an object store, an incomplete checkpoint is kept: the next save of the step continues it.
     """
     if isinstance(folder, ObjectPath):
-        if not (folder / MANIFEST_NAME).exists():
-            return None
-        _LOGGER.warning("deleting %s: %s", folder, reason)
-        try:
-            _delete(folder)
-        except (OSError, StateError) as error:
-            return f"{folder} is damaged and could not be deleted: {describe(error)}"
-        return None
+        with as_state_error(f"{folder} is damaged and could not be deleted"):
+            if (folder / MANIFEST_NAME).exists():
+                _LOGGER.warning("deleting %s: %s", folder, reason)
+                _delete(folder)
+        return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
         number += 1
     _LOGGER.warning("moving %s to %s: %s", folder, aside, reason)
-    try:
+    with as_state_error(f"{folder} is damaged and could not be moved"):
         _files.rename(folder, aside)
-    except OSError as error:
-        return f"{folder} is damaged and could not be moved: {describe(error)}"
-    return None
 
 
 def _is_disk_error(error: BaseException | None) -> bool:

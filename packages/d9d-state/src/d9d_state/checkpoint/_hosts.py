@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from d9d_dist import DistributedContext, agree, gather_json
 from d9d_state import _files
-from d9d_state.errors import StateError, describe
+from d9d_state._ranks import failing_together
 
 _TOKEN = re.compile(r"\.rank-(\d+)-([0-9a-f]{32})")
 
@@ -36,14 +36,11 @@ class Hosts:
             _files.make_folder(folder)
             return cls(((0,),))
         nonce = str(gather_json(uuid.uuid4().hex, group)[0])
-        token, problem = folder / f".rank-{ctx.rank}-{nonce}", None
-        try:
+        token = folder / f".rank-{ctx.rank}-{nonce}"
+        with failing_together(ctx, f"{folder} is not writable", group=group):
             _files.make_folder(folder)
             folder.chmod(0o700)  # raises if another user owns a folder of this name in /dev/shm
             _files.write_file(token, [])
-        except OSError as error:
-            problem = f"{folder} is not writable: {describe(error)}"
-        agree(problem, group, error=StateError)
         matches = [_TOKEN.fullmatch(path.name) for path in folder.iterdir()]
         seen = sorted(int(match[1]) for match in matches if match is not None and match[2] == nonce)
         found = sorted(set(map(tuple, gather_json(seen, group))))

@@ -3,12 +3,11 @@
 import uuid
 from typing import final
 
-from d9d_dist import DistributedContext, agree, gather_json
+from d9d_dist import DistributedContext, gather_json
 from d9d_state import _files
 from d9d_state._member import AnyPath
-from d9d_state._ranks import is_main
+from d9d_state._ranks import failing_together, is_main
 from d9d_state.checkpoint._folder import RUN_ID_NAME, newest_first
-from d9d_state.errors import StateError, describe
 
 
 @final
@@ -37,12 +36,9 @@ class RunId:
 
     def shared_known(self, ctx: DistributedContext | None) -> str | None:
         """Return the main process's `known`. Collective; raises `StateError` on every rank if it cannot be read."""
-        run_id, problem = None, None
-        try:
+        run_id = None
+        with failing_together(ctx, f"{self._root} cannot be read"):
             run_id = self.known() if is_main(ctx) else None
-        except (OSError, StateError) as error:
-            problem = f"{self._root} cannot be read: {describe(error)}"
-        agree(problem, error=StateError, alone=ctx is None)
         found = gather_json(run_id, alone=ctx is None)[0]
         return None if found is None else str(found)
 
@@ -53,14 +49,11 @@ class RunId:
         folder to start from scratch, these steps are not used.
         """
         if not self._written:
-            run_id, problem = "", None
-            try:
+            run_id = ""
+            with failing_together(ctx, f"{self._root} could not be written"):
                 if is_main(ctx):
                     run_id = self.current()
                     _files.make_folder(self._root)
                     _files.replace_file(self._root / RUN_ID_NAME, run_id.encode())
-            except (OSError, StateError) as error:
-                problem = f"{self._root} could not be written: {describe(error)}"
-            agree(problem, error=StateError, alone=ctx is None)
             self._written = str(gather_json(run_id, alone=ctx is None)[0])
         return self._written

@@ -8,8 +8,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from d9d_state.checkpoint.save_plan import Part, SavePlan, part_key
-
 _ALIGNMENT = 64  # bytes; every dtype can be viewed at a multiple of this offset, and such copies are fastest
 
 
@@ -21,10 +19,10 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._allocator: Thread | None = None
 
-    def reserve(self, plan: SavePlan, rank: int) -> None:
-        """Start to allocate the buffer for a plan in a thread: page faults in new memory take longer than the copy."""
+    def reserve(self, parts: Mapping[str, Tensor]) -> None:
+        """Start to allocate the buffer in a thread: page faults in new memory take longer than the copy."""
         self._wait()
-        size = _num_bytes_of(plan, rank)
+        size = _num_bytes_of(parts)
         if size > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
@@ -32,9 +30,7 @@ class Staging:
             self._allocator.start()
 
     @torch.no_grad()
-    def copy(
-        self, parts: Mapping[str, Tensor], plan: SavePlan, rank: int
-    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    def copy(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
         """Start to copy a rank's tensor parts to the buffer, without host-device synchronization.
 
         The copies are on the current stream, so later work on it may change the parts.
@@ -45,19 +41,16 @@ class Staging:
         Raises:
             MemoryError: If the buffer could not be allocated.
         """
-        self.reserve(plan, rank)
+        self.reserve(parts)
         self._wait()
-        if self._buffer.numel() < _num_bytes_of(plan, rank):
-            raise MemoryError(f"could not allocate {_num_bytes_of(plan, rank)} bytes of host memory for the copy.")
+        if self._buffer.numel() < _num_bytes_of(parts):
+            raise MemoryError(f"could not allocate {_num_bytes_of(parts)} bytes of host memory for the copy.")
         copies: dict[str, Tensor] = {}
         position = 0
-        for part in plan.parts[rank]:
-            source = parts[part_key(*part)]
-            size = _num_bytes(plan, part)
-            copies[part_key(*part)] = self._buffer[position : position + size].view(source.dtype).view(source.shape)
-            position += _padded(size)
-        for key, copied in copies.items():
-            copied.copy_(parts[key], non_blocking=True)
+        for key, part in parts.items():
+            copies[key] = self._buffer[position : position + part.nbytes].view(part.dtype).view(part.shape)
+            copies[key].copy_(part, non_blocking=True)
+            position += _padded(part.nbytes)
         device = next((part.device for part in parts.values() if not part.is_cpu), None)
         if device is None:
             return copies, lambda: None
@@ -77,13 +70,8 @@ class Staging:
         self._allocator = None
 
 
-def _num_bytes_of(plan: SavePlan, rank: int) -> int:
-    return sum(_padded(_num_bytes(plan, part)) for part in plan.parts[rank])
-
-
-def _num_bytes(plan: SavePlan, part: Part) -> int:
-    name, region = part
-    return region.num_elements * plan.tensors[name].dtype.itemsize
+def _num_bytes_of(parts: Mapping[str, Tensor]) -> int:
+    return sum(_padded(part.nbytes) for part in parts.values())
 
 
 def _padded(size: int) -> int:

@@ -3,9 +3,9 @@
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 from d9d_dist import Region, UserError
@@ -110,6 +110,20 @@ class Manifest:
             },
         }
 
+    @classmethod
+    def joined(cls, shares: Sequence[Self]) -> Self:
+        """Return the manifest of a save from all ranks' shares, in rank order, without calling `check`."""
+        infos: dict[str, TensorInfo] = {}
+        chunks: dict[str, list[Chunk]] = {}
+        files: dict[str, FileRecord] = {}
+        for share in shares:
+            files.update(share.files)
+            for name, record in share.tensors.items():
+                infos.setdefault(name, record.info)
+                chunks.setdefault(name, []).extend(record.chunks)
+        tensors = {name: TensorRecord(info, tuple(chunks[name])) for name, info in infos.items()}
+        return replace(shares[0], tensors=tensors, files=files)
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the encoded manifest. Equal digests mean identical checkpoints."""
@@ -136,10 +150,9 @@ class Manifest:
 
     @classmethod
     def _parse(cls, data: bytes) -> Self:
-        body = as_object(parse_json(data))
-        body.pop("sha256", None)
-        if body.get("format") != _FORMAT or with_digest(body) != data:
-            raise ValueError("its content does not match its digest.")
+        body = without_digest(data)
+        if body.get("format") != _FORMAT:
+            raise ValueError(f"it does not have the format {_FORMAT}.")
         _check_version(body.get("version"))  # only after the digest matches: otherwise the version may be damaged
         manifest = cls.of_body(body)
         manifest.check()
@@ -206,6 +219,15 @@ def with_digest(body: Mapping[str, JsonValue]) -> bytes:
     """Encode a JSON object as canonical JSON, with the SHA-256 of its encoding as another key."""
     digest = hashlib.sha256(dump_json(body)).hexdigest()
     return dump_json({**body, "sha256": digest}) + b"\n"
+
+
+def without_digest(data: bytes) -> dict[str, JsonValue]:
+    """Return the JSON object from the result of `with_digest`; raise `ValueError` or `TypeError` for other bytes."""
+    body = as_object(parse_json(data))
+    body.pop("sha256", None)
+    if with_digest(body) != data:
+        raise ValueError("its content does not match its digest.")
+    return body
 
 
 def _check_version(version: JsonValue) -> None:

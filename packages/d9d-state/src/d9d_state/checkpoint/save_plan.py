@@ -32,10 +32,6 @@ class SavePlan:
     parts: tuple[tuple[Part, ...], ...]
     digest: str
 
-    def num_bytes(self, rank: int) -> int:
-        """Return the bytes of tensor data that a rank writes."""
-        return sum(region.num_elements * self.tensors[name].dtype.itemsize for name, region in self.parts[rank])
-
 
 @final
 class SavePlanner:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_state._member import AnyPath, as_folder, as_local
-from d9d_state._ranks import is_main, mesh_shape, num_ranks
+from d9d_state._ranks import failing_together, is_main, mesh_shape, num_ranks, rank_of
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
 from d9d_state.checkpoint._folder import delete_old, discard_incomplete, discard_partials, move_aside, newest_first
@@ -26,7 +26,7 @@ from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
-from d9d_state.errors import StateError, UnreadableError, VersionError, describe
+from d9d_state.errors import StateError, UnreadableError, as_state_error, describe
 from d9d_state.folder_lock import locked_folder
 from d9d_state.json_value import JsonValue, dump_json
 from d9d_state.object_path import ObjectPath
@@ -106,10 +106,8 @@ class CheckpointStore:
         Raises:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
-        try:
+        with as_state_error(f"{self.root} cannot be read", OSError):
             return list(newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING))
-        except OSError as error:
-            raise StateError(f"{self.root} cannot be read: {describe(error)}") from error
 
     def newest(self, ctx: DistributedContext | None = None, *, verify: bool = True) -> CheckpointInfo | None:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
@@ -151,20 +149,17 @@ class CheckpointStore:
         Raises:
             StateError: On every rank, if the main process sees a folder with the name of a checkpoint.
         """
-        problem, names = None, []
-        try:
+        with failing_together(ctx, f"{self.root} cannot be read"):
+            names: list[str] = []
             if is_main(ctx) and self.root.is_dir():
                 names = sorted(path.name for path in self.root.iterdir() if step_of(path.name) >= 0)
             if isinstance(self.root, ObjectPath):  # a killed save has no manifest
                 names = [name for name in names if (self.root / name / MANIFEST_NAME).exists()]
-        except (OSError, StateError) as error:
-            problem = f"{self.root} cannot be read: {describe(error)}"
-        if names:
-            problem = (
-                f"{self.root} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
-                "Repair them, or move them away to start from scratch."
-            )
-        agree(problem, error=StateError, alone=ctx is None)
+            if names:
+                raise StateError(
+                    f"{self.root} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
+                    "Repair them, or move them away to start from scratch."
+                )
 
     def prepare(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
         """Plan a save of `tensors` and allocate the host buffer of background saves. Collective.
@@ -180,7 +175,7 @@ class CheckpointStore:
         num_ranks(ctx)
         plan = self._planner.plan(tensors, ctx)
         self._background.group(ctx)
-        self._staging.reserve(plan, 0 if ctx is None else ctx.rank)
+        self._staging.reserve(local_parts(tensors, plan, rank_of(ctx)))
 
     def save(
         self,
@@ -220,7 +215,7 @@ class CheckpointStore:
         if background:
             self._write_in_background(job, tensors)
         else:
-            write_checkpoint(job, local_parts(tensors, job.plan, job.rank))
+            write_checkpoint(job, local_parts(tensors, job.plan, rank_of(ctx)))
             self._delete_old(job)
 
     def _write_in_background(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
@@ -228,13 +223,8 @@ class CheckpointStore:
         group = self._background.group(job.ctx)
         copies: dict[str, Tensor] = {}
         wait_copied: Callable[[], None] = lambda: None  # noqa: E731 - replaced unless the copy fails
-        problem = None
-        try:
-            parts = local_parts(tensors, job.plan, job.rank)
-            copies, wait_copied = self._staging.copy(parts, job.plan, job.rank)
-        except Exception as error:  # any error: the other ranks wait in agree()
-            problem = f"{job.folder} could not be copied to host memory: {error}"
-        agree(problem, error=StateError, alone=job.ctx is None)
+        with failing_together(job.ctx, f"{job.folder} could not be copied to host memory", errors=Exception):
+            copies, wait_copied = self._staging.copy(local_parts(tensors, job.plan, rank_of(job.ctx)))
 
         def work() -> None:
             wait_copied()
@@ -314,12 +304,8 @@ class CheckpointStore:
             problems = verify_together(info, ctx)
             if problems is not None:
                 raise StateError(f"{problems} Move {info.root} away to resume from the checkpoint before it.")
-        problem = None
-        try:
+        with failing_together(ctx, f"{info.root} could not be read", errors=(OSError, ValueError, StateError)):
             load_tensors(info, tensors, threads=num_threads(ctx))
-        except (OSError, ValueError, StateError) as error:
-            problem = f"{info.root} could not be read: {describe(error)}"
-        agree(problem, error=StateError, alone=ctx is None)
         for tier in self.tiers:
             tier.on_loaded(info)
 
@@ -360,7 +346,9 @@ class CheckpointStore:
             StateError: On every rank, if the main process cannot delete a partial folder.
         """
         self.wait()
-        agree(discard_partials(self.root) if is_main(ctx) else None, error=StateError, alone=ctx is None)
+        with failing_together(ctx):
+            if is_main(ctx):
+                discard_partials(self.root)
 
     def _begin(
         self,
@@ -395,28 +383,30 @@ class CheckpointStore:
 
     def _clear_path(self, folder: AnyPath, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective."""
-        problem: str | UserError | None = None
-        try:
-            if is_main(ctx) and folder.exists():
+        with failing_together(ctx, f"{folder} cannot be read"):
+            if not is_main(ctx) or not folder.exists():
+                return
+            try:
                 if folder in self._damaged:
                     raise StateError("a rank found it damaged.")
                 open_complete(folder).verify()
-                problem = UserError(
-                    f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
-                )
-        except (OSError, UnreadableError) as error:
-            problem = f"{folder} cannot be read: {describe(error)}"
-        except VersionError as error:
-            problem = error
-        except StateError as reason:
-            problem = move_aside(folder, reason)
-        agree(problem, error=StateError, alone=ctx is None)
+            except UnreadableError:
+                raise
+            except StateError as reason:
+                move_aside(folder, reason)
+                return
+            raise UserError(
+                f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
+            )
 
     def _delete_old(self, job: SaveJob) -> None:
         if not is_main(job.ctx):
             return
-        if isinstance(self.root, ObjectPath) and (problem := discard_incomplete(self.root)) is not None:
-            _LOGGER.warning("%s", problem)
+        if isinstance(self.root, ObjectPath):
+            try:
+                discard_incomplete(self.root)
+            except StateError as error:
+                _LOGGER.warning("%s", error)
         if self._retention.last is not None:
             delete_old(self.root, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
 
