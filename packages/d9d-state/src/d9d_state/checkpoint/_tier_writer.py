@@ -131,8 +131,7 @@ class TierWriter:
         layout, rank = self._layouts[self._rank], self._rank
         view = bytes_of(image)
         header, *records = (
-            PartRecord.of(view[start:end])
-            for start, end in pairwise([0, *layout.starts.values(), layout.num_bytes])
+            PartRecord.of(view[start:end]) for start, end in pairwise([0, *layout.starts.values(), layout.num_bytes])
         )
         written = SafetensorsRecord(header, dict(zip(layout.starts, records, strict=True)))
         share = share_of_rank(job, rank, written, PartRecord.of(job.rank_state), PartRecord.of(job.state))

@@ -125,8 +125,21 @@ class Graph:
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
-        """Connected components of the graph, one per group, in the order of `groups`."""
-        return _components(self.nodes, self.input_wires, self.output_wires, self.num_wires)
+        """Connected components of the graph, ordered by first input; those without inputs come last."""
+        roots = _connected(self.num_wires, self.nodes)
+        inputs: dict[int, list[str]] = {}
+        outputs: dict[int, list[str]] = {}
+        nodes: dict[int, list[Node]] = {}
+        for name, wire in self.input_wires.items():
+            inputs.setdefault(roots[wire], []).append(name)
+        for name, wire in self.output_wires.items():
+            outputs.setdefault(roots[wire], []).append(name)
+        for node in self.nodes:
+            nodes.setdefault(roots[node.inputs[0]], []).append(node)
+        return tuple(
+            Component(StateGroup(tuple(inputs.get(root, ())), tuple(outputs.get(root, ()))), tuple(nodes.get(root, ())))
+            for root in {**inputs, **outputs}
+        )
 
     @cached_property
     def _component_by_input(self) -> dict[str, Component]:
@@ -150,40 +163,6 @@ class Graph:
         raise ValueError(
             "got no tensors; expected the inputs of one group. Groups without inputs (keep) cannot be applied."
         )
-
-
-def _components(
-    nodes: Iterable[Node], input_wires: Mapping[str, int], output_wires: Mapping[str, int], num_wires: int
-) -> tuple[Component, ...]:
-    """Return the connected components of a graph, ordered by first input; those without inputs come last."""
-    nodes = tuple(nodes)
-    roots = _connected(num_wires, nodes)
-    nodes_of: dict[int, list[Node]] = {}
-    for node in nodes:
-        nodes_of.setdefault(roots[node.inputs[0]], []).append(node)
-    # Fast path for many wires without nodes: each is a component with at most one input and one output.
-    bare_outputs = {wire: (name,) for name, wire in output_wires.items() if roots[wire] not in nodes_of}
-    inputs: dict[int, list[str]] = {root: [] for root in nodes_of}
-    outputs: dict[int, list[str]] = {root: [] for root in nodes_of}
-    found: dict[int, Component | None] = {}
-    for name, wire in input_wires.items():
-        root = roots[wire]
-        if root in inputs:
-            inputs[root].append(name)
-            found.setdefault(root)
-        else:
-            found[root] = Component(StateGroup((name,), bare_outputs.get(wire, ())), ())
-    for name, wire in output_wires.items():
-        root = roots[wire]
-        if root in outputs:
-            outputs[root].append(name)
-            found.setdefault(root)
-        elif root not in found:
-            found[root] = Component(StateGroup((), (name,)), ())
-    return tuple(
-        component or Component(StateGroup(tuple(inputs[root]), tuple(outputs[root])), tuple(nodes_of[root]))
-        for root, component in found.items()
-    )
 
 
 def _connected(num_wires: int, nodes: Iterable[Node]) -> list[int]:
