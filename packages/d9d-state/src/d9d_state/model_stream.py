@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, Region, UserError, gather_in_blocks, local_region, local_tensor
-from d9d_state._export_plan import exchange_offers
+from d9d_state._export_plan import exchange_stages
 from d9d_state._ranks import num_ranks
-from d9d_state._stage_offer import check_complete, groups_of, offer_of, part_of
 from d9d_state.mapper.fill import Destination, ReadRecorder
 from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.names import identity_of
@@ -45,10 +44,9 @@ def gathered_weights(
     """
     num_ranks(ctx)
     mapper = identity_of(model) if mapper is None else mapper
-    parts = exchange_offers(offer_of(model, mapper, 0 if ctx is None else ctx.coordinate("regular", "pp")), ctx)
-    check_complete(mapper, parts)
-    mine, tensors = part_of(parts, ctx), module_tensors(model)
-    for group in groups_of(mapper, mine):
+    _, mine = exchange_stages(model, mapper, ctx)
+    tensors = module_tensors(model)
+    for group in mine.groups(mapper):
         with torch.no_grad():  # not as a decorator, which would keep the last tensor alive
             outputs = mapper.apply({name: gather_in_blocks(tensors[name]) for name in group.inputs})
         while outputs:

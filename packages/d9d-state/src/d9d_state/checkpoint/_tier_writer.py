@@ -25,8 +25,7 @@ from d9d_state.checkpoint._rank_record import RankRecord, record_name
 from d9d_state.checkpoint.manifest import STATE_NAME, rank_state_name, tensors_name
 from d9d_state.checkpoint.save_plan import SavePlan, part_key
 from d9d_state.json_value import dump_json
-from d9d_state.safetensors_file import SafetensorsRecord
-from d9d_state.safetensors_layout import FileLayout
+from d9d_state.safetensors_file import FileLayout, SafetensorsRecord
 from d9d_state.tensor_info import TensorInfo
 
 SLOTS = ("slot-0", "slot-1")
