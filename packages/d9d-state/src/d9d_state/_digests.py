@@ -4,7 +4,6 @@ The digests detect damage, not manipulation. SHA-256 would not detect manipulati
 file can also change its record.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -25,8 +24,3 @@ class PartRecord:
     def of(cls, part: bytes | memoryview) -> "PartRecord":
         """Return the record of some bytes."""
         return cls(len(part), xxh3_128(part).hexdigest())
-
-
-def digest_parts(parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
-    """Return size and digest of each part."""
-    return tuple(map(PartRecord.of, parts))

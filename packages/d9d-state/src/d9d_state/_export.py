@@ -107,14 +107,14 @@ class Export:
         if len(self._plan) > 1:
             _files.write_file(self._partial / INDEX_NAME, [self._index()])
         check_sizes(self._partial, {file.name: _num_bytes(file) for file in self._plan})
-        _files.fsync_folder(self._partial)
+        _files.fsync(self._partial)
         if self._target.exists():
             _files.exchange(self._partial, self._target)
-            _files.fsync_folder(self._target.parent)
+            _files.fsync(self._target.parent)
             _files.remove_folder(self._partial)
         else:
             _files.rename(self._partial, self._target)
-            _files.fsync_folder(self._target.parent)
+            _files.fsync(self._target.parent)
 
     def _index(self) -> bytes:
         weight_map = {name: file.name for file in self._plan for name in file.tensors}

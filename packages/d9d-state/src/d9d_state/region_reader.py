@@ -52,11 +52,6 @@ class RegionReader:
             reader.close()
 
     @property
-    def opened(self) -> list[AnyPath]:
-        """Paths of the files opened so far, in order."""
-        return list(self._files)
-
-    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Shape and dtype of every tensor."""
         return self._folder.tensors

@@ -81,7 +81,7 @@ def _write_own(job: SaveJob, parts: Mapping[str, Tensor]) -> JsonValue:
     rank = rank_of(job.ctx)
     tensors = write_safetensors(job.partial / tensors_name(rank), parts)
     (rank_state,) = _files.write_file(job.partial / rank_state_name(rank), [job.rank_state])
-    _files.fsync_folder(job.partial)
+    _files.fsync(job.partial)
     return {
         "header": _pair(tensors.header),
         "tensors": {name: _pair(record) for name, record in tensors.tensors.items()},
@@ -109,10 +109,10 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
         for name in job.partial.sizes().keys() - manifest.files.keys():  # left by a killed save with more ranks
             (job.partial / name).remove()
     _files.write_file(job.partial / MANIFEST_NAME, [text])
-    _files.fsync_folder(job.partial)
+    _files.fsync(job.partial)
     if isinstance(job.partial, Path) and isinstance(job.folder, Path):
         _files.rename(job.partial, job.folder)
-        _files.fsync_folder(job.folder.parent)
+        _files.fsync(job.folder.parent)
 
 
 def share_of_rank(

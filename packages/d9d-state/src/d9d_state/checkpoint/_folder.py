@@ -70,7 +70,7 @@ def delete_old(
         _LOGGER.warning("%s could not be read, so no old checkpoint is deleted: %s", folder, describe(error))
         return
     found.sort(key=lambda info: info.step == saved_step, reverse=True)
-    kept = retention.kept(found)
+    kept = retention.kept({info.step: info.metric for info in found})
     for info in found:
         if info.step in kept:
             continue
@@ -86,7 +86,7 @@ def _delete(folder: AnyPath) -> None:
         folder.remove_all(first=[MANIFEST_NAME])
         return
     _files.rename(folder, partial_of(folder))
-    _files.fsync_folder(folder.parent)
+    _files.fsync(folder.parent)
     _files.remove_folder(partial_of(folder))
 
 

@@ -26,7 +26,7 @@ class RunId:
         if newest is not None or self.given is not None:
             return self.given if newest is None else newest.run_id
         path = self._root / RUN_ID_NAME
-        return path.read_text() if path.is_file() else None
+        return path.read_bytes().decode() if path.is_file() else None
 
     def current(self) -> str:
         """Return the id under which the store saves. Main process only."""

@@ -199,31 +199,27 @@ class TierReader:
         The host of the part's own rank is preferred. If a copy is damaged, the next host is chosen. Returns `None` if
         every copy of a part is damaged.
         """
-        bad: set[tuple[int, int]] = set()
+        left = {
+            part: sorted(slots, key=lambda host: (part not in self.hosts.ranks[host], host))
+            for part, slots in found.holders.items()
+        }
         sound: dict[int, int] = {}
-        while len(sound) < len(found.holders):
-            chosen: dict[int, int] = {}
-            for part, slots in found.holders.items():
-                left = [host for host in sorted(slots) if (part, host) not in bad]
-                if not left:
+        while len(sound) < len(left):
+            for part, hosts in left.items():
+                if not hosts:
                     _LOGGER.warning(
                         "skipping step %d in %s: every copy of rank %d's part is damaged", found.step, self.folder, part
                     )
                     return None
-                at_home = [host for host in left if part in self.hosts.ranks[host]]
-                chosen[part] = sound.get(part, (at_home or left)[0])
-            problems = self._damaged(
-                found, [part for part, host in chosen.items() if host == self._host and part not in sound]
-            )
-            reported = {
-                int(part): (rank, text)
-                for rank, of_rank in enumerate(self._gather(problems))
-                for part, text in of_rank.items()
-            }
-            for part, (rank, text) in reported.items():
-                _LOGGER.warning("rank %d: %s at step %d; trying another copy", rank, text, found.step)
-                bad.add((part, chosen[part]))
-            sound.update({part: host for part, host in chosen.items() if part not in reported})
+            mine = [part for part, hosts in left.items() if hosts[0] == self._host and part not in sound]
+            damaged: set[int] = set()
+            for rank, of_rank in enumerate(self._gather(self._damaged(found, mine))):
+                for part, text in of_rank.items():
+                    _LOGGER.warning("rank %d: %s at step %d; trying another copy", rank, text, found.step)
+                    damaged.add(int(part))
+            sound |= {part: hosts[0] for part, hosts in left.items() if part not in damaged}
+            for part in damaged:
+                left[part].pop(0)
         return sound
 
     def _damaged(self, found: TierStep, parts: list[int]) -> dict[int, str]:

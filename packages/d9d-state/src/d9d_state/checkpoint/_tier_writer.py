@@ -150,10 +150,10 @@ class TierWriter:
         _files.replace_file(slot / rank_state_name(rank), rank_state.encode())
         if state is not None:
             _files.replace_file(slot / STATE_NAME, state.encode())
-        _files.fsync_file(slot / tensors_name(rank))
-        _files.fsync_folder(slot)
+        _files.fsync(slot / tensors_name(rank))
+        _files.fsync(slot)
         _files.replace_file(slot / record_name(rank), record.encode())
-        _files.fsync_folder(slot)
+        _files.fsync(slot)
 
 
 def _layout(plan: SavePlan, rank: int) -> FileLayout:

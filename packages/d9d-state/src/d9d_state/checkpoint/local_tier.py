@@ -34,6 +34,7 @@ class LocalTier:
         folder: Path of the tier's folder. Each host has a separate folder at this path, which its ranks share.
         every: Number of steps between saves.
         replicas: Number of other hosts that keep a copy of each rank's part: the next hosts in a ring over all hosts.
+        background: Thread of the saves.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, replicas: int = 1) -> None:
@@ -53,7 +54,8 @@ class LocalTier:
         if replicas < 0:
             raise UserError(f"got replicas = {replicas}; expected 0 or more other hosts.")
         self.folder, self.every, self.replicas = Path(folder).absolute(), every, replicas
-        self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
+        self.background = Background()
+        self._planner, self._staging = SavePlanner(), Staging()
         self._reader: TierReader | None = None
         self._writer: TierWriter | None = None
         self._open: OpenStep | None = None
@@ -84,7 +86,7 @@ class LocalTier:
             UserError: If the job has too few hosts for `replicas`.
             StateError: On every rank, if the previous save failed, or the tensors cannot be saved.
         """
-        self._background.wait()
+        self.background.wait()
         reader, writer = self._connect(ctx)
         plan = self._planner.plan(tensors, ctx)
         texts, copies = (b"", b""), dict[str, Tensor]()
@@ -99,11 +101,11 @@ class LocalTier:
             wait_copied = partial(_raise, error)
             self._is_settled = False
         job = SaveJob(self.folder, run_id, step, None, mesh_shape(ctx), plan, *texts, ctx)
-        self._background.start(f"saving step {step} in {self.folder}", lambda: writer.write(job, copies, wait_copied))
+        self.background.start(f"saving step {step} in {self.folder}", lambda: writer.write(job, copies, wait_copied))
 
     def steps(self, run_id: str, ctx: DistributedContext | None = None) -> list[TierStep]:
         """Return the complete steps of a run over all hosts, newest first. Collective."""
-        self._background.wait()
+        self.background.wait()
         return self._connect(ctx)[0].steps(run_id)
 
     def open(self, found: TierStep, ctx: DistributedContext | None = None) -> CheckpointInfo | None:
@@ -118,32 +120,23 @@ class LocalTier:
         self._open = self._connect(ctx)[0].open(found)
         return None if self._open is None else self._open.info
 
-    def fetch(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
-        """Copy the files of the open step that this host needs for `tensors` from other hosts. Collective."""
-        assert self._open is not None, "expected an open step"
-        self._connect(ctx)[0].fetch(self._open, tensors)
+    def fetch(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
+        """Copy the files that this host needs for `tensors` from other hosts. Collective.
+
+        Does nothing if `info` is not the open step of this tier.
+        """
+        if self._open is not None and self._open.info.root == info.root:
+            self._connect(ctx)[0].fetch(self._open, tensors)
 
     def on_loaded(self, info: CheckpointInfo) -> None:
         """Record the step that the job continues from: later steps in the tier are deleted by the next save."""
         self._resumed_from, self._is_settled = info.step, False
-        if not self.has_open(info):
+        if self._open is not None and self._open.info.root != info.root:
             self._open = None
-
-    def has_open(self, info: CheckpointInfo) -> bool:
-        """Return True if a checkpoint is the open step of this tier."""
-        return self._open is not None and self._open.info.root == info.root
-
-    def raise_if_failed(self) -> None:
-        """Raise the `StateError` of a failed save, once. Local and cheap."""
-        self._background.raise_if_failed()
-
-    def join(self) -> None:
-        """Wait for the save without raising its error."""
-        self._background.join()
 
     def clear(self, ctx: DistributedContext | None = None) -> None:
         """Delete the folder on every host, to free the memory or disk when a run is complete. Collective."""
-        self._background.wait()
+        self.background.wait()
         reader, _ = self._connect(ctx)
         self._reader, self._writer, self._open = None, None, None
         with failing_together(ctx, f"{self.folder} could not be deleted"):
@@ -154,7 +147,7 @@ class LocalTier:
         """Find the hosts, and return this rank's reader and writer. Collective on the first call."""
         num_ranks(ctx)
         if self._reader is None or self._writer is None or self._reader.ctx is not ctx:
-            group = self._background.group(ctx)
+            group = self.background.group(ctx)
             hosts = Hosts.find(self.folder, ctx, group)
             if self.replicas >= len(hosts):
                 found = f"{len(hosts)} host" + ("s" if len(hosts) > 1 else "")

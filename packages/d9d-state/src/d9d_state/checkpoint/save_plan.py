@@ -16,7 +16,7 @@ from d9d_dist import DistributedContext, Region, agree, gather_json, local_regio
 from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json
-from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
+from d9d_state.safetensors_header import dtype_name, dtype_of
 from d9d_state.tensor_info import TensorInfo
 
 Part = tuple[str, Region]
@@ -91,32 +91,29 @@ def _key(name: str, tensor: Tensor) -> object:
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> JsonValue:
-    """Describe this rank's tensors: `{name: [dtype, shape, [[offsets, sizes], ...]]}`."""
+    """Describe this rank's tensors: `{name: [dtype, shape, offsets, sizes]}`."""
     regions = {name: local_region(tensor, name) for name, tensor in tensors.items()}
     return {
-        name: [
-            dtype_name(tensor.dtype),
-            list(tensor.shape),
-            [[list(regions[name].offsets), list(regions[name].sizes)]] if regions[name].num_elements else [],
-        ]
+        name: [dtype_name(tensor.dtype), list(tensor.shape), regions[name].offsets, regions[name].sizes]
         for name, tensor in tensors.items()
     }
 
 
-def _merge(descriptions: list[JsonValue]) -> SavePlan:
+def _merge(descriptions: list[Any]) -> SavePlan:
     """Compute the plan from all ranks' descriptions. Plan and errors are equal on all ranks."""
     tensors: dict[str, TensorInfo] = {}
     first: dict[str, int] = {}
     holders: dict[Part, list[int]] = {}
     for rank, description in enumerate(descriptions):
-        for name, (info, regions) in _parse(rank, description).items():
+        for name, (dtype, shape, offsets, sizes) in description.items():
+            info, region = TensorInfo(tuple(shape), dtype_of(dtype)), Region(tuple(offsets), tuple(sizes))
             if tensors.setdefault(name, info) != info:
                 raise StateError(
                     f"{name} is {info.describe()} on rank {rank}, {tensors[name].describe()} on rank {first[name]}; "
                     "expected equal shapes and dtypes on all ranks. Give different tensors different names."
                 )
             first.setdefault(name, rank)
-            for region in regions:
+            if region.num_elements:
                 holders.setdefault((name, region), []).append(rank)
     _check_cover(tensors, holders)
     parts = _share_out(tensors, holders, len(descriptions))
@@ -149,19 +146,3 @@ def _check_cover(tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[
                 f"{name} {info.describe()} cannot be assembled from the ranks' shards: {problem} "
                 "Pass the tensor on all ranks of its mesh."
             )
-
-
-def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Region]]]:
-    """Parse and validate a rank's description: the rank may run another version of this package."""
-    try:
-        return {
-            name: (
-                TensorInfo(parse_shape(shape), dtype_of(dtype)),
-                [Region(parse_shape(offset), parse_shape(sizes)) for offset, sizes in regions],
-            )
-            for name, (dtype, shape, regions) in description.items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise StateError(
-            f"rank {rank} sent an invalid description of its tensors: {error} Use the same d9d-state on all ranks."
-        ) from error

@@ -80,6 +80,7 @@ class CheckpointStore:
         self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
         self._damaged: set[AnyPath] = set()
         self.tiers = tuple(tiers)
+        self._threads = [self._background, *(tier.background for tier in tiers)]
 
     @property
     def folder(self) -> Path:
@@ -262,7 +263,7 @@ class CheckpointStore:
 
     def raise_if_failed(self) -> None:
         """Raise the `StateError` of a failed background save, once. Local and cheap: call it every step."""
-        for each in (self._background, *self.tiers):
+        for each in self._threads:
             each.raise_if_failed()
 
     def wait(self) -> None:
@@ -271,7 +272,7 @@ class CheckpointStore:
         self.raise_if_failed()
 
     def _join(self) -> None:
-        for each in (self._background, *self.tiers):
+        for each in self._threads:
             each.join()
 
     def close(self) -> None:
@@ -297,8 +298,7 @@ class CheckpointStore:
         num_ranks(ctx)
         agree(mismatches(info, tensors), error=StateError, alone=ctx is None)
         for tier in self.tiers:
-            if tier.has_open(info):
-                tier.fetch(tensors, ctx)
+            tier.fetch(info, tensors, ctx)
         # Verification is collective: if one rank's handle is unverified, all ranks verify.
         if not all(gather_json(info.is_verified, alone=ctx is None)):
             problems = verify_together(info, ctx)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from d9d_dist import Region
 from d9d_state.mapper._dims import Shape, infos_of, normalized_dim, same_shapes
-from d9d_state.mapper._one_input import OneInput
 from d9d_state.mapper.compose import parallel
-from d9d_state.mapper.operation import Piece, infer_on_meta
+from d9d_state.mapper.operation import OneInput, Piece, infer_on_meta
 from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 

@@ -1,5 +1,6 @@
 """`StateMapper`: an immutable graph from named input tensors to named output tensors, executed one group at a time."""
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self, final
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from d9d_dist import Region
 from d9d_state.mapper._check import refuse_mismatches
 from d9d_state.mapper._explain import explain
-from d9d_state.mapper._shard import deal
 from d9d_state.mapper.fill import Destination, TensorSource, fill, planned_reads
 from d9d_state.mapper.graph import Component, Graph, Node
 from d9d_state.mapper.operation import Operation
@@ -137,7 +137,19 @@ class StateMapper(Graph):
         Raises:
             ValueError: If `index` is out of range, or `num_bytes` lacks an input.
         """
-        return _part(self, deal(self.components, num_shards, index, num_bytes))
+        if not 0 <= index < num_shards:
+            raise ValueError(f"got index = {index}, num_shards = {num_shards}; expected 0 <= index < num_shards.")
+        weights = [_weight(component, num_bytes) for component in self.components]
+        # Greedy: the largest group goes first, to the worker with the smallest load. The largest load is at most 4/3
+        # of the optimum (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
+        loads = [(0, 0, worker) for worker in range(num_shards)]
+        mine: list[int] = []
+        for position in sorted(range(len(weights)), key=lambda position: -weights[position]):
+            load, count, worker = loads[0]
+            heapq.heapreplace(loads, (load + weights[position], count + 1, worker))
+            if worker == index:
+                mine.append(position)
+        return _part(self, [self.components[position] for position in sorted(mine)])
 
     def check(
         self,
@@ -249,6 +261,16 @@ def checked(mapper: StateMapper) -> StateMapper:
             "keep() or drop() all inputs of an operation, or none."
         )
     return mapper
+
+
+def _weight(component: Component, num_bytes: Mapping[str, int] | None) -> int:
+    names = component.group.inputs
+    if num_bytes is None:
+        return len(names)
+    absent = [name for name in names if name not in num_bytes]
+    if absent:
+        raise ValueError(f"num_bytes lacks {', '.join(absent)}; expected the size of every input of the mapper.")
+    return sum(num_bytes[name] for name in names)
 
 
 def _part(graph: Graph, kept: Iterable[Component]) -> StateMapper:
