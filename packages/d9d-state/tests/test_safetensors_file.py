@@ -55,7 +55,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_safetensors_reads_written_files(tmp_path: Path) -> None:
     path, tensors = tmp_path / "file.safetensors", _tensors()
-    record = write_safetensors(path, tensors, metadata={"format": "pt"})
+    record = write_safetensors(path, tensors)
     loaded = load_file(path)
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():

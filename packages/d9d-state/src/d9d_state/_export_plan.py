@@ -19,13 +19,9 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Exported tensors that the same set of ranks can write: the ranks of a pipeline stage, or a single rank.
+    """Exported tensors that the same ranks can write: the ranks of a pipeline stage, or a single rank.
 
-    Attributes:
-        ranks: These ranks.
-        tensors: Shape and dtype of each exported tensor.
-        consumed: Names of the model's tensors that the mapper consumes.
-        unconsumed: Names of the model's tensors that the mapper does not consume.
+    `consumed` and `unconsumed` are names of the model's tensors that the mapper does or does not consume.
     """
 
     ranks: Sequence[int]

@@ -51,15 +51,15 @@ def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[Part
     return tuple(records)
 
 
-def replace_file(path: AnyPath, data: bytes) -> PartRecord:
-    """Create or replace a file atomically, and fsync it; return its size and digest."""
+def replace_file(path: AnyPath, data: bytes) -> None:
+    """Create or replace a file atomically, and fsync it."""
     if isinstance(path, ObjectPath):
-        return path.upload([data])[0]
+        path.upload([data])
+        return
     new = path.with_name(f"{path.name}.new")
     remove_file(new)
-    (record,) = write_file(new, [data])
+    write_file(new, [data])
     rename(new, path)
-    return record
 
 
 def map_file(path: Path, size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Opening of a regular file whose name comes from an untrusted index or manifest."""
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -8,12 +9,13 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias, final
 
 from d9d_dist import UserError
-from d9d_state.errors import UnreadableError, describe, is_limit
+from d9d_state.errors import UnreadableError, describe
 from d9d_state.object_path import ObjectPath
 
 AnyPath: TypeAlias = Path | ObjectPath
 """Path in a file system or an object store."""
 
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _KINDS = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
@@ -32,7 +34,7 @@ def open_member(folder: Path, name: str) -> int:
         if stat.S_ISREG(mode):
             return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        if is_limit(error):
+        if error.errno in _LIMITS:
             raise UnreadableError(f"{path} cannot be opened: {describe(error)}") from error
         raise _unreadable(path, error) from error
     kind = _KINDS.get(stat.S_IFMT(mode), "a special file")

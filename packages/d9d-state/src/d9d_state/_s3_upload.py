@@ -19,13 +19,7 @@ _PARTS_IN_FLIGHT = 4  # each part in flight is a copy in memory
 @final
 @dataclass(frozen=True, slots=True)
 class S3Object:
-    """Object in S3, or a key prefix.
-
-    Attributes:
-        filesystem: s3fs's file system.
-        bucket: Name of the bucket.
-        key: Key of the object, or prefix of keys.
-    """
+    """Object in S3, or the common prefix of several keys, in s3fs's file system."""
 
     filesystem: Any
     bucket: str

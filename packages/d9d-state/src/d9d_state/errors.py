@@ -10,8 +10,6 @@ from d9d_dist import UserError
 
 Errors: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 
-_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
 
 class StateError(RuntimeError):
     """Failure to read or write state, or damaged state. The message names the file and the failing ranks."""
@@ -23,11 +21,6 @@ class UnreadableError(StateError):
 
 class VersionError(UserError):
     """Intact state in a format of another version of this package. Restarting the job does not help."""
-
-
-def is_limit(error: OSError) -> bool:
-    """Return True if a limit on open files or memory caused the error."""
-    return error.errno in _LIMITS
 
 
 @contextmanager

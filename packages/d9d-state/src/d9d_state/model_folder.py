@@ -16,9 +16,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 1 << 25  # room for about 200,000 tensors
 _SHOWN = 20  # names in one message
-_MAX_NESTED = (
-    10_000  # bounds the memory for a malicious index: a parsed empty list takes thirty times the size of its text
-)
+_MAX_NESTED = 10_000  # bounds the memory of a malicious index: a parsed empty list takes 30 times its text's size
 
 
 @final

@@ -62,14 +62,12 @@ class SafetensorsRecord:
     tensors: Mapping[str, PartRecord]
 
 
-def write_safetensors(
-    path: AnyPath, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
-) -> SafetensorsRecord:
+def write_safetensors(path: AnyPath, tensors: Mapping[str, Tensor]) -> SafetensorsRecord:
     """Write plain tensors to a new safetensors file and fsync it; return the size and digest of each part.
 
     Tensors are copied to the CPU one at a time and must not change before this returns.
     """
-    layout = FileLayout.of({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, metadata=metadata)
+    layout = FileLayout.of({name: TensorInfo.of(tensor) for name, tensor in tensors.items()})
 
     def parts() -> Iterator[bytes | memoryview]:
         yield layout.header

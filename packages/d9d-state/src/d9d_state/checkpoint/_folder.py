@@ -1,12 +1,16 @@
-"""Folder of a store: complete checkpoints, and deletion of old, incomplete and damaged ones."""
+"""Folder of a store: complete checkpoints, deletion of old, incomplete and damaged ones, and the id of the run."""
 
 import logging
 import math
+import uuid
 from collections.abc import Collection, Iterator
+from typing import final
 
+from d9d_dist import DistributedContext, gather_json
 from d9d_state import _files
 from d9d_state._member import AnyPath
 from d9d_state._partial_folder import partial_of
+from d9d_state._ranks import failing_together, is_main
 from d9d_state.checkpoint.info import CheckpointInfo, open_complete, step_of
 from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.retention import Retention
@@ -29,13 +33,9 @@ def newest_first(
 ) -> Iterator[CheckpointInfo]:
     """Iterate over the complete checkpoints of a folder, newest first; log why other entries are skipped.
 
-    Args:
-        folder: Folder of the checkpoints.
-        only_run: Id of the run whose checkpoints are returned; `None` for any run.
-        log_level: Level of the log lines, except for disk errors.
-        above: Only checkpoints with higher steps are opened.
-        up_to: Highest step of a checkpoint that is opened.
-        refuse_versions: Raise `VersionError` at a checkpoint of another format version, instead of skipping it.
+    Only checkpoints of the run `only_run`, or of any run, with steps above `above` and up to `up_to` are opened. With
+    `refuse_versions`, a checkpoint of another format version raises `VersionError`, instead of being skipped.
+    `log_level` does not apply to disk errors.
     """
     if not folder.is_dir():
         return
@@ -55,6 +55,55 @@ def newest_first(
                 raise
             level = logging.WARNING if _is_disk_error(reason) else log_level
             _LOGGER.log(level, "skipping %s: %s", path, reason)
+
+
+@final
+class RunId:
+    """Id of a store's run: the given id, else the newest checkpoint's, else from the `run_id` file, else a new id."""
+
+    def __init__(self, root: AnyPath, given: str | None) -> None:
+        self.given = given
+        self._root = root
+        self._current: str | None = given
+        self._written = ""
+
+    def known(self) -> str | None:
+        """Return the id of the run that the store continues, or `None`. Main process only."""
+        newest = next(newest_first(self._root, only_run=self.given), None)
+        if newest is not None or self.given is not None:
+            return self.given if newest is None else newest.run_id
+        path = self._root / RUN_ID_NAME
+        return path.read_bytes().decode() if path.is_file() else None
+
+    def current(self) -> str:
+        """Return the id under which the store saves. Main process only."""
+        if self._current is None:
+            self._current = self.known() or uuid.uuid4().hex
+        return self._current
+
+    def shared_known(self, ctx: DistributedContext | None) -> str | None:
+        """Return the main process's `known`. Collective; raises `StateError` on every rank if it cannot be read."""
+        run_id = None
+        with failing_together(ctx, f"{self._root} cannot be read"):
+            run_id = self.known() if is_main(ctx) else None
+        found = gather_json(run_id, alone=ctx is None)[0]
+        return None if found is None else str(found)
+
+    def written(self, ctx: DistributedContext | None) -> str:
+        """Return the main process's `current` and write it beside the checkpoints. Collective on the first call.
+
+        Without a given id or a checkpoint, this file identifies the run's steps in local tiers. If a user deletes the
+        folder to start from scratch, these steps are not used.
+        """
+        if not self._written:
+            run_id = ""
+            with failing_together(ctx, f"{self._root} could not be written"):
+                if is_main(ctx):
+                    run_id = self.current()
+                    _files.make_folder(self._root)
+                    _files.replace_file(self._root / RUN_ID_NAME, run_id.encode())
+            self._written = str(gather_json(run_id, alone=ctx is None)[0])
+        return self._written
 
 
 def delete_old(

@@ -27,10 +27,8 @@ class Hosts:
         """Find the ranks that share each host's folder. Collective.
 
         Each rank creates a file in the folder and lists the files of the other ranks. Host names are not sufficient,
-        because containers on one host may have separate folders. The folder is created if necessary.
-
-        Raises:
-            StateError: On every rank, if a rank cannot write to its folder.
+        because containers on one host may have separate folders. The folder is created if necessary. Raises
+        `StateError` on every rank if a rank cannot write to its folder.
         """
         if ctx is None or ctx.world_size == 1:
             _files.make_folder(folder)

@@ -19,12 +19,9 @@ from d9d_state.json_value import as_object
 @final
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """Record of a rank's part.
+    """Record of a rank's part: a manifest with only this rank's chunks and files.
 
-    Attributes:
-        save_id: Id of the save, equal on all ranks. A step that was saved again, after a restart, has another id.
-        rank: Rank that wrote the part.
-        share: Manifest with only this rank's chunks and files.
+    `save_id` is equal on all ranks. A step that was saved again, after a restart, has another id.
     """
 
     save_id: str

@@ -31,10 +31,7 @@ _LOGGER = logging.getLogger("d9d.state")
 class TierStep:
     """Complete step of a tier.
 
-    Attributes:
-        step: Number of completed optimizer steps.
-        save_id: Id of the save.
-        holders: For each rank that saved, the hosts that have the rank's part, each with the slot that holds the part.
+    `holders` maps each rank that saved to the hosts that have the rank's part, each with the slot that holds the part.
     """
 
     step: int

@@ -36,13 +36,8 @@ _BLOCK = 1 << 28  # bytes of one message
 class TierWriter:
     """Writer of one rank; `slot` is the slot of the next save.
 
-    Args:
-        folder: Folder of the tier on this host.
-        hosts: Hosts of the job.
-        replicas: Number of other hosts that keep a copy of each part.
-        life: Random id, equal on all ranks, that starts the ids of all saves of this writer.
-        ctx: Distributed context; `None` for one process.
-        group: Gloo group of all ranks; `None` for one process.
+    `life` is a random id, equal on all ranks, that starts the ids of all saves of this writer. `group` is a Gloo group
+    of all ranks; `None` for one process.
     """
 
     def __init__(

@@ -70,16 +70,14 @@ class CheckpointInfo:
         """State that each rank passed to `save`, in rank order; raises `StateError` if a file is damaged."""
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
-    def verify(self, names: list[str] | None = None) -> None:
-        """Verify the digests of some files, by default all; raise `StateError` with the damaged files and tensors."""
-        parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
-        problems = damage(self.root, parts, threads=num_threads(None))
-        if problems:
-            raise StateError(self._describe(problems))
+    def verify(self) -> None:
+        """Verify the digests of all files; raise `StateError` with the damaged files and tensors."""
+        if problems := damage(self.root, parts_of(self.manifest), threads=num_threads(None)):
+            raise self._damaged("; ".join(problems))
 
-    def _describe(self, problems: list[str]) -> str:
-        return (
-            f"{'; '.join(problems)} at step {self.step}. Move {self.root} away to resume from the checkpoint before it."
+    def _damaged(self, problem: str) -> StateError:
+        return StateError(
+            f"{problem} at step {self.step}. Move {self.root} away to resume from the checkpoint before it."
         )
 
     def _read_json(self, name: str) -> JsonValue:
@@ -88,10 +86,9 @@ class CheckpointInfo:
             with open_member_file(self.root, name) as file:
                 data = file.read()
         except (UserError, OSError) as error:
-            raise StateError(self._describe([str(error)])) from error
+            raise self._damaged(str(error)) from error
         if PartRecord.of(data) != self.manifest.files[name].head:
-            problem = f"{self.root / name}: the content does not have the recorded {ALGORITHM} digest"
-            raise StateError(self._describe([problem]))
+            raise self._damaged(f"{self.root / name}: the content does not have the recorded {ALGORITHM} digest")
         return parse_json(data)
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from d9d_dist import DistributedContext, UserError, gather_json
 from d9d_state import _files
 from d9d_state._ranks import failing_together, mesh_shape, num_ranks, rank_of
-from d9d_state.checkpoint._background import Background
+from d9d_state.checkpoint._background import Background, Staging
 from d9d_state.checkpoint._commit import SaveJob
 from d9d_state.checkpoint._hosts import Hosts
-from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._tier_search import OpenStep, TierReader, TierStep
 from d9d_state.checkpoint._tier_writer import TierWriter
 from d9d_state.checkpoint.info import CheckpointInfo
@@ -30,18 +29,15 @@ class LocalTier:
     reboot. Pass the tier to `CheckpointStore`, which saves to the tier and loads from it. The digests are of the same
     type as in the store's checkpoints.
 
-    Attributes:
-        folder: Path of the tier's folder. Each host has a separate folder at this path, which its ranks share.
-        every: Number of steps between saves.
-        replicas: Number of other hosts that keep a copy of each rank's part: the next hosts in a ring over all hosts.
-        background: Thread of the saves.
+    The replicas are on the next hosts in a ring over all hosts. `background` is the thread of the saves.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, replicas: int = 1) -> None:
         """Create the tier without accessing the folder.
 
         Args:
-            folder: Folder on each host, such as `/dev/shm/my-run`, which need not exist. No other run may use it.
+            folder: Folder, such as `/dev/shm/my-run`, which need not exist. Each host has a separate folder at this
+                path, which its ranks share. No other run may use it.
             every: Number of steps between saves.
             replicas: Number of other hosts that keep a copy of each rank's part. With 0, the step is lost if a host
                 fails.
@@ -111,11 +107,8 @@ class LocalTier:
     def open(self, found: TierStep, ctx: DistributedContext | None = None) -> CheckpointInfo | None:
         """Verify every part of a step on one of the hosts that have it. Collective.
 
-        Returns:
-            The checkpoint, with the small files of all ranks on every host; `None` if a part is damaged on all hosts.
-
-        Raises:
-            StateError: On every rank, if a host cannot write the small files of the other hosts.
+        Returns the checkpoint, with the small files of all ranks on every host; `None` if a part is damaged on all
+        hosts. Raises `StateError` on every rank if a host cannot write the small files of the other hosts.
         """
         self._open = self._connect(ctx)[0].open(found)
         return None if self._open is None else self._open.info

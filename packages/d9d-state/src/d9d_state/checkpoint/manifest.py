@@ -28,14 +28,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a tensor and its location on disk.
-
-    Attributes:
-        region: Region of the tensor.
-        file: Name of the safetensors file.
-        start: Byte offset of the chunk in that file.
-        digest: Hexadecimal digest of the chunk's bytes.
-    """
+    """Region of a tensor, with the name of its safetensors file, its byte offset there and its hexadecimal digest."""
 
     region: Region
     file: str
@@ -69,15 +62,8 @@ class FileRecord:
 class Manifest:
     """Content of a complete checkpoint.
 
-    Attributes:
-        run_id: Id of the run, shared by all checkpoints of the run.
-        step: Number of completed optimizer steps.
-        metric: Quality of the model as passed to `save`, if any.
-        mesh: Size of every mesh axis at the save; informational.
-        num_ranks: Number of ranks that saved.
-        tensors: Record of every tensor, by name.
-        files: Record of every file in the folder except the manifest, by name. Heads and chunks cover all bytes of
-            these files.
+    `mesh` is informational: the size of every mesh axis at the save. `num_ranks` is the number of ranks that saved.
+    `files` has every file except the manifest; heads and chunks cover all bytes of these files.
     """
 
     run_id: str

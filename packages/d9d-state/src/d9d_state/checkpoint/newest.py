@@ -29,11 +29,8 @@ def newest_sound(
     """Return the first candidate that all ranks see and that no rank finds damaged, or `None`. Collective.
 
     Only the main process's candidates, sorted newest first, are used. The folders of skipped candidates are added to
-    `damaged`. With `verify`, digests are compared.
-
-    Raises:
-        StateError: On every rank, if the folder cannot be read, or a process limit prevents opening files.
-        VersionError: On every rank, if a candidate has another format version.
+    `damaged`. With `verify`, digests are compared. On every rank, raises `StateError` if the folder cannot be read or a
+    process limit prevents opening files, and `VersionError` if a candidate has another format version.
     """
     while True:
         chosen: CheckpointInfo | None = None

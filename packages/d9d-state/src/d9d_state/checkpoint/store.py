@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self, final
 
@@ -12,12 +12,17 @@ from torch import Tensor
 from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_state._member import AnyPath, as_folder, as_local
 from d9d_state._ranks import failing_together, is_main, mesh_shape, num_ranks, rank_of
-from d9d_state.checkpoint._background import Background
+from d9d_state.checkpoint._background import Background, Staging
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
-from d9d_state.checkpoint._folder import delete_old, discard_incomplete, discard_partials, move_aside, newest_first
+from d9d_state.checkpoint._folder import (
+    RunId,
+    delete_old,
+    discard_incomplete,
+    discard_partials,
+    move_aside,
+    newest_first,
+)
 from d9d_state.checkpoint._load import load_tensors, mismatches
-from d9d_state.checkpoint._run_id import RunId
-from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._tier_search import TierStep
 from d9d_state.checkpoint._verify import num_threads
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete, step_of
@@ -316,24 +321,20 @@ class CheckpointStore:
         An object store has no locks: there, this method only waits for background saves at the end of the body.
         """
         run_id = None
-        if isinstance(self.root, ObjectPath):
-            try:
-                yield
-            finally:
-                self._join()
-            return
         if is_main(ctx):
             # The run id is used in messages only. If the folder is unreadable, `locked_folder` raises.
             with suppress(OSError, StateError):
                 run_id = self._run_id.current()
-        with locked_folder(self.root, ctx, run_id=run_id) as lock:
+        is_local = isinstance(self.root, Path)
+        with locked_folder(self.root, ctx, run_id=run_id) if is_local else nullcontext() as lock:
             try:
                 yield
             finally:
                 try:
                     self._join()
                 finally:
-                    if self._background.is_busy:  # the wait was interrupted; the interpreter waits for the save at exit
+                    # If the wait was interrupted, the interpreter waits for the save at exit.
+                    if lock is not None and self._background.is_busy:
                         lock.keep()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:

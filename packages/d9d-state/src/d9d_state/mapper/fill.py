@@ -49,23 +49,12 @@ class Destination:
     tensor: Tensor
 
 
-@torch.no_grad()
-def fill(graph: Graph, destinations: Mapping[str, Destination], source: TensorSource) -> None:
-    """Fill outputs of one group in place; see `StateMapper.fill`."""
-    wanted = {name: each for name, each in destinations.items() if each.region.num_elements > 0}
-    component = graph.component_of_outputs(destinations)
-    if not wanted or not component.group.inputs:
-        return
-    _fill_component(graph, component, wanted, source)
-
-
-@torch.no_grad()
 def planned_reads(
     graph: Graph, regions: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
 ) -> tuple[tuple[str, Region], ...]:
     """Return the regions that `fill` would read; see `StateMapper.reads`."""
     recorder = ReadRecorder(tensors)
-    wanted: dict[str, Region] = {name: region for name, region in regions.items() if region.num_elements > 0}
+    wanted = {name: region for name, region in regions.items() if region.num_elements > 0}
     while wanted:
         component = graph.component_of_outputs([next(iter(wanted))])
         part = {name: wanted.pop(name) for name in component.group.outputs if name in wanted}
@@ -75,7 +64,7 @@ def planned_reads(
                 name: Destination(region, _empty(region, infos[graph.output_wires[name]].dtype, torch.device("meta")))
                 for name, region in part.items()
             }
-            _fill_component(graph, component, destinations, recorder)
+            fill_component(graph, component, destinations, recorder)
     return tuple((name, region) for name, region, _ in recorder.reads)
 
 
@@ -93,16 +82,21 @@ class ReadRecorder:
         self.reads.append((name, region, target))
 
 
-def _fill_component(
+@torch.no_grad()
+def fill_component(
     graph: Graph, component: Component, destinations: Mapping[str, Destination], source: TensorSource
 ) -> None:
+    """Fill outputs of one group in place; see `StateMapper.fill`."""
+    wanted = {name: each for name, each in destinations.items() if each.region.num_elements > 0}
+    if not wanted or not component.group.inputs:
+        return
     infos = _infer(graph, component, source.tensors)
-    for name, destination in destinations.items():
+    for name, destination in wanted.items():
         _check_destination(name, destination, infos[graph.output_wires[name]])
     names = {graph.input_wires[name]: name for name in component.group.inputs}
     producers = {wire: node for node in component.nodes for wire in node.outputs}
     filling = _Filling(component, names, producers, infos, source)
-    for name, destination in destinations.items():
+    for name, destination in wanted.items():
         filling.fill(graph.output_wires[name], destination.region, destination.tensor)
 
 

@@ -1,6 +1,7 @@
 """`StateMapper`: an immutable graph from named input tensors to named output tensors, executed one group at a time."""
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self, final
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from d9d_dist import Region
 from d9d_state.mapper._check import refuse_mismatches
 from d9d_state.mapper._explain import explain
-from d9d_state.mapper.fill import Destination, TensorSource, fill, planned_reads
+from d9d_state.mapper.fill import Destination, TensorSource, fill_component, planned_reads
 from d9d_state.mapper.graph import Component, Graph, Node
 from d9d_state.mapper.operation import Operation
 from d9d_state.model_folder import ModelFolder
@@ -88,7 +89,7 @@ class StateMapper(Graph):
                 floating-point dtypes match each other. Also if the source lacks an input, or an operation does not
                 accept its inputs.
         """
-        fill(self, destinations, source)
+        fill_component(self, self.component_of_outputs(destinations), destinations, source)
 
     def reads(
         self, destinations: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
@@ -229,14 +230,9 @@ def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) ->
 
 def named_wires(names: Iterable[str], first: int, *, what: str) -> dict[str, int]:
     """Assign consecutive wires to names from `first`; raise `ValueError` for duplicates, described as `what`."""
-    wires: dict[str, int] = {}
-    twice: list[str] = []
-    for wire, name in enumerate(names, first):
-        if name in wires:
-            twice.append(name)
-        wires[name] = wire
-    refuse_duplicates(twice, what=what)
-    return wires
+    listed = list(names)
+    refuse_duplicates([name for name, count in Counter(listed).items() if count > 1], what=what)
+    return {name: wire for wire, name in enumerate(listed, first)}
 
 
 def refuse_duplicates(names: Collection[str], *, what: str) -> None:
