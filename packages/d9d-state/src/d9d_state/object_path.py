@@ -91,10 +91,6 @@ class ObjectPath:
         except FileNotFoundError:
             return None
 
-    def is_symlink(self) -> bool:
-        """Return False: object stores have no symlinks."""
-        return False
-
     def iterdir(self) -> Iterator["ObjectPath"]:
         """Iterate over the direct children."""
         return (self / name for name in self.sizes())

@@ -1,6 +1,5 @@
 """Hosts of a job: sets of ranks that see the same local folder, and the ring of hosts for replicas."""
 
-import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,6 @@ import torch.distributed as dist
 from d9d_dist import DistributedContext, agree, gather_json
 from d9d_state import _files
 from d9d_state._ranks import failing_together
-
-_TOKEN = re.compile(r"\.rank-(\d+)-([0-9a-f]{32})")
 
 
 @final
@@ -26,7 +23,7 @@ class Hosts:
     def find(cls, folder: Path, ctx: DistributedContext | None, group: dist.ProcessGroup | None) -> Self:
         """Find the ranks that share each host's folder. Collective.
 
-        Each rank creates a file in the folder and lists the files of the other ranks. Host names are not sufficient,
+        Each rank creates a file in the folder and looks for the other ranks' files. Host names are not sufficient,
         because containers on one host may have separate folders. The folder is created if necessary. Raises
         `StateError` on every rank if a rank cannot write to its folder.
         """
@@ -39,10 +36,9 @@ class Hosts:
             _files.make_folder(folder)
             folder.chmod(0o700)  # raises if another user owns a folder of this name in /dev/shm
             _files.write_file(token, [])
-        matches = [_TOKEN.fullmatch(path.name) for path in folder.iterdir()]
-        seen = sorted(int(match[1]) for match in matches if match is not None and match[2] == nonce)
+        seen = [rank for rank in range(ctx.world_size) if (folder / f".rank-{rank}-{nonce}").exists()]
         found = sorted(set(map(tuple, gather_json(seen, group))))
-        agree(None, group)  # every rank has listed its folder
+        agree(None, group)  # every rank has looked
         _files.remove_file(token)
         return cls(tuple(found))
 

@@ -109,7 +109,7 @@ def step_of(name: str) -> int:
 def open_complete(path: AnyPath) -> CheckpointInfo:
     """Read the manifest and check that every file has its recorded size; raise `StateError` with the reason if not."""
     step = step_of(path.name)
-    if step < 0 or path.is_symlink() or not path.is_dir():
+    if step < 0 or (isinstance(path, Path) and path.is_symlink()) or not path.is_dir():
         raise StateError("it is not a checkpoint; expected a folder with a name like step-00000100.")
     manifest = Manifest.read(path)
     if manifest.step != step:

@@ -151,18 +151,19 @@ class Manifest:
         Raise `ValueError`, `TypeError` or `KeyError` if `body` is malformed, and `VersionError` if its digests are of
         another type.
         """
-        _keys(body, "format", "version", "digests", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
-        if body["digests"] != ALGORITHM:
-            name = str(body["digests"])[:20]
+        names = ("run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files", "digests", "format", "version")
+        run_id, step, metric, mesh, num_ranks, tensors, files, digests, *_ = _fields(body, *names)
+        if digests != ALGORITHM:
+            name = str(digests)[:20]
             raise VersionError(f"its digests are {name}; this d9d-state reads {ALGORITHM}. Install a newer d9d-state.")
         return cls(
-            run_id=_text(body["run_id"]),
-            step=_count(body["step"]),
-            metric=_metric(body["metric"]),
-            mesh={name: _count(size) for name, size in as_object(body["mesh"]).items()},
-            num_ranks=_count(body["num_ranks"]),
-            tensors={name: _parse_tensor(record) for name, record in as_object(body["tensors"]).items()},
-            files={name: _parse_file(record) for name, record in as_object(body["files"]).items()},
+            _text(run_id),
+            _count(step),
+            _metric(metric),
+            {name: _count(size) for name, size in as_object(mesh).items()},
+            _count(num_ranks),
+            {name: _parse_tensor(record) for name, record in as_object(tensors).items()},
+            {name: _parse_file(record) for name, record in as_object(files).items()},
         )
 
     def check(self) -> None:
@@ -253,30 +254,27 @@ def _dump_tensor(record: TensorRecord) -> JsonValue:
 
 
 def _parse_tensor(value: JsonValue) -> TensorRecord:
-    record = _keys(as_object(value), "dtype", "shape", "chunks")
-    info = TensorInfo(parse_shape(record["shape"]), dtype_of(record["dtype"]))
-    return TensorRecord(info, tuple(map(_parse_chunk, as_list(record["chunks"]))))
+    dtype, shape, chunks = _fields(value, "dtype", "shape", "chunks")
+    info = TensorInfo(parse_shape(shape), dtype_of(dtype))
+    return TensorRecord(info, tuple(map(_parse_chunk, as_list(chunks))))
 
 
 def _parse_chunk(value: JsonValue) -> Chunk:
-    chunk = _keys(as_object(value), "offset", "shape", "file", "start", "digest")
-    return Chunk(
-        Region(parse_shape(chunk["offset"]), parse_shape(chunk["shape"])),
-        _text(chunk["file"]),
-        _count(chunk["start"]),
-        _digest(chunk["digest"]),
-    )
+    offset, shape, file, start, digest = _fields(value, "offset", "shape", "file", "start", "digest")
+    return Chunk(Region(parse_shape(offset), parse_shape(shape)), _text(file), _count(start), _digest(digest))
 
 
 def _parse_file(value: JsonValue) -> FileRecord:
-    record = _keys(as_object(value), "size", "head", "digest")
-    return FileRecord(_count(record["size"]), PartRecord(_count(record["head"]), _digest(record["digest"])))
+    size, head, digest = _fields(value, "size", "head", "digest")
+    return FileRecord(_count(size), PartRecord(_count(head), _digest(digest)))
 
 
-def _keys(value: dict[str, JsonValue], *names: str) -> dict[str, JsonValue]:
-    if value.keys() != set(names):
-        raise ValueError(f"got the keys {', '.join(sorted(value))}; expected {', '.join(sorted(names))}.")
-    return value
+def _fields(value: JsonValue, *names: str) -> list[JsonValue]:
+    """Return the values of an object that has exactly these keys."""
+    fields = as_object(value)
+    if fields.keys() != set(names):
+        raise ValueError(f"got the keys {', '.join(sorted(fields))}; expected {', '.join(sorted(names))}.")
+    return [fields[name] for name in names]
 
 
 def _text(value: JsonValue) -> str:

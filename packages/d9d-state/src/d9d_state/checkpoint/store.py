@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self, final
@@ -139,7 +139,14 @@ class CheckpointStore:
         while True:
             tier, found = local.pop(0) if local else (None, None)
             floor = -1 if found is None else found.step
-            candidates = self._between(floor, ceiling) if is_main(ctx) else iter(())
+            candidates = newest_first(
+                self.root,
+                only_run=self._run_id.given,
+                log_level=logging.WARNING,
+                above=floor,
+                up_to=ceiling,
+                refuse_versions=True,
+            )
             info = newest_sound(self.root, candidates, ctx, verify=verify, damaged=self._damaged)
             if info is None and tier is not None and found is not None:
                 info = tier.open(found, ctx)
@@ -410,17 +417,6 @@ class CheckpointStore:
                 _LOGGER.warning("%s", error)
         if self._retention.last is not None:
             delete_old(self.root, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
-
-    def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:
-        """Iterate over the complete checkpoints with steps above `floor` and up to `ceiling`, newest first."""
-        return newest_first(
-            self.root,
-            only_run=self._run_id.given,
-            log_level=logging.WARNING,
-            above=floor,
-            up_to=ceiling,
-            refuse_versions=True,
-        )
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
         """Return the complete steps of the local tiers, newest first, then fastest tier first. Collective."""

@@ -80,7 +80,6 @@ class _Cast:
         return tuple(TensorInfo(info.shape, self.dtype) for info in inputs)
 
     def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        assert output < len(inputs)
         return (Piece(output, region, target),)
 
     def inverse(self) -> "_Cast":
@@ -149,7 +148,6 @@ class _ElementwiseFunction(_AnyFunction):
         return outputs
 
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> tuple[Region, ...]:
-        assert output >= 0
         return (region,) * len(inputs)
 
     def describe(self) -> str:

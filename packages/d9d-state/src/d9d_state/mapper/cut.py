@@ -94,7 +94,6 @@ class _Pad:
     def pieces(
         self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]
     ) -> Iterator[Piece | Constant]:
-        assert output == 0
         dim = normalized_dim(self.dim, len(inputs[0].shape))
         offset, size = region.offsets[dim], region.sizes[dim]
         held = min(max(self.size - offset, 0), size)

@@ -1,6 +1,6 @@
 """`Graph`: operations connected by wires, and its connected components."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -33,6 +33,14 @@ class Node:
     operation: Operation
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    def rewired(self, rewire: Callable[[int], int]) -> "Node":
+        """Return the node with other wires; `rewire` is called for the inputs first."""
+        return Node(
+            self.operation,
+            tuple([rewire(wire) for wire in self.inputs]),
+            tuple([rewire(wire) for wire in self.outputs]),
+        )
 
 
 @final

@@ -30,7 +30,6 @@ class _Stack:
         return (TensorInfo((*shape[:dim], self.count, *shape[dim:]), common_dtype(inputs)),)
 
     def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> Iterator[Piece]:
-        assert output == 0
         dim = normalized_dim(self.dim, len(inputs[0].shape) + 1)
         part, first = region.removed(dim), region.offsets[dim]
         return (Piece(first + index, part, target.select(dim, index)) for index in range(region.sizes[dim]))
@@ -89,7 +88,6 @@ class _Concat:
         return (TensorInfo((*first[:dim], sum(got), *first[dim + 1 :]), common_dtype(inputs)),)
 
     def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> Iterator[Piece]:
-        assert output == 0
         dim = normalized_dim(self.dim, len(inputs[0].shape))
         first, end = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
         start = 0

@@ -275,14 +275,12 @@ def _part(graph: Graph, kept: Iterable[Component]) -> StateMapper:
     inputs: dict[str, int] = {}
     outputs: dict[str, int] = {}
     wires: dict[int, int] = {}
+
+    def renumber(wire: int) -> int:
+        return wires.setdefault(wire, len(wires))
+
     for component in kept:
-        for name in component.group.inputs:
-            inputs[name] = wires.setdefault(graph.input_wires[name], len(wires))
-        for node in component.nodes:
-            taken = tuple([wires.setdefault(wire, len(wires)) for wire in node.inputs])
-            nodes.append(
-                Node(node.operation, taken, tuple([wires.setdefault(wire, len(wires)) for wire in node.outputs]))
-            )
-        for name in component.group.outputs:
-            outputs[name] = wires.setdefault(graph.output_wires[name], len(wires))
+        inputs.update((name, renumber(graph.input_wires[name])) for name in component.group.inputs)
+        nodes += [node.rewired(renumber) for node in component.nodes]
+        outputs.update((name, renumber(graph.output_wires[name])) for name in component.group.outputs)
     return StateMapper(tuple(nodes), inputs, outputs, len(wires))
