@@ -68,16 +68,15 @@ class FolderLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = _describe(os.pread(descriptor, _MAX_BYTES, 0))
             os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise UserError(
                 f"{self._path.parent} is in use by another job{holder}; expected one job per folder. "
                 "Wait for it, stop it, or use another run folder."
             ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
         self._descriptor = descriptor
         # A forked data worker may outlive a killed job; an open copy of the descriptor would still hold the flock.
         lock: ref[FolderLock] = ref(self)

@@ -1,10 +1,8 @@
 """Conversion of a checkpoint to another layout, on any number of ranks, without building the model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
-
-from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError
 from d9d_state._export import Export, extra_texts, refuse_foreign
@@ -68,11 +66,11 @@ def convert_model_state(
         share = whole.shard(ranks, rank, num_bytes=sizes)
     parts = exchange_parts(rank, {name: infos[name] for name in share.outputs if name in infos}, ctx)
     export = Export(place, plan_files(parts, max_bytes=max_shard_bytes), ctx)
-    tensors = read_model_state(source, share, unused="ignore", num_readers=num_readers, progress=progress)
-    export.attempt(lambda: _write_all(tensors, export))
+
+    def write_all() -> None:
+        tensors = read_model_state(source, share, unused="ignore", num_readers=num_readers, progress=progress)
+        for name, tensor in tensors:
+            export.write({name: tensor})
+
+    export.attempt(write_all)
     export.commit(texts)
-
-
-def _write_all(tensors: Iterator[tuple[str, Tensor]], export: Export) -> None:
-    for name, tensor in tensors:
-        export.write({name: tensor})

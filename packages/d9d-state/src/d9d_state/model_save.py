@@ -1,10 +1,9 @@
 """Atomic export of a module's weights to a folder of safetensors files in the Hugging Face layout."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from d9d_dist import DistributedContext, full_tensor
 from d9d_state._carried_files import add_carried_files
@@ -76,11 +75,7 @@ def save_model_state(
             # A failed rank continues with the all-gathers; otherwise the other ranks would hang.
             whole = {name: full_tensor(tensors[name]) for name in group.inputs}
             if not export.names.isdisjoint(group.outputs):
-                export.attempt(partial(_write, export, mapper, whole))
+                export.attempt(lambda whole=whole: export.write(mapper.apply(whole)))
             del whole  # free this group before the next one is gathered
             bar.update(sum(mine.tensors[name].num_bytes for name in group.outputs if name in mine.tensors))
     export.commit(texts)
-
-
-def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -> None:
-    export.write(mapper.apply(tensors))

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self, final
@@ -225,19 +225,14 @@ class CheckpointStore:
             StateError: On every rank, if writing failed on any rank, or a previous background save failed.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
-        if background:
-            self._write_in_background(job, tensors)
-        else:
-            write_checkpoint(job, local_parts(tensors, job.plan, rank_of(ctx)))
+        parts = local_parts(tensors, job.plan, rank_of(ctx))
+        if not background:
+            write_checkpoint(job, parts)
             self._delete_old(job)
-
-    def _write_in_background(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's tensor parts to host memory, and start the thread that writes them. Collective."""
-        group = self._background.group(job.ctx)
-        copies: dict[str, Tensor] = {}
-        wait_copied: Callable[[], None] = lambda: None  # noqa: E731 - replaced unless the copy fails
-        with failing_together(job.ctx, f"{job.folder} could not be copied to host memory", errors=Exception):
-            copies, wait_copied = self._staging.copy(local_parts(tensors, job.plan, rank_of(job.ctx)))
+            return
+        group = self._background.group(ctx)
+        with failing_together(ctx, f"{job.folder} could not be copied to host memory", errors=Exception):
+            copies, wait_copied = self._staging.copy(parts)
 
         def work() -> None:
             wait_copied()
@@ -327,13 +322,12 @@ class CheckpointStore:
 
         An object store has no locks: there, this method only waits for background saves at the end of the body.
         """
-        run_id = None
-        if is_main(ctx):
+        root, run_id = self.root, None
+        if isinstance(root, Path) and is_main(ctx):
             # The run id is used in messages only. If the folder is unreadable, `locked_folder` raises.
             with suppress(OSError, StateError):
                 run_id = self._run_id.current()
-        is_local = isinstance(self.root, Path)
-        with locked_folder(self.root, ctx, run_id=run_id) if is_local else nullcontext() as lock:
+        with locked_folder(root, ctx, run_id=run_id) if isinstance(root, Path) else nullcontext() as lock:
             try:
                 yield
             finally:
