@@ -4,9 +4,8 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, final
+from typing import TypeAlias, final
 
 from d9d_dist import UserError
 from d9d_state.errors import UnreadableError, describe
@@ -41,16 +40,14 @@ def open_member(folder: Path, name: str) -> int:
     raise UserError(f"{file} is {kind}; expected a regular file.")
 
 
-def open_member_file(folder: AnyPath, name: str) -> BinaryIO:
-    """Open a regular file directly inside a folder as a binary file object; see `open_member`.
-
-    An object of an object store is read whole.
-    """
+def read_member(folder: AnyPath, name: str, limit: int | None = None) -> bytes:
+    """Read a regular file directly inside a folder, or its first `limit` bytes; errors are those of `open_member`."""
     if isinstance(folder, Path):
-        return os.fdopen(open_member(folder, name), "rb")
+        with os.fdopen(open_member(folder, name), "rb") as file:
+            return file.read(limit)
     path = _plain_object(folder, name)
     try:
-        return BytesIO(path.read_bytes())
+        return path.read_bytes()[:limit]
     except OSError as error:
         raise _unreadable(path, error) from error
 

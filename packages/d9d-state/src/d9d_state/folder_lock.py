@@ -28,12 +28,7 @@ def locked_folder(
 
     The folder is created if it does not exist. The main process holds the lock; the operating system releases it if
     that process dies. All ranks check that they see the same folder, so that a job without a shared file system fails
-    early.
-
-    Args:
-        folder: The folder, on a file system that all hosts mount.
-        ctx: Distributed context; `None` for a single process.
-        run_id: Id of the run, shown to a job that finds the folder locked; only the main process's value is used.
+    early. A job that finds the folder locked shows `run_id`; only the main process's value is used.
 
     Raises:
         UserError: On every rank, if another job holds the lock; the message names the job's host and process. Also if

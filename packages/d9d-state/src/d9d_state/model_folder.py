@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
-from d9d_state._member import AnyPath, as_folder, is_plain, open_member_file
+from d9d_state._member import AnyPath, as_folder, is_plain, read_member
 from d9d_state.json_value import parse_json, shortened
 from d9d_state.safetensors_header import StoredTensor, read_header
 from d9d_state.tensor_info import TensorInfo
@@ -86,8 +86,7 @@ def _plain(folder: AnyPath, name: str) -> AnyPath:
 
 def _weight_map(folder: AnyPath) -> dict[str, str]:
     path = folder / INDEX_NAME
-    with open_member_file(folder, INDEX_NAME) as file:
-        data = file.read(_MAX_INDEX_BYTES + 1)
+    data = read_member(folder, INDEX_NAME, _MAX_INDEX_BYTES + 1)
     if len(data) > _MAX_INDEX_BYTES:
         raise UserError(f"{path} is larger than the limit of {_MAX_INDEX_BYTES} bytes for an index.")
     if data.count(b"{") + data.count(b"[") > _MAX_NESTED:

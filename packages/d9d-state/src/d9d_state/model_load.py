@@ -1,7 +1,8 @@
 """Loading of safetensors weights directly into a module's parameters and buffers."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Literal
 
 from torch import Tensor, nn
@@ -122,20 +123,12 @@ def _fill_all(
     num_readers: int,
     progress: bool,
 ) -> None:
-    """Fill the groups in parallel; cancel the remaining groups at the first error."""
+    """Fill the groups in parallel; the first error cancels the remaining groups."""
     sizes = [sum(part.tensor.nbytes for part in filling.values()) for filling in fillings]
     with (
         RegionReader(source) as reader,
         byte_bar("loading", sum(sizes), visible=progress) as bar,
         ThreadPoolExecutor(num_readers, thread_name_prefix="d9d-reader") as pool,
     ):
-        size_of = {
-            pool.submit(mapper.fill, filling, reader): size for filling, size in zip(fillings, sizes, strict=True)
-        }
-        try:
-            for task in as_completed(size_of):
-                task.result()
-                bar.update(size_of[task])
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for size, _ in zip(sizes, pool.map(mapper.fill, fillings, repeat(reader)), strict=True):
+            bar.update(size)

@@ -63,6 +63,4 @@ class Hosts:
 
     def replicated(self, rank: int, replicas: int) -> list[int]:
         """Return the ranks whose replicas a rank keeps."""
-        host = self.of(rank)
-        before = [each for distance in range(1, replicas + 1) for each in self.ranks[(host - distance) % len(self)]]
-        return sorted(each for each in before if rank in self.replica_ranks(each, replicas))
+        return sorted(each for ranks in self.ranks for each in ranks if rank in self.replica_ranks(each, replicas))

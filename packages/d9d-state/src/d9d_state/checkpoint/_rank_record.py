@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
-from d9d_state._member import open_member_file
+from d9d_state._member import read_member
 from d9d_state.checkpoint.manifest import Manifest, with_digest, without_digest
 from d9d_state.errors import StateError
 from d9d_state.json_value import as_object
@@ -48,8 +48,7 @@ class RankRecord:
     def read(cls, folder: Path, name: str) -> Self:
         """Read a record from a folder; raise `StateError` if it is missing or damaged."""
         try:
-            with open_member_file(folder, name) as file:
-                return cls.parse(file.read())
+            return cls.parse(read_member(folder, name))
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
 

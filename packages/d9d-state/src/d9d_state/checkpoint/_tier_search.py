@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, gather_json, local_region
 from d9d_state import _files
-from d9d_state._member import open_member_file
+from d9d_state._member import read_member
 from d9d_state._ranks import failing_together, rank_of
 from d9d_state.checkpoint._hosts import Hosts
 from d9d_state.checkpoint._rank_record import RankRecord, join, record_name
@@ -110,7 +110,7 @@ class TierReader:
         mine = [rank for rank, host in chosen.items() if self.hosts.spread(host, rank) == self._rank]
         texts: list[list[str]] = []
         with self._failing_together(f"step {found.step} could not be read", errors=(UserError, OSError)):
-            texts = [[_read(slot, name) for name in _small_files(slot, rank)] for rank in mine]
+            texts = [[read_member(slot, name).decode() for name in _small_files(slot, rank)] for rank in mine]
         gathered = self._gather(texts)
         with self._failing_together(f"{slot} could not be written"):
             for record, *others in (each for of_rank in gathered for each in of_rank):
@@ -261,11 +261,6 @@ class OpenStep:
 def _small_files(slot: Path, rank: int) -> list[str]:
     share = RankRecord.read(slot, record_name(rank)).share
     return [record_name(rank), rank_state_name(rank), *(name for name in share.files if name == STATE_NAME)]
-
-
-def _read(slot: Path, name: str) -> str:
-    with open_member_file(slot, name) as file:
-        return file.read().decode()
 
 
 def _write_missing(path: Path, content: bytes) -> None:

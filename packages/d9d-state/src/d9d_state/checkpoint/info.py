@@ -9,7 +9,7 @@ from typing import final
 
 from d9d_dist import UserError
 from d9d_state._digests import ALGORITHM, PartRecord
-from d9d_state._member import AnyPath, as_local, open_member_file, open_reader
+from d9d_state._member import AnyPath, as_local, open_reader, read_member
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
 from d9d_state.errors import StateError
@@ -83,8 +83,7 @@ class CheckpointInfo:
     def _read_json(self, name: str) -> JsonValue:
         """Read a JSON file, verify its digest, and parse the verified bytes."""
         try:
-            with open_member_file(self.root, name) as file:
-                data = file.read()
+            data = read_member(self.root, name)
         except (UserError, OSError) as error:
             raise self._damaged(str(error)) from error
         if PartRecord.of(data) != self.manifest.files[name].head:

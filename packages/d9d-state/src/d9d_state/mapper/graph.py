@@ -16,9 +16,7 @@ from d9d_state.tensor_info import TensorInfo
 class StateGroup:
     """Smallest set of inputs and outputs that can be transformed independently of all others.
 
-    Attributes:
-        inputs: Names that are consumed. Empty if the outputs are kept (`keep`).
-        outputs: Names that are produced. Empty if the inputs are dropped (`drop`).
+    There are no inputs if the outputs are kept (`keep`), and no outputs if the inputs are dropped (`drop`).
     """
 
     inputs: tuple[str, ...]

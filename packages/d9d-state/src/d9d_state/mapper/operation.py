@@ -61,18 +61,11 @@ class Layout(Operation, Protocol):
     def pieces(
         self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]
     ) -> Iterable[Piece | Constant] | None:
-        """Map a non-empty region of an output to regions of the inputs.
+        """Map a non-empty region of output number `output` to regions of the inputs.
 
-        Args:
-            output: Index of the output.
-            region: Region of that output.
-            target: Memory of the region, with its shape and any strides.
-            inputs: Shapes and dtypes of all inputs.
-
-        Returns:
-            Non-empty pieces whose targets cover each element of `target` exactly once. `None` if no views of `target`
-            can express them: the method is called again with a contiguous target, and after another `None` the
-            operation runs on full tensors.
+        `target` is the memory of the region, with its shape and any strides. Returns non-empty pieces whose targets
+        cover each element of `target` exactly once. `None` if no views of `target` can express them: the method is
+        called again with a contiguous target, and after another `None` the operation runs on full tensors.
         """
         ...
 

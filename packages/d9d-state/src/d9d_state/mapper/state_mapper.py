@@ -79,10 +79,8 @@ class StateMapper(Graph):
         `dequantize` compute only the required regions, on the destination's device. Any other operation runs on full
         tensors in host memory, once per call.
 
-        Args:
-            destinations: Some or all outputs of one group. Nothing is read for empty regions. Kept outputs (`keep`) are
-                not changed.
-            source: Source of the inputs.
+        `destinations` has some or all outputs of one group. Nothing is read for empty regions. Kept outputs (`keep`)
+        are not changed.
 
         Raises:
             ValueError: If `destinations` are not outputs of one group, or have a wrong shape or dtype; all
@@ -129,11 +127,7 @@ class StateMapper(Graph):
 
         Each group belongs to exactly one shard. The result is deterministic, so all workers agree without
         communication. Groups are not split: if the mapper has a single group, one worker gets the whole mapper.
-
-        Args:
-            num_shards: Number of workers.
-            index: Index of the worker.
-            num_bytes: Bytes of every input, to balance the shards; `None` balances the number of inputs.
+        `num_bytes` has the bytes of every input, to balance the shards; `None` balances the number of inputs.
 
         Raises:
             ValueError: If `index` is out of range, or `num_bytes` lacks an input.
