@@ -106,7 +106,8 @@ class Export:
             _files.write_file(self._partial / name, [text])
         if len(self._plan) > 1:
             _files.write_file(self._partial / INDEX_NAME, [self._index()])
-        check_sizes(self._partial, {file.name: _num_bytes(file) for file in self._plan})
+        layouts = {file.name: FileLayout.of(file.tensors, metadata=_METADATA) for file in self._plan}
+        check_sizes(self._partial, {name: layout.num_bytes for name, layout in layouts.items()})
         _files.fsync(self._partial)
         if self._target.exists():
             _files.exchange(self._partial, self._target)
@@ -149,10 +150,6 @@ def refuse_foreign(target: Path, own: Iterable[str]) -> None:
                 f"{folder} holds {', '.join(foreign)}, which this export would delete; choose another folder or move "
                 "them away."
             )
-
-
-def _num_bytes(plan: PlannedFile) -> int:
-    return FileLayout.of(plan.tensors, metadata=_METADATA).num_bytes
 
 
 def _is_own(path: Path, known: set[str]) -> bool:

@@ -85,15 +85,19 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._allocator: Thread | None = None
 
-    def reserve(self, parts: Mapping[str, Tensor]) -> None:
-        """Start to allocate the buffer in a thread: page faults in new memory take longer than the copy."""
+    def reserve(self, parts: Mapping[str, Tensor]) -> int:
+        """Start to allocate the buffer in a thread: page faults in new memory take longer than the copy.
+
+        Returns the required size in bytes.
+        """
         self._wait()
-        size = _num_bytes_of(parts)
+        size = sum(_padded(part.nbytes) for part in parts.values())
         if size > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
             self._allocator = Thread(target=self._allocate, args=(size, device), name="d9d-staging", daemon=True)
             self._allocator.start()
+        return size
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
@@ -103,10 +107,10 @@ class Staging:
         valid until the next call, and a function that waits until they are complete. Raises `MemoryError` if the buffer
         could not be allocated.
         """
-        self.reserve(parts)
+        size = self.reserve(parts)
         self._wait()
-        if self._buffer.numel() < _num_bytes_of(parts):
-            raise MemoryError(f"could not allocate {_num_bytes_of(parts)} bytes of host memory for the copy.")
+        if self._buffer.numel() < size:
+            raise MemoryError(f"could not allocate {size} bytes of host memory for the copy.")
         copies: dict[str, Tensor] = {}
         position = 0
         for key, part in parts.items():
@@ -130,10 +134,6 @@ class Staging:
         if self._allocator is not None:
             self._allocator.join()
         self._allocator = None
-
-
-def _num_bytes_of(parts: Mapping[str, Tensor]) -> int:
-    return sum(_padded(part.nbytes) for part in parts.values())
 
 
 def _padded(size: int) -> int:

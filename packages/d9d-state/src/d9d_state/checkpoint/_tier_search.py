@@ -110,7 +110,9 @@ class TierReader:
         mine = [rank for rank, host in chosen.items() if self.hosts.spread(host, rank) == self._rank]
         texts: list[list[str]] = []
         with self._failing_together(f"step {found.step} could not be read", errors=(UserError, OSError)):
-            texts = [[read_member(slot, name).decode() for name in _small_files(slot, rank)] for rank in mine]
+            for rank in mine:
+                names = [record_name(rank), rank_state_name(rank), *([STATE_NAME] if rank == 0 else [])]
+                texts.append([read_member(slot, name).decode() for name in names])
         gathered = self._gather(texts)
         with self._failing_together(f"{slot} could not be written"):
             for record, *others in (each for of_rank in gathered for each in of_rank):
@@ -118,7 +120,7 @@ class TierReader:
                 if self.is_leader:
                     # Rank 0 has a second text, the shared state.
                     for name, text in zip((rank_state_name(records[-1].rank), STATE_NAME), others, strict=False):
-                        _write_missing(slot / name, text.encode())
+                        _files.replace_file(slot / name, text.encode())
         info = CheckpointInfo(slot, join(records), is_verified=True)
         return OpenStep(info, found, chosen)
 
@@ -256,17 +258,6 @@ class OpenStep:
     info: CheckpointInfo
     found: TierStep
     chosen: Mapping[int, int]
-
-
-def _small_files(slot: Path, rank: int) -> list[str]:
-    share = RankRecord.read(slot, record_name(rank)).share
-    return [record_name(rank), rank_state_name(rank), *(name for name in share.files if name == STATE_NAME)]
-
-
-def _write_missing(path: Path, content: bytes) -> None:
-    """Write a file, unless it exists with this content."""
-    if not path.is_file() or path.read_bytes() != content:
-        _files.replace_file(path, content)
 
 
 def _files_for(manifest: Manifest, tensors: Mapping[str, Tensor]) -> set[str]:

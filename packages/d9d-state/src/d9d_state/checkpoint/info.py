@@ -116,14 +116,12 @@ def open_complete(path: AnyPath) -> CheckpointInfo:
     listed = path.sizes() if isinstance(path, ObjectPath) else {}  # one request instead of one for each file
     for name, record in manifest.files.items():
         try:
-            size = listed[name] if name in listed else _size(path, name)
+            size = listed.get(name)
+            if size is None:
+                with closing(open_reader(path, name)) as reader:
+                    size = reader.size
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
         if size != record.size:
             raise StateError(f"{name} has {size} bytes; expected {record.size}.")
     return CheckpointInfo(path, manifest)
-
-
-def _size(folder: AnyPath, name: str) -> int:
-    with closing(open_reader(folder, name)) as reader:
-        return reader.size
