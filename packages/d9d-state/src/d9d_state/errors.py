@@ -24,12 +24,12 @@ class VersionError(UserError):
 
 
 @contextmanager
-def as_state_error(what: str, errors: Errors = (OSError, UnreadableError)) -> Generator[None]:
-    """Raise `errors` of the body as `StateError`, with the text `what: error`."""
+def as_state_error(what: str = "", errors: Errors = (OSError, UnreadableError)) -> Generator[None]:
+    """Raise `errors` of the body as `StateError`, with the text `what: error`, or only the error without `what`."""
     try:
         yield
     except errors as error:
-        raise StateError(f"{what}: {describe(error)}") from error
+        raise StateError(f"{what}: {describe(error)}" if what else describe(error)) from error
 
 
 def describe(error: BaseException) -> str:

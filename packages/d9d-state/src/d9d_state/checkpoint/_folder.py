@@ -69,9 +69,11 @@ class RunId:
 
     def known(self) -> str | None:
         """Return the id of the run that the store continues, or `None`. Main process only."""
-        newest = next(newest_first(self._root, only_run=self.given), None)
-        if newest is not None or self.given is not None:
-            return self.given if newest is None else newest.run_id
+        if self.given is not None:
+            return self.given
+        newest = next(newest_first(self._root, only_run=None), None)
+        if newest is not None:
+            return newest.run_id
         path = self._root / RUN_ID_NAME
         return path.read_bytes().decode() if path.is_file() else None
 

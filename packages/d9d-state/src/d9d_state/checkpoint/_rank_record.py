@@ -12,7 +12,7 @@ from typing import Self, final
 from d9d_dist import UserError
 from d9d_state._member import read_member
 from d9d_state.checkpoint.manifest import Manifest, with_digest, without_digest
-from d9d_state.errors import StateError
+from d9d_state.errors import as_state_error
 from d9d_state.json_value import as_object
 
 
@@ -35,22 +35,18 @@ class RankRecord:
     @classmethod
     def parse(cls, data: bytes) -> Self:
         """Parse a record; raise `StateError` if it is damaged."""
-        try:
+        with as_state_error("the record is damaged", (ValueError, KeyError, TypeError)):
             body = without_digest(data)
             save_id, rank = body["save_id"], body["rank"]
             if not isinstance(save_id, str) or not isinstance(rank, int):
                 raise TypeError("expected a save id and a rank.")
             return cls(save_id, rank, Manifest.of_body(as_object(body["share"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise StateError(f"the record is damaged: {error}") from error
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:
         """Read a record from a folder; raise `StateError` if it is missing or damaged."""
-        try:
+        with as_state_error(errors=(UserError, OSError)):
             return cls.parse(read_member(folder, name))
-        except (UserError, OSError) as error:
-            raise StateError(str(error)) from error
 
 
 def record_name(rank: int) -> str:
@@ -61,8 +57,6 @@ def record_name(rank: int) -> str:
 def join(records: Iterable[RankRecord]) -> Manifest:
     """Compute the manifest of a save from all ranks' records; raise `StateError` if the records are inconsistent."""
     joined = Manifest.joined([record.share for record in sorted(records, key=lambda record: record.rank)])
-    try:
+    with as_state_error("the records of the ranks are inconsistent", ValueError):
         joined.check()
-    except ValueError as error:
-        raise StateError(f"the records of the ranks are inconsistent: {error}") from error
     return joined

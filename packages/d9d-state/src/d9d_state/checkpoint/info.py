@@ -12,7 +12,7 @@ from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, as_local, open_reader, read_member
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
-from d9d_state.errors import StateError
+from d9d_state.errors import StateError, as_state_error
 from d9d_state.json_value import JsonValue, parse_json
 from d9d_state.object_path import ObjectPath
 from d9d_state.tensor_info import TensorInfo
@@ -115,13 +115,10 @@ def open_complete(path: AnyPath) -> CheckpointInfo:
         raise StateError(f"its manifest has step {manifest.step}; expected the step in the folder name.")
     listed = path.sizes() if isinstance(path, ObjectPath) else {}  # one request instead of one for each file
     for name, record in manifest.files.items():
-        try:
-            size = listed.get(name)
-            if size is None:
-                with closing(open_reader(path, name)) as reader:
-                    size = reader.size
-        except (UserError, OSError) as error:
-            raise StateError(str(error)) from error
+        size = listed.get(name)
+        if size is None:
+            with as_state_error(errors=(UserError, OSError)), closing(open_reader(path, name)) as reader:
+                size = reader.size
         if size != record.size:
             raise StateError(f"{name} has {size} bytes; expected {record.size}.")
     return CheckpointInfo(path, manifest)

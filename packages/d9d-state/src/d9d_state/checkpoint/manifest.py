@@ -12,7 +12,7 @@ from d9d_dist import Region, UserError
 from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, open_reader
 from d9d_state.checkpoint.cover import cover_problem
-from d9d_state.errors import StateError, VersionError
+from d9d_state.errors import StateError, VersionError, as_state_error
 from d9d_state.json_value import JsonValue, as_list, as_object, dump_json, parse_json
 from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
 from d9d_state.tensor_info import TensorInfo
@@ -122,15 +122,14 @@ class Manifest:
         Raise `VersionError` if the manifest is intact, but has another format version or another type of digests.
         """
         path = folder / MANIFEST_NAME
+        with as_state_error(errors=(UserError, OSError)), closing(open_reader(folder, MANIFEST_NAME)) as reader:
+            if reader.size > MAX_MANIFEST_BYTES:
+                raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
+            data = reader.read(reader.size, 0)
         try:
-            with closing(open_reader(folder, MANIFEST_NAME)) as reader:
-                if reader.size > MAX_MANIFEST_BYTES:
-                    raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
-                return cls._parse(reader.read(reader.size, 0))
+            return cls._parse(data)
         except VersionError as error:
             raise VersionError(f"{path}: {error}") from error
-        except (UserError, OSError) as error:
-            raise StateError(str(error)) from error
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path} is damaged: {error}") from error
 

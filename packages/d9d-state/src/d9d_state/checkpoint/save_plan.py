@@ -39,6 +39,7 @@ class SavePlanner:
 
     def __init__(self) -> None:
         self._key: object = None
+        self._description: JsonValue = None
         self._plan: SavePlan | None = None
         self.num_plans = 0
 
@@ -48,28 +49,23 @@ class SavePlanner:
         Raises `StateError` on every rank if tensors cannot be saved or are inconsistent; `ValueError` in a single
         process.
         """
-        problem, key = None, None
+        problem = None
         try:
             key = tuple(_key(name, tensor) for name, tensor in tensors.items())
-            is_known = self._plan is not None and key == self._key
-            description = None if is_known else _describe(tensors)
+            if key != self._key:
+                self._plan, self._description, self._key = None, _describe(tensors), key
         except (ValueError, RuntimeError) as error:
             if ctx is None or ctx.world_size == 1:
                 raise
-            problem, description, is_known = str(error), None, False
-        known = self._plan.digest if is_known and self._plan is not None else None
+            problem = str(error)
+        known = None if self._plan is None else self._plan.digest
         answers = gather_json([problem is not None, known], alone=ctx is None)
         if any(failed for failed, _ in answers):
             agree(problem, error=StateError, alone=ctx is None)
-        if known is not None and all(answer == known for _, answer in answers):
-            assert self._plan is not None
-            return self._plan
-        if description is None:
-            description = _describe(tensors)
-        plan = _merge(gather_json(description, alone=ctx is None))
-        self._key, self._plan = key, plan
-        self.num_plans += 1
-        return plan
+        if self._plan is None or any(answer != known for _, answer in answers):
+            self._plan = _merge(gather_json(self._description, alone=ctx is None))
+            self.num_plans += 1
+        return self._plan
 
 
 def local_parts(tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
