@@ -68,9 +68,8 @@ class MemberReader:
 
     def read(self, size: int, position: int) -> bytes:
         """Read up to `size` bytes from a position."""
-        if isinstance(self.source, ObjectPath):
-            return self.source.read_range(position, position + size)
-        return os.pread(self.source, size, position)
+        buffer = memoryview(bytearray(size))
+        return bytes(buffer[: self.read_into(buffer, position)])
 
     def close(self) -> None:
         """Close the file."""

@@ -50,7 +50,7 @@ class ModelFolder:
         if not _exists(folder / SINGLE_NAME):
             raise UserError(f"{folder} contains no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
         file = folder / SINGLE_NAME
-        return cls._of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
+        return cls.of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
 
     @classmethod
     def _indexed(cls, folder: AnyPath, weight_map: Mapping[str, str]) -> Self:
@@ -60,10 +60,11 @@ class ModelFolder:
         if absent:
             named = ", ".join(absent[:_SHOWN]) + (f", and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
             raise UserError(f"{folder / INDEX_NAME} lists tensors that are missing from their files: {named}.")
-        return cls._of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
+        return cls.of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
 
     @classmethod
-    def _of(cls, folder: AnyPath, places: Mapping[str, tuple[AnyPath, StoredTensor]]) -> Self:
+    def of(cls, folder: AnyPath, places: Mapping[str, tuple[AnyPath, StoredTensor]]) -> Self:
+        """Return the index of tensors in some files of a folder."""
         return cls(
             folder,
             {name: stored.info for name, (_file, stored) in places.items()},

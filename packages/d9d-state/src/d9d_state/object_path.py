@@ -113,16 +113,16 @@ class ObjectPath:
         return bytes(self._retry(partial(self.filesystem.cat_file, self.url)))
 
     def read_into(self, buffer: memoryview, position: int) -> int:
-        """Read a range into a buffer, with one request for these bytes only; return the number of bytes."""
-        data = self.read_range(position, position + len(buffer))
+        """Read a range into a buffer, with one request for these bytes only; return the number of bytes.
+
+        The number is smaller than the size of the buffer if the object ends earlier.
+        """
+        if not buffer:
+            return 0
+        end = position + len(buffer)
+        data = self._retry(partial(self.filesystem.cat_file, self.url, start=position, end=end))
         buffer[: len(data)] = data
         return len(data)
-
-    def read_range(self, start: int, end: int) -> bytes:
-        """Read a range, with one request for these bytes only. The result is shorter if the object ends earlier."""
-        if start == end:
-            return b""
-        return bytes(self._retry(partial(self.filesystem.cat_file, self.url, start=start, end=end)))
 
     def upload(self, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
         """Upload an object, in several requests if it is large; return size and digest of each part.
@@ -136,10 +136,8 @@ class ObjectPath:
 
     def remove(self) -> None:
         """Delete the object, if it exists."""
-        try:
+        with suppress(FileNotFoundError):
             self._retry(partial(self.filesystem.rm_file, self.url))
-        except FileNotFoundError:
-            return
 
     def remove_all(self, *, first: Sequence[str] = ()) -> None:
         """Delete all objects below the prefix, starting with the objects named in `first`."""

@@ -60,12 +60,12 @@ def non_tensor_optimizer_state(
     kept: dict[str, JsonValue] = {}
     for name, parameter, _ in named:
         numbers = {
-            key: value
+            key: _plain(f"{key} of {name}", value)
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, bool | int | float)
         }
         if numbers:
-            kept[name] = {key: _plain(f"{key} of {name}", value) for key, value in numbers.items()}
+            kept[name] = numbers
     return {"parameters": kept, "groups": groups}
 
 
