@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -36,7 +36,8 @@ class TierStep:
 
     step: int
     save_id: str
-    holders: Mapping[int, Mapping[int, str]]
+    num_ranks: int
+    holders: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def slot_of(self, host: int) -> str | None:
         """Return the slot in which a host has parts of the step, or `None`."""
@@ -74,27 +75,23 @@ class TierReader:
 
     def steps(self, run_id: str) -> list[TierStep]:
         """Return the complete steps of a run, newest first; log the missing parts of incomplete steps."""
-        held = (
-            [
-                [record.save_id, record.share.step, record.share.num_ranks, record.rank, slot]
-                for slot, record in self._records()
-                if record.share.run_id == run_id
-            ]
-            if self.is_leader
-            else None
-        )
-        found: dict[tuple[int, str], tuple[int, dict[int, dict[int, str]]]] = {}
+        held = [
+            [record.share.step, record.save_id, record.share.num_ranks, record.rank, slot]
+            for slot, record in (self._records() if self.is_leader else ())
+            if record.share.run_id == run_id
+        ]
+        found: dict[tuple[int, str], TierStep] = {}
         for rank, of_rank in enumerate(self._gather(held)):
-            for save_id, step, num_ranks, part, slot in of_rank or ():
-                _, holders = found.setdefault((step, save_id), (num_ranks, {}))
-                holders.setdefault(part, {})[self.hosts.of(rank)] = slot
+            for step, save_id, num_ranks, part, slot in of_rank:
+                each = found.setdefault((step, save_id), TierStep(step, save_id, num_ranks))
+                each.holders.setdefault(part, {})[self.hosts.of(rank)] = slot
         complete: list[TierStep] = []
-        for (step, save_id), (num_ranks, holders) in sorted(found.items(), reverse=True):
-            missing = sorted(set(range(num_ranks)) - holders.keys())
-            if missing:
-                _LOGGER.warning("skipping step %d in %s: no host has the parts of ranks %s", step, self.folder, missing)
+        for _, each in sorted(found.items(), reverse=True):
+            if missing := sorted(set(range(each.num_ranks)) - each.holders.keys()):
+                where = each.step, self.folder, missing
+                _LOGGER.warning("skipping step %d in %s: no host has the parts of ranks %s", *where)
             else:
-                complete.append(TierStep(step, save_id, holders))
+                complete.append(each)
         return complete
 
     def open(self, found: TierStep) -> "OpenStep | None":
@@ -166,15 +163,14 @@ class TierReader:
         Returns the slot to overwrite first. Steps after `since` are incomplete, or the job rolled back to an earlier
         step. Call this method on each rank, before a collective that precedes the first write.
         """
-        newest: dict[str, int] = {}
+        left: list[tuple[str, RankRecord]] = []
         for slot, record in self._records():
             is_other = kept is not None and record.share.step == kept.step and record.save_id != kept.save_id
-            if record.share.step > since or is_other:
-                if self.is_leader:
-                    _files.remove_file(self.folder / slot / record_name(record.rank))
-            else:
-                newest[slot] = max(newest.get(slot, -1), record.share.step)
-        return min(SLOTS, key=lambda slot: newest.get(slot, -1))
+            if record.share.step <= since and not is_other:
+                left.append((slot, record))
+            elif self.is_leader:
+                _files.remove_file(self.folder / slot / record_name(record.rank))
+        return _oldest_slot(left)
 
     def _records(self) -> list[tuple[str, RankRecord]]:
         """Return the readable records in this host's slots whose files have the recorded sizes."""
@@ -241,8 +237,7 @@ class TierReader:
         slot = found.slot_of(self._host)
         choice = None
         if slot is None and self.is_leader:
-            held = {each: max((r.share.step for s, r in self._records() if s == each), default=-1) for each in SLOTS}
-            choice = min(SLOTS, key=lambda each: held[each])
+            choice = _oldest_slot(self._records())
             _files.make_folder(self.folder / choice)
             for path in (self.folder / choice).glob("record-*.json"):
                 _files.remove_file(path)
@@ -258,6 +253,11 @@ class OpenStep:
     info: CheckpointInfo
     found: TierStep
     chosen: Mapping[int, int]
+
+
+def _oldest_slot(records: list[tuple[str, RankRecord]]) -> str:
+    """Return the slot whose newest step is the oldest; an empty slot counts as oldest."""
+    return min(SLOTS, key=lambda each: max((record.share.step for slot, record in records if slot == each), default=-1))
 
 
 def _files_for(manifest: Manifest, tensors: Mapping[str, Tensor]) -> set[str]:
