@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -54,7 +55,10 @@ def outlines(graph: Graph, infos: Mapping[str, TensorInfo], *, fold: bool) -> li
 def _steps(graph: Graph, part: Component, infos: Mapping[str, TensorInfo]) -> Iterator[Step]:
     names_in = {graph.input_wires[name]: name for name in part.group.inputs}
     names_out = {graph.output_wires[name]: name for name in part.group.outputs}
-    values = _values(graph, part, infos)
+    values = {graph.input_wires[name]: infos[name] for name in part.group.inputs if name in infos}
+    if part.group.inputs and len(values) == len(part.group.inputs):
+        with suppress(ValueError):  # `check` reports mismatches; `explain` shows what could be inferred
+            part.infer(values)
     numbers: dict[int, int] = {}
 
     def label(wire: int, names: Mapping[int, str]) -> Label:
@@ -70,17 +74,6 @@ def _steps(graph: Graph, part: Component, infos: Mapping[str, TensorInfo]) -> It
     if not part.nodes:
         (wire,) = names_in
         yield Step((label(wire, names_in),), None, (label(wire, names_out),) if names_out else ())
-
-
-def _values(graph: Graph, part: Component, infos: Mapping[str, TensorInfo]) -> dict[int, TensorInfo]:
-    """Infer shapes and dtypes of the wires, as far as the known inputs allow."""
-    values = {graph.input_wires[name]: infos[name] for name in part.group.inputs if name in infos}
-    if part.group.inputs and len(values) == len(part.group.inputs):
-        try:
-            part.infer(values)
-        except ValueError:  # `check` reports mismatches; `explain` shows what could be inferred
-            return values
-    return values
 
 
 def _folded_list(labels: Sequence[Label]) -> Iterator[Label]:
