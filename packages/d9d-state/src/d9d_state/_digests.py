@@ -4,18 +4,15 @@ The digests detect damage, not manipulation. SHA-256 would not detect manipulati
 file can also change its record.
 """
 
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple
 
 from xxhash import xxh3_128
 
 ALGORITHM = "XXH3-128"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class PartRecord:
-    """Expected size and digest of a contiguous part of a file."""
+class PartRecord(NamedTuple):
+    """Expected size and digest of a contiguous part of a file; a list in JSON."""
 
     size: int
     digest: str

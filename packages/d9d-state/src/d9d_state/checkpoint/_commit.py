@@ -82,21 +82,16 @@ def _write_own(job: SaveJob, parts: Mapping[str, Tensor]) -> JsonValue:
     tensors = write_safetensors(job.partial / tensors_name(rank), parts)
     (rank_state,) = _files.write_file(job.partial / rank_state_name(rank), [job.rank_state])
     _files.fsync(job.partial)
-    return {
-        "header": _pair(tensors.header),
-        "tensors": {name: _pair(record) for name, record in tensors.tensors.items()},
-        "rank_state": _pair(rank_state),
-    }
+    return [tensors.header, tensors.tensors, rank_state]
 
 
 def _commit(job: SaveJob, written: list[Any]) -> None:
     """Write the manifest and rename the partial folder, which completes the checkpoint."""
     (state,) = _files.write_file(job.partial / STATE_NAME, [job.state])
     shares: list[Manifest] = []
-    for rank, of_rank in enumerate(written):
-        parts = {key: PartRecord(*record) for key, record in of_rank["tensors"].items()}
-        tensors = SafetensorsRecord(PartRecord(*of_rank["header"]), parts)
-        shares.append(share_of_rank(job, rank, tensors, PartRecord(*of_rank["rank_state"]), state))
+    for rank, (header, parts, rank_state) in enumerate(written):
+        tensors = SafetensorsRecord(PartRecord(*header), {key: PartRecord(*part) for key, part in parts.items()})
+        shares.append(share_of_rank(job, rank, tensors, PartRecord(*rank_state), state))
     manifest = Manifest.joined(shares)
     text = manifest.dump()
     if len(text) > MAX_MANIFEST_BYTES:
@@ -140,7 +135,3 @@ def share_of_rank(
         files[STATE_NAME] = FileRecord(state.size, state)
     tensors = {name: TensorRecord(infos[name], tuple(each)) for name, each in chunks.items()}
     return Manifest(job.run_id, job.step, job.metric, job.mesh, len(job.plan.parts), tensors, files)
-
-
-def _pair(record: PartRecord) -> JsonValue:
-    return [record.size, record.digest]

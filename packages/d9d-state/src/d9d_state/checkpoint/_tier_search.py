@@ -17,7 +17,7 @@ from d9d_state._member import read_member
 from d9d_state._ranks import failing_together, rank_of
 from d9d_state.checkpoint._hosts import Hosts
 from d9d_state.checkpoint._rank_record import RankRecord, join, record_name
-from d9d_state.checkpoint._tier_writer import SLOTS, wait_all
+from d9d_state.checkpoint._tier_writer import SLOTS, wait_all, write_states
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name, tensors_name
@@ -112,12 +112,10 @@ class TierReader:
                 texts.append([read_member(slot, name).decode() for name in names])
         gathered = self._gather(texts)
         with self._failing_together(f"{slot} could not be written"):
-            for record, *others in (each for of_rank in gathered for each in of_rank):
+            for record, *states in (each for of_rank in gathered for each in of_rank):
                 records.append(RankRecord.parse(record.encode()))
                 if self.is_leader:
-                    # Rank 0 has a second text, the shared state.
-                    for name, text in zip((rank_state_name(records[-1].rank), STATE_NAME), others, strict=False):
-                        _files.replace_file(slot / name, text.encode())
+                    write_states(slot, records[-1].rank, *states)
         info = CheckpointInfo(slot, join(records), is_verified=True)
         return OpenStep(info, found, chosen)
 

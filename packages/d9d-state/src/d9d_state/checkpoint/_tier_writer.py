@@ -83,7 +83,12 @@ class TierWriter:
         received = self._exchange(texts)
         with failing_together(self._ctx, failed, group=self._group):
             for rank, text in received.items():
-                self._write_texts(slot, rank, *json.loads(text))
+                record, *states = json.loads(text)
+                write_states(slot, rank, *states)
+                _files.fsync(slot / tensors_name(rank))
+                _files.fsync(slot)
+                _files.replace_file(slot / record_name(rank), record.encode())  # last: it completes the rank's part
+                _files.fsync(slot)
         self.slot = SLOTS[1 - SLOTS.index(self.slot)]
         for rank in images:  # the previous step is no longer needed; the next save overwrites its slot
             _files.remove_file(self._folder / self.slot / record_name(rank))
@@ -140,22 +145,19 @@ class TierWriter:
         wait_all(self._start_transfers(torch.frombuffer(bytearray(texts), dtype=torch.uint8), others))
         return {self._rank: texts, **{rank: bytes(bytes_of(each)) for rank, each in others.items()}}
 
-    def _write_texts(self, slot: Path, rank: int, record: str, rank_state: str, state: str | None = None) -> None:
-        """Write the small files of a rank; its record is written last."""
-        _files.replace_file(slot / rank_state_name(rank), rank_state.encode())
-        if state is not None:
-            _files.replace_file(slot / STATE_NAME, state.encode())
-        _files.fsync(slot / tensors_name(rank))
-        _files.fsync(slot)
-        _files.replace_file(slot / record_name(rank), record.encode())
-        _files.fsync(slot)
-
 
 def _layout(plan: SavePlan, rank: int) -> FileLayout:
     parts = plan.parts[rank]
     return FileLayout.of(
         {part_key(name, region): TensorInfo(region.sizes, plan.tensors[name].dtype) for name, region in parts}
     )
+
+
+def write_states(slot: Path, rank: int, rank_state: str, state: str | None = None) -> None:
+    """Write a rank's own state, and the shared state if it is given."""
+    _files.replace_file(slot / rank_state_name(rank), rank_state.encode())
+    if state is not None:
+        _files.replace_file(slot / STATE_NAME, state.encode())
 
 
 def wait_all(works: Iterable[dist.Work | None]) -> None:
