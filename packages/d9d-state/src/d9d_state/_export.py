@@ -59,7 +59,7 @@ class Export:
                 work()
             except Exception as error:  # any error: the other ranks wait for this rank
                 self._plan_of.clear()
-                self._error = error
+                self._error = error.with_traceback(None)  # the traceback would keep tensors in memory
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors that are assigned to this rank; ignore the others."""
@@ -109,13 +109,10 @@ class Export:
         layouts = {file.name: FileLayout.of(file.tensors, metadata=_METADATA) for file in self._plan}
         check_sizes(self._partial, {name: layout.num_bytes for name, layout in layouts.items()})
         _files.fsync(self._partial)
-        if self._target.exists():
-            _files.exchange(self._partial, self._target)
-            _files.fsync(self._target.parent)
-            _files.remove_folder(self._partial)
-        else:
-            _files.rename(self._partial, self._target)
-            _files.fsync(self._target.parent)
+        commit = _files.exchange if self._target.exists() else _files.rename
+        commit(self._partial, self._target)
+        _files.fsync(self._target.parent)
+        discard_partial(self._partial)  # after an exchange, the earlier export
 
     def _index(self) -> bytes:
         weight_map = {name: file.name for file in self._plan for name in file.tensors}

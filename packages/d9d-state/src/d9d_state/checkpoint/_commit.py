@@ -66,7 +66,7 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
         with failing_together(job.ctx, failed, errors=Exception, group=group):
             records = _write_own(job, parts)
         written = gather_json(records, group, alone=job.ctx is None)
-        with failing_together(job.ctx, failed, errors=(OSError, ValueError, StateError), group=group):
+        with failing_together(job.ctx, failed, errors=Exception, group=group):
             if is_main(job.ctx):
                 _commit(job, written)
     except StateError as problem:
