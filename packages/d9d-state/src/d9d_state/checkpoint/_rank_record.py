@@ -1,10 +1,9 @@
 """Record of one rank's part of a checkpoint in a tier: the rank's share of the manifest, written after the data.
 
 A step is complete if the record and the files of every rank are on some host. No other file marks a step as complete,
-so the ranks do not exchange digests in a save. `join` computes the manifest from the records.
+so the ranks do not exchange digests in a save. `Manifest.joined` computes the manifest from the shares.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
@@ -52,11 +51,3 @@ class RankRecord:
 def record_name(rank: int) -> str:
     """Return the name of the file with a rank's record."""
     return f"record-{rank:05d}.json"
-
-
-def join(records: Iterable[RankRecord]) -> Manifest:
-    """Compute the manifest of a save from all ranks' records; raise `StateError` if the records are inconsistent."""
-    joined = Manifest.joined([record.share for record in sorted(records, key=lambda record: record.rank)])
-    with as_state_error("the records of the ranks are inconsistent", ValueError):
-        joined.check()
-    return joined

@@ -16,12 +16,12 @@ from d9d_state import _files
 from d9d_state._member import read_member
 from d9d_state._ranks import failing_together, rank_of
 from d9d_state.checkpoint._hosts import Hosts
-from d9d_state.checkpoint._rank_record import RankRecord, join, record_name
+from d9d_state.checkpoint._rank_record import RankRecord, record_name
 from d9d_state.checkpoint._tier_writer import SLOTS, wait_all, write_states
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name, tensors_name
-from d9d_state.errors import Errors, StateError
+from d9d_state.errors import Errors, StateError, as_state_error
 
 _LOGGER = logging.getLogger("d9d.state")
 
@@ -116,8 +116,10 @@ class TierReader:
                 records.append(RankRecord.parse(record.encode()))
                 if self.is_leader:
                     write_states(slot, records[-1].rank, *states)
-        info = CheckpointInfo(slot, join(records), is_verified=True)
-        return OpenStep(info, found, chosen)
+        manifest = Manifest.joined([record.share for record in sorted(records, key=lambda record: record.rank)])
+        with as_state_error("the records of the ranks are inconsistent", ValueError):
+            manifest.check()
+        return OpenStep(CheckpointInfo(slot, manifest, is_verified=True), found, chosen)
 
     def fetch(self, step: "OpenStep", tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensor files that this host needs but lacks from other hosts.
