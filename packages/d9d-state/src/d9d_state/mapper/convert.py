@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Self, TypeAlias, final
+from typing import ClassVar, Self, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -96,16 +96,14 @@ TensorFunction: TypeAlias = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _AnyFunction(ABC):
-    """Operation that calls a user function. Subclasses add `__call__` and `describe`."""
+    """Operation that calls a user function. Subclasses add `__call__`."""
 
+    suffix: ClassVar[str]  # end of the description
     forward: TensorFunction
     backward: TensorFunction | None
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
-
-    @abstractmethod
-    def describe(self) -> str: ...
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
         return infer_on_meta(self, *inputs)
@@ -115,26 +113,24 @@ class _AnyFunction(ABC):
             raise ValueError(f"{self.describe()} has no inverse; build it as transform(..., inverse=function).")
         return type(self)(self.backward, self.forward)
 
-    @property
-    def name(self) -> str:
-        """Qualified name of a function, or the `repr` of another callable."""
-        return self.forward.__qualname__ if isinstance(self.forward, FunctionType) else repr(self.forward)
+    def describe(self) -> str:
+        name = self.forward.__qualname__ if isinstance(self.forward, FunctionType) else repr(self.forward)
+        return f"transform({name}{self.suffix})"
 
 
 @final
 class _Function(_AnyFunction):
     __slots__ = ()
+    suffix = ""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.forward(*tensors))
-
-    def describe(self) -> str:
-        return f"transform({self.name})"
 
 
 @final
 class _ElementwiseFunction(_AnyFunction):
     __slots__ = ()
+    suffix = ", elementwise"
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = tuple(self.forward(*tensors))
@@ -149,9 +145,6 @@ class _ElementwiseFunction(_AnyFunction):
 
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> tuple[Region, ...]:
         return (region,) * len(inputs)
-
-    def describe(self) -> str:
-        return f"transform({self.name}, elementwise)"
 
 
 def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1) -> StateMapper:
