@@ -68,6 +68,8 @@ class MemberReader:
 
     def read(self, size: int, position: int) -> bytes:
         """Read up to `size` bytes from a position."""
+        if isinstance(self.source, int):
+            return os.pread(self.source, size, position)  # without a copy of the bytes
         buffer = memoryview(bytearray(size))
         return bytes(buffer[: self.read_into(buffer, position)])
 
