@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_state import CheckpointStore
-from d9d_state._digests import digest_parts
+from d9d_state._digests import PartRecord
 
 _BLOCK = 1 << 22
 
@@ -96,7 +96,7 @@ def drop_from_cache(folder: Path) -> None:
 def hashing_speed(buffer: torch.Tensor) -> float:
     """Return the speed of the digests of one thread in GB/s."""
     view = bytes_of(buffer)
-    return round(len(view) / 1e9 / seconds(lambda: digest_parts([view])), 2)
+    return round(len(view) / 1e9 / seconds(lambda: PartRecord.of(view)), 2)
 
 
 def copy(tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:

@@ -31,8 +31,8 @@ from hostile_headers import HOSTILE
 
 from d9d_dist import Region, UserError
 from d9d_state import ModelFolder, TensorInfo
-from d9d_state._streamed_file import StreamedFile
 from d9d_state.region_reader import RegionReader
+from d9d_state.safetensors_file import StreamedFile
 from d9d_state.safetensors_header import read_header
 
 NUM_TENSORS = 4

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from d9d_dist import UserError
-from d9d_state._member import open_member, open_member_file
+from d9d_state._member import open_member, read_member
 
 
 def _fifo(path: Path) -> None:
@@ -71,10 +71,15 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_open_descriptor_survives_replacement(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"first")
-    with open_member_file(tmp_path, "file") as file:
+    with os.fdopen(open_member(tmp_path, "file"), "rb") as file:
         (tmp_path / "file").unlink()
         (tmp_path / "file").symlink_to("/etc/hostname")
         assert file.read() == b"first"
+
+
+def test_limit_of_bytes_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    assert [read_member(tmp_path, "file", limit) for limit in (None, 3, 9)] == [b"content", b"con", b"content"]
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
@@ -98,8 +103,7 @@ def test_symlinks_of_the_hugging_face_cache_are_followed(tmp_path: Path, absolut
     to_blobs = str(blobs) if absolute else "../../blobs"
     for name, target in {"good": "0123", "evil": "../secret", "chained": "link", "dangling": "absent"}.items():
         (snapshot / name).symlink_to(f"{to_blobs}/{target}")
-    with open_member_file(snapshot, "good") as file:
-        assert file.read() == b"content"
+    assert read_member(snapshot, "good") == b"content"
     for name, message in {"evil": "is a symlink", "chained": "is a symlink", "dangling": "cannot be read"}.items():
         with pytest.raises(UserError, match=message):
             open_member(snapshot, name)

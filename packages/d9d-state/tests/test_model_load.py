@@ -125,7 +125,7 @@ def test_stage_uses_its_groups_and_opens_only_their_files(tmp_path: Path, monkey
             num_readers=1,
         )
     _assert_holds(stage, values)
-    assert [path.name for path in readers[0].opened] == [
+    assert [path.name for path in readers[0]._files] == [
         "model-00002-of-00003.safetensors",
         "model-00003-of-00003.safetensors",
     ]

@@ -27,8 +27,8 @@ from d9d_state import (
     transform,
     unstack,
 )
-from d9d_state._streamed_file import StreamedFile
 from d9d_state.module_tensors import module_tensors
+from d9d_state.safetensors_file import StreamedFile
 
 
 def _peer_reads(folder: Path) -> dict[str, Tensor]:

@@ -4,19 +4,15 @@ The digests detect damage, not manipulation. SHA-256 would not detect manipulati
 file can also change its record.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple
 
 from xxhash import xxh3_128
 
 ALGORITHM = "XXH3-128"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class PartRecord:
-    """Expected size and digest of a contiguous part of a file."""
+class PartRecord(NamedTuple):
+    """Expected size and digest of a contiguous part of a file; a list in JSON."""
 
     size: int
     digest: str
@@ -25,8 +21,3 @@ class PartRecord:
     def of(cls, part: bytes | memoryview) -> "PartRecord":
         """Return the record of some bytes."""
         return cls(len(part), xxh3_128(part).hexdigest())
-
-
-def digest_parts(parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
-    """Return size and digest of each part."""
-    return tuple(map(PartRecord.of, parts))

@@ -12,17 +12,16 @@ from typing import final
 
 from torch import Tensor
 
-from d9d_dist import DistributedContext, UserError, agree
+from d9d_dist import DistributedContext, UserError
 from d9d_state import _files
 from d9d_state._export_plan import PlannedFile
 from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_of
-from d9d_state._ranks import is_main
+from d9d_state._ranks import failing_together, is_main, rank_of
 from d9d_state._shared_folder import is_token
-from d9d_state._streamed_file import StreamedFile
-from d9d_state.errors import StateError, describe
+from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json
 from d9d_state.model_folder import INDEX_NAME
-from d9d_state.safetensors_layout import FileLayout
+from d9d_state.safetensors_file import FileLayout, StreamedFile
 
 _METADATA = {"format": "pt"}
 _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
@@ -41,11 +40,10 @@ class Export:
         self._partial = partial_of(target)
         self._plan = files
         self._ctx = ctx
-        rank = 0 if ctx is None else ctx.rank
+        rank = rank_of(ctx)
         self._plan_of = {name: file for file in files if file.rank == rank for name in file.tensors}
-        self._is_first = rank == 0
         self._open: dict[str, StreamedFile] = {}
-        self._problem: str | None = None
+        self._error: Exception | None = None
         # Only ranks that write a file need to see the folder. The main process writes the index.
         make_partial(target, ctx, writes=any(file.rank == rank for file in files))
 
@@ -56,15 +54,21 @@ class Export:
 
     def attempt(self, work: Callable[[], None]) -> None:
         """Call `work` and store its error for `commit`. After a failure, further calls do nothing."""
-        if self._problem is None:
-            self._problem = self._attempt(work)
+        if self._error is None:
+            try:
+                work()
+            except Exception as error:  # any error: the other ranks wait for this rank
+                self._plan_of.clear()
+                self._error = error.with_traceback(None)  # the traceback would keep tensors in memory
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors that are assigned to this rank; ignore the others."""
         for name, tensor in tensors.items():
             if name in self._plan_of:
                 plan = self._plan_of[name]
-                file = self._open[plan.name] if plan.name in self._open else self._begin(plan)
+                if plan.name not in self._open:
+                    self._open[plan.name] = self._create(plan)
+                file = self._open[plan.name]
                 file.write(name, tensor)
                 if file.is_complete:
                     self._open.pop(plan.name).close()
@@ -74,68 +78,46 @@ class Export:
 
         Raises `StateError` on every rank if any rank failed. In this case an earlier export at the target is unchanged.
         """
-        self.attempt(self._close)
-        self._abandon()
+        failed = f"{self._target} could not be written"
+        for file in self._open.values():
+            file.abandon()
         try:
-            agree(self._problem, error=StateError, alone=self._ctx is None)
-            agree(
-                self._attempt(lambda: self._finish(texts)) if is_main(self._ctx) else None,
-                error=StateError,
-                alone=self._ctx is None,
-            )
+            with failing_together(self._ctx, failed, errors=Exception):
+                if self._error is not None:
+                    raise self._error
+                assert not self._open, f"incomplete files: {', '.join(self._open)}"
+            with failing_together(self._ctx, failed, errors=Exception):
+                if is_main(self._ctx):
+                    self._finish(texts)
         except StateError:
-            self._clear()
+            if is_main(self._ctx):
+                with suppress(OSError):
+                    discard_partial(self._partial)  # the disk may be full
             raise
 
-    def _begin(self, plan: PlannedFile) -> StreamedFile:
-        self._open[plan.name] = StreamedFile(self._partial / plan.name, plan.tensors, metadata=_METADATA)
-        return self._open[plan.name]
-
-    def _close(self) -> None:
-        assert not self._open, f"incomplete files: {', '.join(self._open)}"
-        for plan in self._plan:
-            if not plan.tensors and self._is_first:  # a model without tensors also needs one file
-                self._begin(plan)
-                self._open.pop(plan.name).close()
-
-    def _abandon(self) -> None:
-        while self._open:
-            self._open.popitem()[1].abandon()
-
-    def _clear(self) -> None:
-        """Delete the partial folder after a failure, since the disk may be full; ignore errors of the deletion."""
-        if is_main(self._ctx):
-            with suppress(OSError):
-                discard_partial(self._partial)
+    def _create(self, plan: PlannedFile) -> StreamedFile:
+        return StreamedFile(self._partial / plan.name, plan.tensors, metadata=_METADATA)
 
     def _finish(self, texts: Mapping[str, bytes]) -> None:
+        for plan in self._plan:
+            if not plan.tensors:  # a model without tensors also needs one file
+                self._create(plan).close()
         for name, text in texts.items():
             _files.write_file(self._partial / name, [text])
         if len(self._plan) > 1:
             _files.write_file(self._partial / INDEX_NAME, [self._index()])
-        check_sizes(self._partial, {file.name: _num_bytes(file) for file in self._plan})
-        _files.fsync_folder(self._partial)
-        if self._target.exists():
-            _files.exchange(self._partial, self._target)
-            _files.fsync_folder(self._target.parent)
-            _files.remove_folder(self._partial)
-        else:
-            _files.rename(self._partial, self._target)
-            _files.fsync_folder(self._target.parent)
+        layouts = {file.name: FileLayout.of(file.tensors, metadata=_METADATA) for file in self._plan}
+        check_sizes(self._partial, {name: layout.num_bytes for name, layout in layouts.items()})
+        _files.fsync(self._partial)
+        commit = _files.exchange if self._target.exists() else _files.rename
+        commit(self._partial, self._target)
+        _files.fsync(self._target.parent)
+        discard_partial(self._partial)  # after an exchange, the earlier export
 
     def _index(self) -> bytes:
         weight_map = {name: file.name for file in self._plan for name in file.tensors}
         total = sum(info.num_bytes for file in self._plan for info in file.tensors.values())
         return dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-
-    def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Call `work`; return the error text, or `None` on success."""
-        try:
-            work()
-        except Exception as error:  # any error: the other ranks wait in agree()
-            self._plan_of.clear()
-            return f"{self._target} could not be written: {describe(error)}"
-        return None
 
 
 def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes]:
@@ -165,10 +147,6 @@ def refuse_foreign(target: Path, own: Iterable[str]) -> None:
                 f"{folder} holds {', '.join(foreign)}, which this export would delete; choose another folder or move "
                 "them away."
             )
-
-
-def _num_bytes(plan: PlannedFile) -> int:
-    return FileLayout.of(plan.tensors, metadata=_METADATA).num_bytes
 
 
 def _is_own(path: Path, known: set[str]) -> bool:

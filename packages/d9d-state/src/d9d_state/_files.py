@@ -1,7 +1,7 @@
 """File operations of checkpoints and exports: write with fsync, replace, rename and delete.
 
 Only `rename`, `exchange` and `replace_file` are atomic; callers combine these functions into commits. For paths in an
-object store, `make_folder` and `fsync_folder` do nothing. The functions call `os` directly, not `pathlib`, so that
+object store, `make_folder` and `fsync` do nothing. The functions call `os` directly, not `pathlib`, so that
 tests can intercept each call to fail it or to kill the process.
 """
 
@@ -51,15 +51,15 @@ def write_file(path: AnyPath, parts: Iterable[bytes | memoryview]) -> tuple[Part
     return tuple(records)
 
 
-def replace_file(path: AnyPath, data: bytes) -> PartRecord:
-    """Create or replace a file atomically, and fsync it; return its size and digest."""
+def replace_file(path: AnyPath, data: bytes) -> None:
+    """Create or replace a file atomically, and fsync it."""
     if isinstance(path, ObjectPath):
-        return path.upload([data])[0]
+        path.upload([data])
+        return
     new = path.with_name(f"{path.name}.new")
     remove_file(new)
-    (record,) = write_file(new, [data])
+    write_file(new, [data])
     rename(new, path)
-    return record
 
 
 def map_file(path: Path, size: int) -> Tensor:
@@ -77,15 +77,6 @@ def map_file(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def fsync_file(path: Path) -> None:
-    """Fsync a file, including bytes that were written through a mapping."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def make_folder(path: AnyPath) -> None:
     """Create a folder and its missing parents, and fsync each new directory entry."""
     if isinstance(path, Path) and not path.is_dir():
@@ -95,14 +86,14 @@ def make_folder(path: AnyPath) -> None:
         except FileExistsError:  # another rank of this host created the folder first
             if not path.is_dir():
                 raise
-        fsync_folder(path.parent)
+        fsync(path.parent)
 
 
-def fsync_folder(path: AnyPath) -> None:
-    """Fsync the directory entries of a folder."""
+def fsync(path: AnyPath) -> None:
+    """Fsync the directory entries of a folder, or a file, including bytes that were written through a mapping."""
     if isinstance(path, ObjectPath):
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -128,11 +119,8 @@ def exchange(one: Path, other: Path) -> None:
         rename(aside, one)
 
 
-def remove_file(path: AnyPath) -> None:
+def remove_file(path: Path) -> None:
     """Delete a file, if it exists."""
-    if isinstance(path, ObjectPath):
-        path.remove()
-        return
     with suppress(FileNotFoundError):
         os.unlink(path)  # noqa: PTH108
 

@@ -1,19 +1,20 @@
 """Opening of a regular file whose name comes from an untrusted index or manifest."""
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, final
+from typing import TypeAlias, final
 
 from d9d_dist import UserError
-from d9d_state.errors import UnreadableError, describe, is_limit
+from d9d_state.errors import UnreadableError, describe
 from d9d_state.object_path import ObjectPath
 
 AnyPath: TypeAlias = Path | ObjectPath
 """Path in a file system or an object store."""
 
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _KINDS = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
@@ -32,23 +33,21 @@ def open_member(folder: Path, name: str) -> int:
         if stat.S_ISREG(mode):
             return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        if is_limit(error):
+        if error.errno in _LIMITS:
             raise UnreadableError(f"{path} cannot be opened: {describe(error)}") from error
         raise _unreadable(path, error) from error
     kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
     raise UserError(f"{file} is {kind}; expected a regular file.")
 
 
-def open_member_file(folder: AnyPath, name: str) -> BinaryIO:
-    """Open a regular file directly inside a folder as a binary file object; see `open_member`.
-
-    An object of an object store is read whole.
-    """
+def read_member(folder: AnyPath, name: str, limit: int | None = None) -> bytes:
+    """Read a regular file directly inside a folder, or its first `limit` bytes; errors are those of `open_member`."""
     if isinstance(folder, Path):
-        return os.fdopen(open_member(folder, name), "rb")
+        with os.fdopen(open_member(folder, name), "rb") as file:
+            return file.read(limit)
     path = _plain_object(folder, name)
     try:
-        return BytesIO(path.read_bytes())
+        return path.read_bytes()[:limit]
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -69,9 +68,10 @@ class MemberReader:
 
     def read(self, size: int, position: int) -> bytes:
         """Read up to `size` bytes from a position."""
-        if isinstance(self.source, ObjectPath):
-            return self.source.read_range(position, position + size)
-        return os.pread(self.source, size, position)
+        if isinstance(self.source, int):
+            return os.pread(self.source, size, position)  # without a copy of the bytes
+        buffer = memoryview(bytearray(size))
+        return bytes(buffer[: self.read_into(buffer, position)])
 
     def close(self) -> None:
         """Close the file."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext, agree
+from d9d_dist import DistributedContext
 from d9d_state import _files
 from d9d_state._member import AnyPath
-from d9d_state._ranks import is_main
+from d9d_state._ranks import failing_together, is_main
 from d9d_state._shared_folder import sharing_problem
-from d9d_state.errors import StateError, describe
+from d9d_state.errors import StateError
 from d9d_state.object_path import ObjectPath
 
 
@@ -29,16 +29,13 @@ def make_partial(
     An object store needs no partial folder. The files of a killed save stay in the store, and the new save continues
     from them.
     """
-    partial, problem = partial_path(target), None
+    partial = partial_path(target)
     if isinstance(partial, ObjectPath):
         return
-    try:
+    with failing_together(ctx, f"{target} could not be written", group=group):
         if is_main(ctx):
             discard_partial(partial)
             _files.make_folder(partial)
-    except (OSError, StateError) as error:
-        problem = f"{target} could not be written: {describe(error)}"
-    agree(problem, group, error=StateError, alone=ctx is None)
     try:
         unshared = sharing_problem(partial, ctx, needed=writes, group=group)
         if unshared is not None:

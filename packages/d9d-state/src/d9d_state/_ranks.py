@@ -1,8 +1,17 @@
-"""Number of ranks, main process and mesh of a job, with or without a distributed context."""
+"""Rank, number of ranks, mesh and common failure of a job, with or without a distributed context."""
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, UserError, agree
+from d9d_state.errors import Errors, StateError, UnreadableError, as_state_error
+
+
+def rank_of(ctx: DistributedContext | None) -> int:
+    """Return the rank of this process; 0 without a context."""
+    return 0 if ctx is None else ctx.rank
 
 
 def num_ranks(ctx: DistributedContext | None) -> int:
@@ -25,3 +34,28 @@ def mesh_shape(ctx: DistributedContext | None) -> dict[str, int]:
         return {}
     mesh = ctx.mesh_for("regular")
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+@contextmanager
+def failing_together(
+    ctx: DistributedContext | None,
+    what: str | None = None,
+    *,
+    errors: Errors = (OSError, UnreadableError),
+    group: dist.ProcessGroup | None = None,
+) -> Generator[None]:
+    """Run the body, then raise `StateError` on every rank if the body failed on any rank. Collective.
+
+    Without a context, only this process takes part. With `what`, `errors` get the text `what: error`. Other
+    `StateError`s keep their text, and `UserError`s also their type. Any other exception is raised at once, without a
+    collective.
+    """
+    problem: str | UserError | None = None
+    try:
+        with nullcontext() if what is None else as_state_error(what, errors):
+            yield
+    except UserError as error:
+        problem = error
+    except StateError as error:
+        problem = str(error)
+    agree(problem, group, error=StateError, alone=ctx is None)

@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,13 +20,7 @@ _PARTS_IN_FLIGHT = 4  # each part in flight is a copy in memory
 @final
 @dataclass(frozen=True, slots=True)
 class S3Object:
-    """Object in S3, or a key prefix.
-
-    Attributes:
-        filesystem: s3fs's file system.
-        bucket: Name of the bucket.
-        key: Key of the object, or prefix of keys.
-    """
+    """Object in S3, or the common prefix of several keys, in s3fs's file system."""
 
     filesystem: Any
     bucket: str
@@ -39,7 +34,9 @@ class S3Object:
         size = sum(map(len, views))
         starts = range(0, size, part_size)
         with ThreadPoolExecutor(_PARTS_IN_FLIGHT, thread_name_prefix="d9d-upload") as pool:
-            found = self._head()
+            found = None
+            with suppress(FileNotFoundError):
+                found = self._call("head_object", Key=self.key)
             if found is not None and found["ContentLength"] == size:
                 digests = pool.map(lambda start: _md5(_range(views, start, part_size)).digest(), starts)
                 if found["ETag"] == f'"{_md5(b"".join(digests)).hexdigest()}-{len(starts)}"':
@@ -69,12 +66,6 @@ class S3Object:
     def abort(self, upload_id: str) -> None:
         """Delete an incomplete upload and its parts."""
         self._call("abort_multipart_upload", Key=self.key, UploadId=upload_id)
-
-    def _head(self) -> Any:
-        try:
-            return self._call("head_object", Key=self.key)
-        except FileNotFoundError:
-            return None
 
     def _continued(self) -> tuple[str, dict[int, str]]:
         """Return upload id and ETags of the stored parts of an incomplete upload of this object, or of a new upload."""

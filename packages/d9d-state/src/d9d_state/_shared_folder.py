@@ -37,8 +37,11 @@ def sharing_problem(
     if ctx is None or ctx.world_size == 1:
         return None
     name, problem = f".shared-{uuid.uuid4().hex}", None
-    if is_main(ctx):
-        problem = _attempt_to_make(folder / name)
+    try:
+        if is_main(ctx):
+            _files.write_file(folder / name, [])
+    except OSError as error:
+        problem = f"{folder} is not writable: {describe(error)}"
     # Use only two collectives in total, because each one adds a round trip between distant hosts.
     name, problem = gather_json([name, problem], group)[0]
     if problem is not None:
@@ -66,14 +69,6 @@ def remove_tokens(folder: Path) -> None:
     for path in folder.iterdir():
         if is_token(path.name):
             _files.remove_file(path)
-
-
-def _attempt_to_make(token: Path) -> str | None:
-    try:
-        _files.write_file(token, [])
-    except OSError as error:
-        return f"{token.parent} is not writable: {describe(error)}"
-    return None
 
 
 def _why_unseen(token: Path) -> str | None:

@@ -2,10 +2,13 @@
 
 import errno
 import resource
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TypeAlias
 
 from d9d_dist import UserError
 
-_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+Errors: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 
 
 class StateError(RuntimeError):
@@ -20,9 +23,13 @@ class VersionError(UserError):
     """Intact state in a format of another version of this package. Restarting the job does not help."""
 
 
-def is_limit(error: OSError) -> bool:
-    """Return True if a limit on open files or memory caused the error."""
-    return error.errno in _LIMITS
+@contextmanager
+def as_state_error(what: str = "", errors: Errors = (OSError, UnreadableError)) -> Generator[None]:
+    """Raise `errors` of the body as `StateError`, with the text `what: error`, or only the error without `what`."""
+    try:
+        yield
+    except errors as error:
+        raise StateError(f"{what}: {describe(error)}" if what else describe(error)) from error
 
 
 def describe(error: BaseException) -> str:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import final
 from weakref import ref
 
-from d9d_dist import DistributedContext, UserError, agree
+from d9d_dist import DistributedContext, UserError
 from d9d_state import _files
-from d9d_state._ranks import is_main
+from d9d_state._ranks import failing_together, is_main
 from d9d_state._shared_folder import remove_tokens, sharing_problem
-from d9d_state.errors import StateError, describe
 from d9d_state.json_value import dump_json, parse_json
 
 LOCK_NAME = "job.lock"
@@ -29,12 +28,7 @@ def locked_folder(
 
     The folder is created if it does not exist. The main process holds the lock; the operating system releases it if
     that process dies. All ranks check that they see the same folder, so that a job without a shared file system fails
-    early.
-
-    Args:
-        folder: The folder, on a file system that all hosts mount.
-        ctx: Distributed context; `None` for a single process.
-        run_id: Id of the run, shown to a job that finds the folder locked; only the main process's value is used.
+    early. A job that finds the folder locked shows `run_id`; only the main process's value is used.
 
     Raises:
         UserError: On every rank, if another job holds the lock; the message names the job's host and process. Also if
@@ -42,17 +36,11 @@ def locked_folder(
         StateError: On every rank, if the folder cannot be created or locked.
     """
     lock = FolderLock(folder)
-    problem: str | UserError | None = None
-    if is_main(ctx):
-        try:
-            lock.acquire(run_id)
-            remove_tokens(folder)
-        except UserError as error:
-            problem = error
-        except (OSError, StateError) as error:
-            problem = f"{folder} could not be locked: {describe(error)}"
     try:
-        agree(problem, error=StateError, alone=ctx is None)
+        with failing_together(ctx, f"{folder} could not be locked"):
+            if is_main(ctx):
+                lock.acquire(run_id)
+                remove_tokens(folder)
         unshared = sharing_problem(folder, ctx)
         if unshared is not None:
             raise UserError(unshared)
@@ -75,16 +63,15 @@ class FolderLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = _describe(os.pread(descriptor, _MAX_BYTES, 0))
             os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise UserError(
                 f"{self._path.parent} is in use by another job{holder}; expected one job per folder. "
                 "Wait for it, stop it, or use another run folder."
             ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
         self._descriptor = descriptor
         # A forked data worker may outlive a killed job; an open copy of the descriptor would still hold the flock.
         lock: ref[FolderLock] = ref(self)

@@ -1,16 +1,13 @@
 """Conversion of a checkpoint to another layout, on any number of ranks, without building the model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor
-
 from d9d_dist import DistributedContext, UserError
 from d9d_state._export import Export, extra_texts, refuse_foreign
-from d9d_state._export_plan import Offer, exchange_offers, plan_files
-from d9d_state._ranks import is_main, num_ranks
-from d9d_state.errors import StateError, describe
+from d9d_state._export_plan import exchange_parts, plan_files
+from d9d_state._ranks import failing_together, is_main, num_ranks, rank_of
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.names import identity
 from d9d_state.mapper.state_mapper import StateMapper
@@ -54,35 +51,26 @@ def convert_model_state(
             although there are several ranks.
         StateError: On every rank, if reading or writing failed. An earlier export at the target stays unchanged.
     """
-    ranks, rank = num_ranks(ctx), 0 if ctx is None else ctx.rank
+    ranks, rank = num_ranks(ctx), rank_of(ctx)
     place = Path(target).absolute()
     texts = extra_texts(extra_files or {})
-    share: StateMapper | None = None
-    try:
+    with failing_together(ctx, f"{source} cannot be converted to {place}"):
         if is_main(ctx):
-            _refuse_same(Path(source), place)
+            if Path(source).resolve() == place.resolve():
+                raise UserError(f"got {place} as both source and target; expected a different target folder.")
             refuse_foreign(place, texts)
         folder = ModelFolder.open(source)
         whole = identity(*folder.tensors) if mapper is None else mapper
-        produced = produced_tensors(whole, folder, unused=unused)
+        infos = produced_tensors(whole, folder, unused=unused)
         sizes = {name: info.num_bytes for name, info in folder.tensors.items()}
         share = whole.shard(ranks, rank, num_bytes=sizes)
-        offer = Offer(rank, produced={name: produced[name] for name in share.outputs if name in produced})
-    except (UserError, StateError, OSError) as error:  # any disk error: the other ranks wait for this offer
-        offer = Offer(rank, problem=describe(error))
-    parts = exchange_offers(offer, ctx)
-    assert share is not None, "exchange_offers raises if a rank has no share"
+    parts = exchange_parts(rank, {name: infos[name] for name in share.outputs if name in infos}, ctx)
     export = Export(place, plan_files(parts, max_bytes=max_shard_bytes), ctx)
-    tensors = read_model_state(source, share, unused="ignore", num_readers=num_readers, progress=progress)
-    export.attempt(lambda: _write_all(tensors, export))
+
+    def write_all() -> None:
+        tensors = read_model_state(source, share, unused="ignore", num_readers=num_readers, progress=progress)
+        for name, tensor in tensors:
+            export.write({name: tensor})
+
+    export.attempt(write_all)
     export.commit(texts)
-
-
-def _write_all(tensors: Iterator[tuple[str, Tensor]], export: Export) -> None:
-    for name, tensor in tensors:
-        export.write({name: tensor})
-
-
-def _refuse_same(source: Path, target: Path) -> None:
-    if source.resolve() == target.resolve():
-        raise UserError(f"got {target} as both source and target; expected a different target folder.")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
-from d9d_state._member import AnyPath, as_folder, is_plain, open_member_file
+from d9d_state._member import AnyPath, as_folder, is_plain, read_member
 from d9d_state.json_value import parse_json, shortened
 from d9d_state.safetensors_header import StoredTensor, read_header
 from d9d_state.tensor_info import TensorInfo
@@ -16,9 +16,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 1 << 25  # room for about 200,000 tensors
 _SHOWN = 20  # names in one message
-_MAX_NESTED = (
-    10_000  # bounds the memory for a malicious index: a parsed empty list takes thirty times the size of its text
-)
+_MAX_NESTED = 10_000  # bounds the memory of a malicious index: a parsed empty list takes 30 times its text's size
 
 
 @final
@@ -52,7 +50,7 @@ class ModelFolder:
         if not _exists(folder / SINGLE_NAME):
             raise UserError(f"{folder} contains no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
         file = folder / SINGLE_NAME
-        return cls._of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
+        return cls.of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
 
     @classmethod
     def _indexed(cls, folder: AnyPath, weight_map: Mapping[str, str]) -> Self:
@@ -62,10 +60,11 @@ class ModelFolder:
         if absent:
             named = ", ".join(absent[:_SHOWN]) + (f", and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
             raise UserError(f"{folder / INDEX_NAME} lists tensors that are missing from their files: {named}.")
-        return cls._of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
+        return cls.of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
 
     @classmethod
-    def _of(cls, folder: AnyPath, places: Mapping[str, tuple[AnyPath, StoredTensor]]) -> Self:
+    def of(cls, folder: AnyPath, places: Mapping[str, tuple[AnyPath, StoredTensor]]) -> Self:
+        """Return the index of tensors in some files of a folder."""
         return cls(
             folder,
             {name: stored.info for name, (_file, stored) in places.items()},
@@ -88,8 +87,7 @@ def _plain(folder: AnyPath, name: str) -> AnyPath:
 
 def _weight_map(folder: AnyPath) -> dict[str, str]:
     path = folder / INDEX_NAME
-    with open_member_file(folder, INDEX_NAME) as file:
-        data = file.read(_MAX_INDEX_BYTES + 1)
+    data = read_member(folder, INDEX_NAME, _MAX_INDEX_BYTES + 1)
     if len(data) > _MAX_INDEX_BYTES:
         raise UserError(f"{path} is larger than the limit of {_MAX_INDEX_BYTES} bytes for an index.")
     if data.count(b"{") + data.count(b"[") > _MAX_NESTED:

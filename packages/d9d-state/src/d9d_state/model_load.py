@@ -1,7 +1,7 @@
 """Loading of safetensors weights directly into a module's parameters and buffers."""
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Literal
 
 from torch import Tensor, nn
@@ -57,7 +57,15 @@ def load_model_state(
     source, mapper, outputs = _checked(model, folder, mapper, unused=unused)
     tensors = module_tensors(model)
     fillings = [{name: _destination(name, tensors[name]) for name in names} for names in outputs]
-    _fill_all(mapper, fillings, source, num_readers=num_readers, progress=progress)
+    sizes = [sum(part.tensor.nbytes for part in filling.values()) for filling in fillings]
+    with (
+        RegionReader(source) as reader,
+        byte_bar("loading", sum(sizes), visible=progress) as bar,
+        ThreadPoolExecutor(num_readers, thread_name_prefix="d9d-reader") as pool,
+    ):
+        # The first error cancels the remaining groups.
+        for size, _ in zip(sizes, pool.map(mapper.fill, fillings, repeat(reader)), strict=True):
+            bar.update(size)
 
 
 def check_model_state(
@@ -112,30 +120,3 @@ def _checked(
         filled.update(names)
         outputs.append(list(names.values()))
     return source, part, [names for names in outputs if names]
-
-
-def _fill_all(
-    mapper: StateMapper,
-    fillings: Sequence[Mapping[str, Destination]],
-    source: ModelFolder,
-    *,
-    num_readers: int,
-    progress: bool,
-) -> None:
-    """Fill the groups in parallel; cancel the remaining groups at the first error."""
-    sizes = [sum(part.tensor.nbytes for part in filling.values()) for filling in fillings]
-    with (
-        RegionReader(source) as reader,
-        byte_bar("loading", sum(sizes), visible=progress) as bar,
-        ThreadPoolExecutor(num_readers, thread_name_prefix="d9d-reader") as pool,
-    ):
-        size_of = {
-            pool.submit(mapper.fill, filling, reader): size for filling, size in zip(fillings, sizes, strict=True)
-        }
-        try:
-            for task in as_completed(size_of):
-                task.result()
-                bar.update(size_of[task])
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise

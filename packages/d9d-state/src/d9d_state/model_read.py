@@ -1,6 +1,6 @@
 """Read a model folder through a mapper, one group at a time, without a module."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Literal
@@ -13,7 +13,6 @@ from d9d_state._member import AnyPath
 from d9d_state._progress import byte_bar
 from d9d_state.mapper._check import refuse_mismatches
 from d9d_state.mapper.fill import Destination
-from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.names import identity
 from d9d_state.mapper.state_mapper import StateMapper
 from d9d_state.model_folder import ModelFolder
@@ -63,8 +62,8 @@ def produced_tensors(
 ) -> dict[str, TensorInfo]:
     """Infer shape and dtype of a mapper's outputs for a folder; raise `UserError` that lists every mismatch."""
     infos: dict[str, TensorInfo] = {}
-    for group in groups_with_values(mapper):
-        if all(name in source.tensors for name in group.inputs):
+    for group in mapper.groups:
+        if group.inputs and all(name in source.tensors for name in group.inputs):
             # refuse_mismatches() repeats the inference and reports its errors together with all other mismatches.
             with suppress(ValueError):
                 infos.update(mapper.infer({name: source.tensors[name] for name in group.inputs}))
@@ -76,11 +75,6 @@ def produced_tensors(
         consumed=mapper.inputs if unused == "error" else source.tensors.keys(),
     )
     return infos
-
-
-def groups_with_values(mapper: StateMapper) -> Iterable[StateGroup]:
-    """Return the groups that have inputs; the others hold the outputs of `keep`."""
-    return (group for group in mapper.groups if group.inputs)
 
 
 def _read(
@@ -98,8 +92,8 @@ def _read(
         RegionReader(source, pool=pool) as reader,
         byte_bar("reading", total, visible=progress) as bar,
     ):
-        for group in groups_with_values(mapper):
-            if not group.outputs:
+        for group in mapper.groups:
+            if not group.inputs or not group.outputs:
                 continue
             outputs = {
                 name: torch.empty(infos[name].shape, dtype=infos[name].dtype, device=device) for name in group.outputs

@@ -1,19 +1,16 @@
 """Atomic export of a module's weights to a folder of safetensors files in the Hugging Face layout."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
-from d9d_dist import DistributedContext, UserError, full_tensor
+from d9d_dist import DistributedContext, full_tensor
 from d9d_state._carried_files import add_carried_files
 from d9d_state._export import Export, extra_texts, refuse_foreign
-from d9d_state._export_plan import Offer, exchange_offers, plan_files
+from d9d_state._export_plan import exchange_stages, plan_files
 from d9d_state._progress import byte_bar
-from d9d_state._ranks import is_main, num_ranks
-from d9d_state._stage_offer import check_complete, groups_of, offer_of, part_of
-from d9d_state.errors import describe
+from d9d_state._ranks import failing_together, is_main, num_ranks
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.names import identity_of
 from d9d_state.mapper.state_mapper import StateMapper
@@ -64,31 +61,21 @@ def save_model_state(
     mapper = identity_of(model) if mapper is None else mapper
     target = Path(folder).absolute()
     texts = extra_texts(extra_files or {})
-    stage = 0 if ctx is None else ctx.coordinate("regular", "pp")
-    offer = offer_of(model, mapper, stage)
-    if is_main(ctx) and offer.problem is None:
-        try:
+    parts, mine = exchange_stages(model, mapper, ctx)
+    with failing_together(ctx, f"{target} cannot be written"):
+        if is_main(ctx):
             if source is not None:
-                texts = extra_texts(add_carried_files(extra_files or {}, Path(source), offer.produced.values()))
+                infos = [info for part in parts for info in part.tensors.values()]
+                texts = extra_texts(add_carried_files(extra_files or {}, Path(source), infos))
             refuse_foreign(target, texts)
-        except (UserError, OSError) as error:
-            offer = Offer(stage, problem=describe(error))
-    parts = exchange_offers(offer, ctx)
-    check_complete(mapper, parts)
-    mine = part_of(parts, ctx)
-    groups = groups_of(mapper, mine)
     export = Export(target, plan_files(parts, max_bytes=max_shard_bytes), ctx)
     tensors = module_tensors(model)
     with byte_bar("saving", sum(info.num_bytes for info in mine.tensors.values()), visible=progress) as bar:
-        for group in groups:
+        for group in mine.groups(mapper):
             # A failed rank continues with the all-gathers; otherwise the other ranks would hang.
             whole = {name: full_tensor(tensors[name]) for name in group.inputs}
             if not export.names.isdisjoint(group.outputs):
-                export.attempt(partial(_write, export, mapper, whole))
+                export.attempt(lambda whole=whole: export.write(mapper.apply(whole)))
             del whole  # free this group before the next one is gathered
             bar.update(sum(mine.tensors[name].num_bytes for name in group.outputs if name in mine.tensors))
     export.commit(texts)
-
-
-def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -> None:
-    export.write(mapper.apply(tensors))

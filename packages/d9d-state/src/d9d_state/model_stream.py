@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, Region, UserError, gather_in_blocks, local_region, local_tensor
-from d9d_state._export_plan import exchange_offers
+from d9d_state._export_plan import exchange_stages
 from d9d_state._ranks import num_ranks
-from d9d_state._stage_offer import check_complete, groups_of, offer_of, part_of
-from d9d_state.mapper.fill import Destination
+from d9d_state.mapper.fill import Destination, ReadRecorder
 from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.names import identity_of
 from d9d_state.mapper.state_mapper import StateMapper
@@ -45,10 +44,9 @@ def gathered_weights(
     """
     num_ranks(ctx)
     mapper = identity_of(model) if mapper is None else mapper
-    parts = exchange_offers(offer_of(model, mapper, 0 if ctx is None else ctx.coordinate("regular", "pp")), ctx)
-    check_complete(mapper, parts)
-    mine, tensors = part_of(parts, ctx), module_tensors(model)
-    for group in groups_of(mapper, mine):
+    _, mine = exchange_stages(model, mapper, ctx)
+    tensors = module_tensors(model)
+    for group in mine.groups(mapper):
         with torch.no_grad():  # not as a decorator, which would keep the last tensor alive
             outputs = mapper.apply({name: gather_in_blocks(tensors[name]) for name in group.inputs})
         while outputs:
@@ -88,13 +86,14 @@ def weight_shards(model: nn.Module, load_mapper: StateMapper | None = None) -> I
 def _shards_of_group(
     mapper: StateMapper, group: StateGroup, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Region]]:
-    infos = _infos_on_disk(mapper, group, tensors)
+    inverse = mapper.restrict(outputs=group.outputs).inverse()
+    infos = inverse.infer({name: TensorInfo.of(tensors[name]) for name in group.outputs})
     seen: set[tuple[str, Region]] = set()
     for name, tensor in tensors.items():
         local = local_tensor(tensor).detach()
         # Load into a `meta` tensor to record which view of the parameter's memory each region on disk fills.
         memory = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        recorder = _Reads(infos)
+        recorder = ReadRecorder(infos)
         mapper.fill({name: Destination(local_region(tensor, name), memory)}, recorder)
         for source, region, target in recorder.reads:
             if target.untyped_storage()._cdata != memory.untyped_storage()._cdata:
@@ -107,19 +106,3 @@ def _shards_of_group(
                 offset = local.storage_offset() + target.storage_offset()
                 shard = local.as_strided(target.shape, target.stride(), offset)
                 yield source, shard.to(infos[source].dtype), region
-
-
-def _infos_on_disk(mapper: StateMapper, group: StateGroup, tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
-    inverse = mapper.restrict(outputs=group.outputs).inverse()
-    return inverse.infer({name: TensorInfo.of(tensors[name]) for name in group.outputs})
-
-
-class _Reads:
-    """Tensor source that records the target memory of each read, without reading data."""
-
-    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
-        self.tensors = tensors
-        self.reads: list[tuple[str, Region, Tensor]] = []
-
-    def read_into(self, name: str, region: Region, target: Tensor) -> None:
-        self.reads.append((name, region, target))

@@ -23,11 +23,8 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer once, under its first name."""
-    first_names: dict[int, str] = {}
     tensors = module_tensors(module)
-    for name, tensor in tensors.items():
-        first_names.setdefault(id(tensor), name)
-    return {name: tensors[name] for name in first_names.values()}
+    return {name: tensors[name] for name in aliases(module).values()}
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

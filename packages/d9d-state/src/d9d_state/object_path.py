@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Self, TypeVar, final
 
 from d9d_dist import UserError
-from d9d_state._digests import PartRecord, digest_parts
+from d9d_state._digests import PartRecord
 from d9d_state._s3_upload import S3Object
 from d9d_state.errors import UnreadableError
 
@@ -68,16 +68,6 @@ class ObjectPath:
         return self.url.rpartition("/")[2]
 
     @property
-    def stem(self) -> str:
-        """Name without its last suffix."""
-        return self.name.rpartition(".")[0] or self.name
-
-    @property
-    def suffix(self) -> str:
-        """Last suffix of the name, with its dot."""
-        return self.name[len(self.stem) :]
-
-    @property
     def parent(self) -> "ObjectPath":
         """Path without its last part."""
         return ObjectPath(self.url.rpartition("/")[0], self.filesystem)
@@ -101,10 +91,6 @@ class ObjectPath:
         except FileNotFoundError:
             return None
 
-    def is_symlink(self) -> bool:
-        """Return False: object stores have no symlinks."""
-        return False
-
     def iterdir(self) -> Iterator["ObjectPath"]:
         """Iterate over the direct children."""
         return (self / name for name in self.sizes())
@@ -126,21 +112,17 @@ class ObjectPath:
         """Return the content."""
         return bytes(self._retry(partial(self.filesystem.cat_file, self.url)))
 
-    def read_text(self) -> str:
-        """Return the content as UTF-8 text."""
-        return self.read_bytes().decode()
-
     def read_into(self, buffer: memoryview, position: int) -> int:
-        """Read a range into a buffer, with one request for these bytes only; return the number of bytes."""
-        data = self.read_range(position, position + len(buffer))
+        """Read a range into a buffer, with one request for these bytes only; return the number of bytes.
+
+        The number is smaller than the size of the buffer if the object ends earlier.
+        """
+        if not buffer:
+            return 0
+        end = position + len(buffer)
+        data = self._retry(partial(self.filesystem.cat_file, self.url, start=position, end=end))
         buffer[: len(data)] = data
         return len(data)
-
-    def read_range(self, start: int, end: int) -> bytes:
-        """Read a range, with one request for these bytes only. The result is shorter if the object ends earlier."""
-        if start == end:
-            return b""
-        return bytes(self._retry(partial(self.filesystem.cat_file, self.url, start=start, end=end)))
 
     def upload(self, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
         """Upload an object, in several requests if it is large; return size and digest of each part.
@@ -150,19 +132,16 @@ class ObjectPath:
         """
         views = [memoryview(part).cast("B") for part in parts]
         self._retry(partial(self._upload_once, views))
-        return digest_parts(views)
+        return tuple(map(PartRecord.of, views))
 
     def remove(self) -> None:
         """Delete the object, if it exists."""
-        try:
+        with suppress(FileNotFoundError):
             self._retry(partial(self.filesystem.rm_file, self.url))
-        except FileNotFoundError:
-            return
 
     def remove_all(self, *, first: Sequence[str] = ()) -> None:
         """Delete all objects below the prefix, starting with the objects named in `first`."""
-        children = sorted(self.iterdir(), key=lambda child: (child.name not in first, child.name))
-        for child in children:
+        for child in sorted(self.iterdir(), key=lambda child: (child.name not in first, child.name)):
             child.remove()
 
     def abort_uploads(self, is_chosen: Callable[[str], bool]) -> None:

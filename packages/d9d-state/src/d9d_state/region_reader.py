@@ -6,7 +6,6 @@ also makes an extra copy. If dtype, strides or device differ, the data passes th
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, wait
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from threading import Lock
@@ -52,11 +51,6 @@ class RegionReader:
             reader.close()
 
     @property
-    def opened(self) -> list[AnyPath]:
-        """Paths of the files opened so far, in order."""
-        return list(self._files)
-
-    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Shape and dtype of every tensor."""
         return self._folder.tensors
@@ -73,22 +67,23 @@ class RegionReader:
         blocks = list(_blocks(self._folder.tensors[name], region, target, gap=gap))
         if self._pool is None or len(blocks) < 2:
             for block in blocks:
-                self._read_block(name, block)
+                self._read_block(name, *block)
             return
-        tasks = [self._pool.submit(self._read_block, name, block) for block in blocks]
+        tasks = [self._pool.submit(self._read_block, name, *block) for block in blocks]
         wait(tasks)
         for task in tasks:
             task.result()
 
-    def _read_block(self, name: str, block: "_Block") -> None:
-        target, dtype = block.target, self._folder.tensors[name].dtype
-        if block.read == block.wanted and target.is_cpu and target.dtype == dtype and target.is_contiguous():
-            self._read(name, block.read, target)
+    def _read_block(self, name: str, wanted: Region, read: Region, target: Tensor) -> None:
+        """Read a region into a buffer, and copy the wanted part of it to the target; or read into the target itself."""
+        dtype = self._folder.tensors[name].dtype
+        if read == wanted and target.is_cpu and target.dtype == dtype and target.is_contiguous():
+            self._read(name, read, target)
             return
         # Pinned memory is copied to an accelerator at full bandwidth.
-        buffer = torch.empty(block.read.sizes, dtype=dtype, pin_memory=not target.is_cpu)
-        self._read(name, block.read, buffer)
-        target.copy_(block.wanted.relative_to(block.read).of(buffer))
+        buffer = torch.empty(read.sizes, dtype=dtype, pin_memory=not target.is_cpu)
+        self._read(name, read, buffer)
+        target.copy_(wanted.relative_to(read).of(buffer))
 
     def _read(self, name: str, region: Region, target: Tensor) -> None:
         """Read a region into contiguous memory on the CPU."""
@@ -117,24 +112,15 @@ class RegionReader:
             return self._files[path]
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One read operation: the wanted region, the enclosing region that is read, and the target of the wanted region."""
-
-    wanted: Region
-    read: Region
-    target: Tensor
-
-
-def _blocks(info: TensorInfo, region: Region, target: Tensor, *, gap: int) -> Iterator[_Block]:
-    """Cut a region into blocks of at most 4 MiB, along its first dims."""
+def _blocks(info: TensorInfo, region: Region, target: Tensor, *, gap: int) -> Iterator[tuple[Region, Region, Tensor]]:
+    """Cut a region into blocks of at most 4 MiB, along its first dims: wanted region, region to read, and target."""
     if region.num_elements == 0:
         return
     read = _with_small_gaps(info, region, gap=gap)
     num_bytes = read.num_elements * info.dtype.itemsize
     dim = next((dim for dim, size in enumerate(region.sizes) if size > 1), None)
     if num_bytes <= _BLOCK or dim is None:
-        yield _Block(region, read, target)
+        yield region, read, target
         return
     step = max(1, region.sizes[dim] * _BLOCK // num_bytes)
     for start in range(0, region.sizes[dim], step):

@@ -56,7 +56,10 @@ def set_rng_state(state: JsonValue) -> None:
 def _set(state: JsonValue) -> None:
     # Validate each state on a temporary generator before any global generator is set.
     parts = as_object(state)
-    python_state = _python_state(parts)
+    python = as_object(parts["python"])
+    if not isinstance(python["gauss"], float | None):
+        raise TypeError("expected a float or null for gauss")
+    python_state: Any = python["version"], _words(python["words"]), python["gauss"]
     random.Random().setstate(python_state)  # noqa: S311 - temporary, only for validation
     cpu_state = _bytes(parts["torch"])
     torch.Generator().set_state(cpu_state)
@@ -71,13 +74,6 @@ def _set(state: JsonValue) -> None:
     torch.set_rng_state(cpu_state)
     if numpy_state is not None:
         numpy.random.set_state(numpy_state)
-
-
-def _python_state(parts: dict[str, JsonValue]) -> tuple[Any, ...]:
-    python = as_object(parts["python"])
-    if not isinstance(python["gauss"], float | None):
-        raise TypeError("expected a float or null for gauss")
-    return python["version"], _words(python["words"]), python["gauss"]
 
 
 def _numpy_state(saved: dict[str, JsonValue], numpy: Any) -> tuple[Any, ...]:
@@ -102,8 +98,8 @@ def _bytes(value: JsonValue) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(value), dtype=torch.uint8)
 
 
-def _words(value: JsonValue) -> tuple[int, ...]:
-    words = tuple(word for word in as_list(value) if type(word) is int)
-    if len(words) != len(as_list(value)):
+def _words(value: JsonValue) -> tuple[Any, ...]:
+    words = as_list(value)
+    if any(type(word) is not int for word in words):
         raise TypeError("expected a list of integers")
-    return words
+    return tuple(words)

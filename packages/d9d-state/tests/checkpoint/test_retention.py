@@ -15,7 +15,7 @@ class _Saved:
 
 
 def _kept(retention: Retention, *saved: _Saved) -> list[int]:
-    return sorted(retention.kept(sorted(saved, key=lambda each: -each.step)))
+    return sorted(retention.kept({each.step: each.metric for each in sorted(saved, key=lambda each: -each.step)}))
 
 
 _STEPS = [_Saved(step, metric) for step, metric in ((10, 3.0), (20, 1.0), (30, None), (40, 2.0), (50, 5.0))]

@@ -26,7 +26,7 @@ def _busy(folder: Path) -> None:
     _write(folder / "deep" / "a", b"one", sync=True)
     _write(folder / "old", b"two", sync=False)
     (folder / "deep" / "a").rename(folder / "deep" / "b")
-    _files.fsync_folder(folder / "deep")
+    _files.fsync(folder / "deep")
     (folder / "other").mkdir()
     _files.exchange(folder / "deep", folder / "other")
     descriptor = os.open(folder / "old", os.O_RDWR)
@@ -65,7 +65,7 @@ def _replace(folder: Path, *, sync_file: bool, sync_folder: bool) -> None:
     _write(folder / "new", b"new content", sync=sync_file)
     (folder / "new").rename(folder / "file")
     if sync_folder:
-        _files.fsync_folder(folder)
+        _files.fsync(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Hosts of a job: sets of ranks that see the same local folder, and the ring of hosts for replicas."""
 
-import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,7 @@ import torch.distributed as dist
 
 from d9d_dist import DistributedContext, agree, gather_json
 from d9d_state import _files
-from d9d_state.errors import StateError, describe
-
-_TOKEN = re.compile(r"\.rank-(\d+)-([0-9a-f]{32})")
+from d9d_state._ranks import failing_together
 
 
 @final
@@ -26,28 +23,22 @@ class Hosts:
     def find(cls, folder: Path, ctx: DistributedContext | None, group: dist.ProcessGroup | None) -> Self:
         """Find the ranks that share each host's folder. Collective.
 
-        Each rank creates a file in the folder and lists the files of the other ranks. Host names are not sufficient,
-        because containers on one host may have separate folders. The folder is created if necessary.
-
-        Raises:
-            StateError: On every rank, if a rank cannot write to its folder.
+        Each rank creates a file in the folder and looks for the other ranks' files. Host names are not sufficient,
+        because containers on one host may have separate folders. The folder is created if necessary. Raises
+        `StateError` on every rank if a rank cannot write to its folder.
         """
         if ctx is None or ctx.world_size == 1:
             _files.make_folder(folder)
             return cls(((0,),))
         nonce = str(gather_json(uuid.uuid4().hex, group)[0])
-        token, problem = folder / f".rank-{ctx.rank}-{nonce}", None
-        try:
+        token = folder / f".rank-{ctx.rank}-{nonce}"
+        with failing_together(ctx, f"{folder} is not writable", group=group):
             _files.make_folder(folder)
             folder.chmod(0o700)  # raises if another user owns a folder of this name in /dev/shm
             _files.write_file(token, [])
-        except OSError as error:
-            problem = f"{folder} is not writable: {describe(error)}"
-        agree(problem, group, error=StateError)
-        matches = [_TOKEN.fullmatch(path.name) for path in folder.iterdir()]
-        seen = sorted(int(match[1]) for match in matches if match is not None and match[2] == nonce)
+        seen = [rank for rank in range(ctx.world_size) if (folder / f".rank-{rank}-{nonce}").exists()]
         found = sorted(set(map(tuple, gather_json(seen, group))))
-        agree(None, group)  # every rank has listed its folder
+        agree(None, group)  # every rank has looked
         _files.remove_file(token)
         return cls(tuple(found))
 
@@ -72,6 +63,4 @@ class Hosts:
 
     def replicated(self, rank: int, replicas: int) -> list[int]:
         """Return the ranks whose replicas a rank keeps."""
-        host = self.of(rank)
-        before = [each for distance in range(1, replicas + 1) for each in self.ranks[(host - distance) % len(self)]]
-        return sorted(each for each in before if rank in self.replica_ranks(each, replicas))
+        return sorted(each for ranks in self.ranks for each in ranks if rank in self.replica_ranks(each, replicas))

@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from d9d_dist import Region, local_region, local_tensor
+from d9d_state._member import AnyPath
 from d9d_state.checkpoint.info import CheckpointInfo
 from d9d_state.checkpoint.save_plan import part_key
 from d9d_state.model_folder import ModelFolder
 from d9d_state.region_reader import RegionReader
+from d9d_state.safetensors_header import StoredTensor
 from d9d_state.tensor_info import TensorInfo
 
 
@@ -28,31 +30,19 @@ def mismatches(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | Non
 
 def load_tensors(info: CheckpointInfo, tensors: Mapping[str, Tensor], *, threads: int) -> None:
     """Load tensors in place; each rank reads only its local shards. No collectives."""
+    places: dict[str, tuple[AnyPath, StoredTensor]] = {}  # each chunk is read as a tensor of its own
     reads: list[tuple[str, Region, Tensor]] = []
     for name, tensor in tensors.items():
+        record = info.manifest.tensors[name]
         mine, local = local_region(tensor, name), local_tensor(tensor).detach()
-        for chunk in info.manifest.tensors[name].chunks:
+        for chunk in record.chunks:
             if part := mine.intersect(chunk.region):
-                target = part.relative_to(mine).of(local)
-                reads.append((part_key(name, chunk.region), part.relative_to(chunk.region), target))
+                key, chunk_info = part_key(name, chunk.region), TensorInfo(chunk.region.sizes, record.info.dtype)
+                places[key] = info.root / chunk.file, StoredTensor(chunk_info, chunk.start)
+                reads.append((key, part.relative_to(chunk.region), part.relative_to(mine).of(local)))
     with (
-        RegionReader(_as_folder(info)) as reader,
+        RegionReader(ModelFolder.of(info.root, places)) as reader,
         ThreadPoolExecutor(threads, thread_name_prefix="d9d-load") as pool,
     ):
         for _ in pool.map(lambda read: reader.read_into(*read), reads):
             pass
-
-
-def _as_folder(info: CheckpointInfo) -> ModelFolder:
-    """Return an index of the checkpoint's chunks, each as a separate tensor."""
-    chunks = {
-        part_key(name, chunk.region): (chunk, TensorInfo(chunk.region.sizes, record.info.dtype))
-        for name, record in info.manifest.tensors.items()
-        for chunk in record.chunks
-    }
-    return ModelFolder(
-        info.root,
-        {key: chunk_info for key, (_, chunk_info) in chunks.items()},
-        {key: info.root / chunk.file for key, (chunk, _) in chunks.items()},
-        {key: chunk.start for key, (chunk, _) in chunks.items()},
-    )

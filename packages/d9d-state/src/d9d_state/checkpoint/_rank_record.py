@@ -1,30 +1,26 @@
 """Record of one rank's part of a checkpoint in a tier: the rank's share of the manifest, written after the data.
 
 A step is complete if the record and the files of every rank are on some host. No other file marks a step as complete,
-so the ranks do not exchange digests in a save. `join` computes the manifest from the records.
+so the ranks do not exchange digests in a save. `Manifest.joined` computes the manifest from the shares.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
-from d9d_state._member import open_member_file
-from d9d_state.checkpoint.manifest import FileRecord, Manifest, TensorRecord, with_digest
-from d9d_state.errors import StateError
-from d9d_state.json_value import as_object, parse_json
+from d9d_state._member import read_member
+from d9d_state.checkpoint.manifest import Manifest, with_digest, without_digest
+from d9d_state.errors import as_state_error
+from d9d_state.json_value import as_object
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """Record of a rank's part.
+    """Record of a rank's part: a manifest with only this rank's chunks and files.
 
-    Attributes:
-        save_id: Id of the save, equal on all ranks. A step that was saved again, after a restart, has another id.
-        rank: Rank that wrote the part.
-        share: Manifest with only this rank's chunks and files.
+    `save_id` is equal on all ranks. A step that was saved again, after a restart, has another id.
     """
 
     save_id: str
@@ -38,46 +34,20 @@ class RankRecord:
     @classmethod
     def parse(cls, data: bytes) -> Self:
         """Parse a record; raise `StateError` if it is damaged."""
-        try:
-            body = as_object(parse_json(data))
-            body.pop("sha256", None)
-            if with_digest(body) != data:
-                raise ValueError("its content does not match its digest.")
+        with as_state_error("the record is damaged", (ValueError, KeyError, TypeError)):
+            body = without_digest(data)
             save_id, rank = body["save_id"], body["rank"]
             if not isinstance(save_id, str) or not isinstance(rank, int):
                 raise TypeError("expected a save id and a rank.")
             return cls(save_id, rank, Manifest.of_body(as_object(body["share"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise StateError(f"the record is damaged: {error}") from error
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:
         """Read a record from a folder; raise `StateError` if it is missing or damaged."""
-        try:
-            with open_member_file(folder, name) as file:
-                return cls.parse(file.read())
-        except (UserError, OSError) as error:
-            raise StateError(str(error)) from error
+        with as_state_error(errors=(UserError, OSError)):
+            return cls.parse(read_member(folder, name))
 
 
 def record_name(rank: int) -> str:
     """Return the name of the file with a rank's record."""
     return f"record-{rank:05d}.json"
-
-
-def join(records: Iterable[RankRecord]) -> Manifest:
-    """Compute the manifest of a save from all ranks' records; raise `StateError` if the records are inconsistent."""
-    shares = [record.share for record in sorted(records, key=lambda record: record.rank)]
-    tensors: dict[str, TensorRecord] = {}
-    files: dict[str, FileRecord] = {}
-    for share in shares:
-        files.update(share.files)
-        for name, record in share.tensors.items():
-            known = tensors.setdefault(name, replace(record, chunks=()))
-            tensors[name] = replace(known, chunks=known.chunks + record.chunks)
-    joined = replace(shares[0], tensors=tensors, files=files)
-    try:
-        joined.check()
-    except ValueError as error:
-        raise StateError(f"the records of the ranks are inconsistent: {error}") from error
-    return joined

@@ -2,24 +2,26 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from d9d_dist import DistributedContext, UserError, agree, gather_json, local_region
+from d9d_dist import DistributedContext, UserError, gather_json, local_region
 from d9d_state import _files
-from d9d_state._member import open_member_file
+from d9d_state._member import read_member
+from d9d_state._ranks import failing_together, rank_of
 from d9d_state.checkpoint._hosts import Hosts
-from d9d_state.checkpoint._rank_record import RankRecord, join, record_name
-from d9d_state.checkpoint._tier_writer import SLOTS
+from d9d_state.checkpoint._rank_record import RankRecord, record_name
+from d9d_state.checkpoint._tier_writer import SLOTS, wait_all, write_states
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name, tensors_name
-from d9d_state.errors import StateError, describe
+from d9d_state.errors import Errors, StateError, as_state_error
 
 _LOGGER = logging.getLogger("d9d.state")
 
@@ -29,15 +31,13 @@ _LOGGER = logging.getLogger("d9d.state")
 class TierStep:
     """Complete step of a tier.
 
-    Attributes:
-        step: Number of completed optimizer steps.
-        save_id: Id of the save.
-        holders: For each rank that saved, the hosts that have the rank's part, each with the slot that holds the part.
+    `holders` maps each rank that saved to the hosts that have the rank's part, each with the slot that holds the part.
     """
 
     step: int
     save_id: str
-    holders: Mapping[int, Mapping[int, str]]
+    num_ranks: int
+    holders: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def slot_of(self, host: int) -> str | None:
         """Return the slot in which a host has parts of the step, or `None`."""
@@ -56,39 +56,42 @@ class TierReader:
 
     @property
     def _rank(self) -> int:
-        return 0 if self.ctx is None else self.ctx.rank
+        return rank_of(self.ctx)
 
     @property
     def _host(self) -> int:
         return self.hosts.of(self._rank)
 
     @property
-    def _is_leader(self) -> bool:
+    def is_leader(self) -> bool:
+        """True on one rank of each host."""
         return self.hosts.ranks[self._host][0] == self._rank
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_json(value, self.group, alone=self.ctx is None)
+
+    def _failing_together(self, what: str | None = None, errors: Errors = OSError) -> AbstractContextManager[None]:
+        return failing_together(self.ctx, what, errors=errors, group=self.group)
 
     def steps(self, run_id: str) -> list[TierStep]:
         """Return the complete steps of a run, newest first; log the missing parts of incomplete steps."""
-        held = (
-            [
-                [record.save_id, record.share.step, record.share.num_ranks, record.rank, slot]
-                for slot, record in self._records()
-                if record.share.run_id == run_id
-            ]
-            if self._is_leader
-            else None
-        )
-        found: dict[tuple[int, str], tuple[int, dict[int, dict[int, str]]]] = {}
-        for rank, of_rank in enumerate(gather_json(held, self.group, alone=self.group is None)):
-            for save_id, step, num_ranks, part, slot in of_rank or ():
-                _, holders = found.setdefault((step, save_id), (num_ranks, {}))
-                holders.setdefault(part, {})[self.hosts.of(rank)] = slot
+        held = [
+            [record.share.step, record.save_id, record.share.num_ranks, record.rank, slot]
+            for slot, record in (self._records() if self.is_leader else ())
+            if record.share.run_id == run_id
+        ]
+        found: dict[tuple[int, str], TierStep] = {}
+        for rank, of_rank in enumerate(self._gather(held)):
+            for step, save_id, num_ranks, part, slot in of_rank:
+                each = found.setdefault((step, save_id), TierStep(step, save_id, num_ranks))
+                each.holders.setdefault(part, {})[self.hosts.of(rank)] = slot
         complete: list[TierStep] = []
-        for (step, save_id), (num_ranks, holders) in sorted(found.items(), reverse=True):
-            missing = sorted(set(range(num_ranks)) - holders.keys())
-            if missing:
-                _LOGGER.warning("skipping step %d in %s: no host has the parts of ranks %s", step, self.folder, missing)
+        for _, each in sorted(found.items(), reverse=True):
+            if missing := sorted(set(range(each.num_ranks)) - each.holders.keys()):
+                where = each.step, self.folder, missing
+                _LOGGER.warning("skipping step %d in %s: no host has the parts of ranks %s", *where)
             else:
-                complete.append(TierStep(step, save_id, holders))
+                complete.append(each)
         return complete
 
     def open(self, found: TierStep) -> "OpenStep | None":
@@ -102,24 +105,24 @@ class TierReader:
         slot = self.folder / self._make_slot(found)
         records: list[RankRecord] = []
         mine = [rank for rank, host in chosen.items() if self.hosts.spread(host, rank) == self._rank]
-        texts, problem = [], None
-        try:
-            texts = [[_read(slot, name) for name in _small_files(slot, rank)] for rank in mine]
-        except (UserError, OSError) as error:
-            problem = f"step {found.step} could not be read: {describe(error)}"
-        agree(problem, self.group, error=StateError, alone=self.group is None)
-        for of_rank in gather_json(texts, self.group, alone=self.group is None):
-            for record, rank_state, *state in of_rank:
+        texts: list[list[str]] = []
+        with self._failing_together(f"step {found.step} could not be read", errors=(UserError, OSError)):
+            for rank in mine:
+                names = [record_name(rank), rank_state_name(rank), *([STATE_NAME] if rank == 0 else [])]
+                texts.append([read_member(slot, name).decode() for name in names])
+        gathered = self._gather(texts)
+        with self._failing_together(f"{slot} could not be written"):
+            for record, *states in (each for of_rank in gathered for each in of_rank):
                 records.append(RankRecord.parse(record.encode()))
-                if self._is_leader:
-                    names = (rank_state_name(records[-1].rank), *(STATE_NAME for _ in state))
-                    problem = problem or _write_missing(slot, names, (rank_state, *state))
-        agree(problem, self.group, error=StateError, alone=self.group is None)
-        info = CheckpointInfo(slot, join(records), is_verified=True)
-        return OpenStep(info, found, chosen)
+                if self.is_leader:
+                    write_states(slot, records[-1].rank, *states)
+        manifest = Manifest.joined([record.share for record in sorted(records, key=lambda record: record.rank)])
+        with as_state_error("the records of the ranks are inconsistent", ValueError):
+            manifest.check()
+        return OpenStep(CheckpointInfo(slot, manifest, is_verified=True), found, chosen)
 
-    def fetch(self, step: "OpenStep", tensors: Mapping[str, Tensor]) -> int:
-        """Copy the tensor files that this host needs but lacks from other hosts; return the number of received bytes.
+    def fetch(self, step: "OpenStep", tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensor files that this host needs but lacks from other hosts.
 
         A host needs the files with chunks of its ranks' shards. Raises `StateError` on every rank if a file arrives
         damaged or cannot be written.
@@ -127,40 +130,32 @@ class TierReader:
         manifest, slot = step.info.manifest, step.info.folder
         needed = sorted(_files_for(manifest, tensors))
         wanted: dict[int, set[str]] = {}
-        for rank, names in enumerate(gather_json(needed, self.group, alone=self.group is None)):
+        for rank, names in enumerate(self._gather(needed)):
             wanted.setdefault(self.hosts.of(rank), set()).update(names)
-        sends: list[dist.Work | None] = []
-        received: dict[str, Tensor] = {}
-        problem = None
         moves = [
-            (part, host, chosen)
+            (tensors_name(part), self.hosts.spread(chosen, part), self.hosts.spread(host, part))
             for part, chosen in sorted(step.chosen.items())
             for host, names in sorted(wanted.items())
             if tensors_name(part) in names and host != chosen
         ]
-        try:
-            for part, host, _ in moves:
-                if self.hosts.spread(host, part) == self._rank:
-                    name = tensors_name(part)
+        received: dict[str, Tensor] = {}
+        with self._failing_together(f"{slot} cannot hold the parts of other hosts"):
+            for name, _, target in moves:
+                if target == self._rank:
                     received[name] = _files.map_file(slot / name, manifest.files[name].size)
-        except OSError as error:
-            problem = f"{slot} cannot hold the parts of other hosts: {describe(error)}"
-        agree(problem, self.group, error=StateError, alone=self.group is None)
-        for part, host, chosen in moves:
-            name, source, target = tensors_name(part), self.hosts.spread(chosen, part), self.hosts.spread(host, part)
+        transfers: list[dist.Work | None] = []
+        for name, source, target in moves:
             if target == self._rank:
-                sends.append(dist.irecv(received[name], source, group=self.group))
+                transfers.append(dist.irecv(received[name], source, group=self.group))
             elif source == self._rank:
                 size = manifest.files[name].size
                 data = torch.from_file(str(slot / name), shared=True, size=size, dtype=torch.uint8)
-                sends.append(dist.isend(data, target, group=self.group))
-        for work in sends:
-            if work is not None:
-                work.wait()
-        parts = [part for part in parts_of(manifest) if part.file in received]
-        problems = damage(slot, parts, threads=num_threads(self.ctx))
-        agree("; ".join(problems) or None, self.group, error=StateError, alone=self.group is None)
-        return sum(each.nbytes for each in received.values())
+                transfers.append(dist.isend(data, target, group=self.group))
+        wait_all(transfers)
+        with self._failing_together():
+            parts = [part for part in parts_of(manifest) if part.file in received]
+            if problems := damage(slot, parts, threads=num_threads(self.ctx)):
+                raise StateError("; ".join(problems))
 
     def forget_other_steps(self, kept: TierStep | None, *, since: int) -> str:
         """Delete the records of steps after `since`, and of other saves of the step of `kept`.
@@ -168,15 +163,14 @@ class TierReader:
         Returns the slot to overwrite first. Steps after `since` are incomplete, or the job rolled back to an earlier
         step. Call this method on each rank, before a collective that precedes the first write.
         """
-        newest: dict[str, int] = {}
+        left: list[tuple[str, RankRecord]] = []
         for slot, record in self._records():
             is_other = kept is not None and record.share.step == kept.step and record.save_id != kept.save_id
-            if record.share.step > since or is_other:
-                if self._is_leader:
-                    _files.remove_file(self.folder / slot / record_name(record.rank))
-            else:
-                newest[slot] = max(newest.get(slot, -1), record.share.step)
-        return min(SLOTS, key=lambda slot: newest.get(slot, -1))
+            if record.share.step <= since and not is_other:
+                left.append((slot, record))
+            elif self.is_leader:
+                _files.remove_file(self.folder / slot / record_name(record.rank))
+        return _oldest_slot(left)
 
     def _records(self) -> list[tuple[str, RankRecord]]:
         """Return the readable records in this host's slots whose files have the recorded sizes."""
@@ -200,30 +194,27 @@ class TierReader:
         The host of the part's own rank is preferred. If a copy is damaged, the next host is chosen. Returns `None` if
         every copy of a part is damaged.
         """
-        bad: set[tuple[int, int]] = set()
+        left = {
+            part: sorted(slots, key=lambda host: (part not in self.hosts.ranks[host], host))
+            for part, slots in found.holders.items()
+        }
         sound: dict[int, int] = {}
-        while len(sound) < len(found.holders):
-            chosen: dict[int, int] = {}
-            for part, slots in found.holders.items():
-                left = [host for host in sorted(slots) if (part, host) not in bad]
-                if not left:
+        while len(sound) < len(left):
+            for part, hosts in left.items():
+                if not hosts:
                     _LOGGER.warning(
                         "skipping step %d in %s: every copy of rank %d's part is damaged", found.step, self.folder, part
                     )
                     return None
-                at_home = [host for host in left if part in self.hosts.ranks[host]]
-                chosen[part] = sound.get(part, (at_home or left)[0])
-            problems = self._damaged(
-                found, [part for part, host in chosen.items() if host == self._host and part not in sound]
-            )
-            gathered = gather_json(problems, self.group, alone=self.group is None)
-            reported = {
-                int(part): (rank, text) for rank, of_rank in enumerate(gathered) for part, text in of_rank.items()
-            }
-            for part, (rank, text) in reported.items():
-                _LOGGER.warning("rank %d: %s at step %d; trying another copy", rank, text, found.step)
-                bad.add((part, chosen[part]))
-            sound.update({part: host for part, host in chosen.items() if part not in reported})
+            mine = [part for part, hosts in left.items() if hosts[0] == self._host and part not in sound]
+            damaged: set[int] = set()
+            for rank, of_rank in enumerate(self._gather(self._damaged(found, mine))):
+                for part, text in of_rank.items():
+                    _LOGGER.warning("rank %d: %s at step %d; trying another copy", rank, text, found.step)
+                    damaged.add(int(part))
+            sound |= {part: hosts[0] for part, hosts in left.items() if part not in damaged}
+            for part in damaged:
+                left[part].pop(0)
         return sound
 
     def _damaged(self, found: TierStep, parts: list[int]) -> dict[int, str]:
@@ -245,13 +236,12 @@ class TierReader:
         """Return this host's slot of a step; a host without parts reuses the slot of its older step. Collective."""
         slot = found.slot_of(self._host)
         choice = None
-        if slot is None and self._is_leader:
-            held = {each: max((r.share.step for s, r in self._records() if s == each), default=-1) for each in SLOTS}
-            choice = min(SLOTS, key=lambda each: held[each])
+        if slot is None and self.is_leader:
+            choice = _oldest_slot(self._records())
             _files.make_folder(self.folder / choice)
             for path in (self.folder / choice).glob("record-*.json"):
                 _files.remove_file(path)
-        choices = gather_json(choice, self.group, alone=self.group is None)
+        choices = self._gather(choice)
         return slot or str(choices[self.hosts.ranks[self._host][0]])
 
 
@@ -265,25 +255,9 @@ class OpenStep:
     chosen: Mapping[int, int]
 
 
-def _small_files(slot: Path, rank: int) -> list[str]:
-    share = RankRecord.read(slot, record_name(rank)).share
-    return [record_name(rank), rank_state_name(rank), *(name for name in share.files if name == STATE_NAME)]
-
-
-def _read(slot: Path, name: str) -> str:
-    with open_member_file(slot, name) as file:
-        return file.read().decode()
-
-
-def _write_missing(slot: Path, names: tuple[str, ...], texts: tuple[str, ...]) -> str | None:
-    """Write the small files that a slot lacks or has with other content; return the error text, or `None`."""
-    try:
-        for name, text in zip(names, texts, strict=True):
-            if not (slot / name).is_file() or (slot / name).read_bytes() != text.encode():
-                _files.replace_file(slot / name, text.encode())
-    except OSError as error:
-        return f"{slot} could not be written: {describe(error)}"
-    return None
+def _oldest_slot(records: list[tuple[str, RankRecord]]) -> str:
+    """Return the slot whose newest step is the oldest; an empty slot counts as oldest."""
+    return min(SLOTS, key=lambda each: max((record.share.step for slot, record in records if slot == each), default=-1))
 
 
 def _files_for(manifest: Manifest, tensors: Mapping[str, Tensor]) -> set[str]:

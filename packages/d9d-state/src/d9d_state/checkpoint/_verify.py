@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -79,16 +80,12 @@ def damage(folder: AnyPath, parts: Sequence[FilePart], *, threads: int) -> list[
 def _problem(folder: AnyPath, part: FilePart) -> str | None:
     path = folder / part.file
     try:
-        reader = open_reader(folder, part.file)
-        try:
-            size = reader.size
-            is_sound = size == part.size and _digest(reader, part) == part.record.digest
-        finally:
-            reader.close()
+        with closing(open_reader(folder, part.file)) as reader:
+            if reader.size != part.size:
+                return f"{path} has {reader.size} bytes; expected {part.size}"
+            is_sound = _digest(reader, part) == part.record.digest
     except (UserError, OSError) as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
-    if size != part.size:
-        return f"{path} has {size} bytes; expected {part.size}"
     return None if is_sound else f"{path}: {part.what} does not have the recorded {ALGORITHM} digest"
 
 

@@ -9,10 +9,10 @@ from typing import final
 
 from d9d_dist import UserError
 from d9d_state._digests import ALGORITHM, PartRecord
-from d9d_state._member import AnyPath, as_local, open_member_file, open_reader
+from d9d_state._member import AnyPath, as_local, open_reader, read_member
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
-from d9d_state.errors import StateError
+from d9d_state.errors import StateError, as_state_error
 from d9d_state.json_value import JsonValue, parse_json
 from d9d_state.object_path import ObjectPath
 from d9d_state.tensor_info import TensorInfo
@@ -70,28 +70,24 @@ class CheckpointInfo:
         """State that each rank passed to `save`, in rank order; raises `StateError` if a file is damaged."""
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
-    def verify(self, names: list[str] | None = None) -> None:
-        """Verify the digests of some files, by default all; raise `StateError` with the damaged files and tensors."""
-        parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
-        problems = damage(self.root, parts, threads=num_threads(None))
-        if problems:
-            raise StateError(self._describe(problems))
+    def verify(self) -> None:
+        """Verify the digests of all files; raise `StateError` with the damaged files and tensors."""
+        if problems := damage(self.root, parts_of(self.manifest), threads=num_threads(None)):
+            raise self._damaged("; ".join(problems))
 
-    def _describe(self, problems: list[str]) -> str:
-        return (
-            f"{'; '.join(problems)} at step {self.step}. Move {self.root} away to resume from the checkpoint before it."
+    def _damaged(self, problem: str) -> StateError:
+        return StateError(
+            f"{problem} at step {self.step}. Move {self.root} away to resume from the checkpoint before it."
         )
 
     def _read_json(self, name: str) -> JsonValue:
         """Read a JSON file, verify its digest, and parse the verified bytes."""
         try:
-            with open_member_file(self.root, name) as file:
-                data = file.read()
+            data = read_member(self.root, name)
         except (UserError, OSError) as error:
-            raise StateError(self._describe([str(error)])) from error
+            raise self._damaged(str(error)) from error
         if PartRecord.of(data) != self.manifest.files[name].head:
-            problem = f"{self.root / name}: the content does not have the recorded {ALGORITHM} digest"
-            raise StateError(self._describe([problem]))
+            raise self._damaged(f"{self.root / name}: the content does not have the recorded {ALGORITHM} digest")
         return parse_json(data)
 
 
@@ -112,22 +108,17 @@ def step_of(name: str) -> int:
 def open_complete(path: AnyPath) -> CheckpointInfo:
     """Read the manifest and check that every file has its recorded size; raise `StateError` with the reason if not."""
     step = step_of(path.name)
-    if step < 0 or path.is_symlink() or not path.is_dir():
+    if step < 0 or (isinstance(path, Path) and path.is_symlink()) or not path.is_dir():
         raise StateError("it is not a checkpoint; expected a folder with a name like step-00000100.")
     manifest = Manifest.read(path)
     if manifest.step != step:
         raise StateError(f"its manifest has step {manifest.step}; expected the step in the folder name.")
     listed = path.sizes() if isinstance(path, ObjectPath) else {}  # one request instead of one for each file
     for name, record in manifest.files.items():
-        try:
-            size = listed[name] if name in listed else _size(path, name)
-        except (UserError, OSError) as error:
-            raise StateError(str(error)) from error
+        size = listed.get(name)
+        if size is None:
+            with as_state_error(errors=(UserError, OSError)), closing(open_reader(path, name)) as reader:
+                size = reader.size
         if size != record.size:
             raise StateError(f"{name} has {size} bytes; expected {record.size}.")
     return CheckpointInfo(path, manifest)
-
-
-def _size(folder: AnyPath, name: str) -> int:
-    with closing(open_reader(folder, name)) as reader:
-        return reader.size

@@ -1,28 +1,24 @@
 """Local tier: checkpoints in a folder of each host, in memory or on a local disk, with replicas on other hosts."""
 
-import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import NoReturn, final
 
-import torch.distributed as dist
 from torch import Tensor
 
-from d9d_dist import DistributedContext, UserError, agree, gather_json
+from d9d_dist import DistributedContext, UserError, gather_json
 from d9d_state import _files
-from d9d_state._ranks import mesh_shape, num_ranks
-from d9d_state.checkpoint._background import Background
+from d9d_state._ranks import failing_together, mesh_shape, num_ranks, rank_of
+from d9d_state.checkpoint._background import Background, Staging
+from d9d_state.checkpoint._commit import SaveJob
 from d9d_state.checkpoint._hosts import Hosts
-from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._tier_search import OpenStep, TierReader, TierStep
-from d9d_state.checkpoint._tier_writer import TierSave, TierWriter
+from d9d_state.checkpoint._tier_writer import TierWriter
 from d9d_state.checkpoint.info import CheckpointInfo
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
-from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue, dump_json
-
-_LOGGER = logging.getLogger("d9d.state")
 
 
 @final
@@ -33,17 +29,15 @@ class LocalTier:
     reboot. Pass the tier to `CheckpointStore`, which saves to the tier and loads from it. The digests are of the same
     type as in the store's checkpoints.
 
-    Attributes:
-        folder: Path of the tier's folder. Each host has a separate folder at this path, which its ranks share.
-        every: Number of steps between saves.
-        replicas: Number of other hosts that keep a copy of each rank's part: the next hosts in a ring over all hosts.
+    The replicas are on the next hosts in a ring over all hosts. `background` is the thread of the saves.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, replicas: int = 1) -> None:
         """Create the tier without accessing the folder.
 
         Args:
-            folder: Folder on each host, such as `/dev/shm/my-run`, which need not exist. No other run may use it.
+            folder: Folder, such as `/dev/shm/my-run`, which need not exist. Each host has a separate folder at this
+                path, which its ranks share. No other run may use it.
             every: Number of steps between saves.
             replicas: Number of other hosts that keep a copy of each rank's part. With 0, the step is lost if a host
                 fails.
@@ -56,11 +50,10 @@ class LocalTier:
         if replicas < 0:
             raise UserError(f"got replicas = {replicas}; expected 0 or more other hosts.")
         self.folder, self.every, self.replicas = Path(folder).absolute(), every, replicas
-        self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
-        self._ctx: DistributedContext | None = None
-        self._hosts: Hosts | None = None
+        self.background = Background()
+        self._planner, self._staging = SavePlanner(), Staging()
+        self._reader: TierReader | None = None
         self._writer: TierWriter | None = None
-        self._life = ""
         self._open: OpenStep | None = None
         self._resumed_from = -1
         self._is_settled = False
@@ -89,106 +82,78 @@ class LocalTier:
             UserError: If the job has too few hosts for `replicas`.
             StateError: On every rank, if the previous save failed, or the tensors cannot be saved.
         """
-        self._background.wait()
-        group = self._connect(ctx)
-        rank, plan = 0 if ctx is None else ctx.rank, self._planner.plan(tensors, ctx)
-        writer = self._writer_of(rank, group)
-        problem, texts, copies = None, (b"", b""), {}
-        wait_copied: Callable[[], None] = lambda: None  # noqa: E731 - replaced unless the copy fails
+        self.background.wait()
+        reader, writer = self._connect(ctx)
+        plan = self._planner.plan(tensors, ctx)
+        texts, copies = (b"", b""), dict[str, Tensor]()
         try:
             texts = dump_json(state), dump_json(rank_state)
             if not self._is_settled:
                 kept = None if self._open is None else self._open.found
-                writer.overwrite(self._reader(ctx, group).forget_other_steps(kept, since=self._resumed_from))
-            copies, wait_copied = self._staging.copy(local_parts(tensors, plan, rank), plan, rank)
+                writer.slot = reader.forget_other_steps(kept, since=self._resumed_from)
+            copies, wait_copied = self._staging.copy(local_parts(tensors, plan, rank_of(ctx)))
+            self._is_settled = True
         except Exception as error:  # any error: the background save reports it to the other ranks
-            problem = f"step {step} could not be copied to host memory: {describe(error)}"
-        self._is_settled = problem is None
-        save = TierSave(f"{self._life}-{step}", run_id, step, mesh_shape(ctx), plan, *texts)
-        self._background.start(
-            f"saving step {step} in {self.folder}", lambda: writer.write(save, copies, wait_copied, problem)
-        )
+            wait_copied = partial(_raise, error)
+            self._is_settled = False
+        job = SaveJob(self.folder, run_id, step, None, mesh_shape(ctx), plan, *texts, ctx)
+        self.background.start(f"saving step {step} in {self.folder}", lambda: writer.write(job, copies, wait_copied))
 
     def steps(self, run_id: str, ctx: DistributedContext | None = None) -> list[TierStep]:
         """Return the complete steps of a run over all hosts, newest first. Collective."""
-        self._background.wait()
-        return self._reader(ctx, self._connect(ctx)).steps(run_id)
+        self.background.wait()
+        return self._connect(ctx)[0].steps(run_id)
 
     def open(self, found: TierStep, ctx: DistributedContext | None = None) -> CheckpointInfo | None:
         """Verify every part of a step on one of the hosts that have it. Collective.
 
-        Returns:
-            The checkpoint, with the small files of all ranks on every host; `None` if a part is damaged on all hosts.
-
-        Raises:
-            StateError: On every rank, if a host cannot write the small files of the other hosts.
+        Returns the checkpoint, with the small files of all ranks on every host; `None` if a part is damaged on all
+        hosts. Raises `StateError` on every rank if a host cannot write the small files of the other hosts.
         """
-        self._open = self._reader(ctx, self._connect(ctx)).open(found)
+        self._open = self._connect(ctx)[0].open(found)
         return None if self._open is None else self._open.info
 
-    def fetch(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> int:
-        """Copy the files of the open step that this host needs for `tensors` from other hosts. Collective.
+    def fetch(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
+        """Copy the files that this host needs for `tensors` from other hosts. Collective.
 
-        Returns the number of received bytes.
+        Does nothing if `info` is not the open step of this tier.
         """
-        assert self._open is not None, "expected an open step"
-        return self._reader(ctx, self._connect(ctx)).fetch(self._open, tensors)
+        if self._open is not None and self._open.info.root == info.root:
+            self._connect(ctx)[0].fetch(self._open, tensors)
 
     def on_loaded(self, info: CheckpointInfo) -> None:
         """Record the step that the job continues from: later steps in the tier are deleted by the next save."""
         self._resumed_from, self._is_settled = info.step, False
-        if not self.has_open(info):
+        if self._open is not None and self._open.info.root != info.root:
             self._open = None
-
-    def has_open(self, info: CheckpointInfo) -> bool:
-        """Return True if a checkpoint is the open step of this tier."""
-        return self._open is not None and self._open.info.root == info.root
-
-    def raise_if_failed(self) -> None:
-        """Raise the `StateError` of a failed save, once. Local and cheap."""
-        self._background.raise_if_failed()
-
-    def join(self) -> None:
-        """Wait for the save without raising its error."""
-        self._background.join()
 
     def clear(self, ctx: DistributedContext | None = None) -> None:
         """Delete the folder on every host, to free the memory or disk when a run is complete. Collective."""
-        self._background.wait()
-        self._connect(ctx)
-        assert self._hosts is not None
-        rank, problem = 0 if ctx is None else ctx.rank, None
-        try:
-            if self._hosts.ranks[self._hosts.of(rank)][0] == rank:
+        self.background.wait()
+        reader, _ = self._connect(ctx)
+        self._reader, self._writer, self._open = None, None, None
+        with failing_together(ctx, f"{self.folder} could not be deleted"):
+            if reader.is_leader:
                 _files.remove_folder(self.folder)
-        except OSError as error:
-            problem = f"{self.folder} could not be deleted: {describe(error)}"
-        self._writer, self._open = None, None
-        agree(problem, error=StateError, alone=ctx is None)
 
-    def _connect(self, ctx: DistributedContext | None) -> dist.ProcessGroup | None:
-        """Find the hosts, and return the tier's process group. Collective on the first call."""
+    def _connect(self, ctx: DistributedContext | None) -> tuple[TierReader, TierWriter]:
+        """Find the hosts, and return this rank's reader and writer. Collective on the first call."""
         num_ranks(ctx)
-        group = self._background.group(ctx)
-        if self._hosts is None or ctx is not self._ctx:
-            self._hosts = Hosts.find(self.folder, ctx, group)
-            self._life = str(gather_json(uuid.uuid4().hex, group, alone=group is None)[0])
-            self._ctx, self._writer = ctx, None
-            if self.replicas >= len(self._hosts):
-                found = f"{len(self._hosts)} folder" + ("s" if len(self._hosts) > 1 else "")
+        if self._reader is None or self._writer is None or self._reader.ctx is not ctx:
+            group = self.background.group(ctx)
+            hosts = Hosts.find(self.folder, ctx, group)
+            if self.replicas >= len(hosts):
+                found = f"{len(hosts)} folder" + ("s" if len(hosts) > 1 else "")
                 raise UserError(
                     f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job have only {found} of "
                     "this path; expected one folder per host, and more folders than replicas. Set replicas to "
-                    f"{len(self._hosts) - 1}, or use a folder that hosts do not share."
+                    f"{len(hosts) - 1}, or use a folder that hosts do not share."
                 )
-        return group
+            life = str(gather_json(uuid.uuid4().hex, group, alone=ctx is None)[0])
+            self._reader = TierReader(self.folder, hosts, ctx, group)
+            self._writer = TierWriter(self.folder, hosts, replicas=self.replicas, life=life, ctx=ctx, group=group)
+        return self._reader, self._writer
 
-    def _reader(self, ctx: DistributedContext | None, group: dist.ProcessGroup | None) -> TierReader:
-        assert self._hosts is not None
-        return TierReader(self.folder, self._hosts, ctx, group)
 
-    def _writer_of(self, rank: int, group: dist.ProcessGroup | None) -> TierWriter:
-        if self._writer is None:
-            assert self._hosts is not None
-            self._writer = TierWriter(self.folder, rank=rank, hosts=self._hosts, replicas=self.replicas, group=group)
-        return self._writer
+def _raise(error: Exception) -> NoReturn:
+    raise error

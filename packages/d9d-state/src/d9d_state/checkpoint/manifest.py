@@ -3,16 +3,16 @@
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 from d9d_dist import Region, UserError
 from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, open_reader
 from d9d_state.checkpoint.cover import cover_problem
-from d9d_state.errors import StateError, VersionError
+from d9d_state.errors import StateError, VersionError, as_state_error
 from d9d_state.json_value import JsonValue, as_list, as_object, dump_json, parse_json
 from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
 from d9d_state.tensor_info import TensorInfo
@@ -28,14 +28,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a tensor and its location on disk.
-
-    Attributes:
-        region: Region of the tensor.
-        file: Name of the safetensors file.
-        start: Byte offset of the chunk in that file.
-        digest: Hexadecimal digest of the chunk's bytes.
-    """
+    """Region of a tensor, with the name of its safetensors file, its byte offset there and its hexadecimal digest."""
 
     region: Region
     file: str
@@ -69,15 +62,8 @@ class FileRecord:
 class Manifest:
     """Content of a complete checkpoint.
 
-    Attributes:
-        run_id: Id of the run, shared by all checkpoints of the run.
-        step: Number of completed optimizer steps.
-        metric: Quality of the model as passed to `save`, if any.
-        mesh: Size of every mesh axis at the save; informational.
-        num_ranks: Number of ranks that saved.
-        tensors: Record of every tensor, by name.
-        files: Record of every file in the folder except the manifest, by name. Heads and chunks cover all bytes of
-            these files.
+    `mesh` is informational: the size of every mesh axis at the save. `num_ranks` is the number of ranks that saved.
+    `files` has every file except the manifest; heads and chunks cover all bytes of these files.
     """
 
     run_id: str
@@ -110,6 +96,20 @@ class Manifest:
             },
         }
 
+    @classmethod
+    def joined(cls, shares: Sequence[Self]) -> Self:
+        """Return the manifest of a save from all ranks' shares, in rank order, without calling `check`."""
+        infos: dict[str, TensorInfo] = {}
+        chunks: dict[str, list[Chunk]] = {}
+        files: dict[str, FileRecord] = {}
+        for share in shares:
+            files.update(share.files)
+            for name, record in share.tensors.items():
+                infos.setdefault(name, record.info)
+                chunks.setdefault(name, []).extend(record.chunks)
+        tensors = {name: TensorRecord(info, tuple(chunks[name])) for name, info in infos.items()}
+        return replace(shares[0], tensors=tensors, files=files)
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the encoded manifest. Equal digests mean identical checkpoints."""
@@ -122,24 +122,22 @@ class Manifest:
         Raise `VersionError` if the manifest is intact, but has another format version or another type of digests.
         """
         path = folder / MANIFEST_NAME
+        with as_state_error(errors=(UserError, OSError)), closing(open_reader(folder, MANIFEST_NAME)) as reader:
+            if reader.size > MAX_MANIFEST_BYTES:
+                raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
+            data = reader.read(reader.size, 0)
         try:
-            with closing(open_reader(folder, MANIFEST_NAME)) as reader:
-                if reader.size > MAX_MANIFEST_BYTES:
-                    raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
-                return cls._parse(reader.read(reader.size, 0))
+            return cls._parse(data)
         except VersionError as error:
             raise VersionError(f"{path}: {error}") from error
-        except (UserError, OSError) as error:
-            raise StateError(str(error)) from error
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path} is damaged: {error}") from error
 
     @classmethod
     def _parse(cls, data: bytes) -> Self:
-        body = as_object(parse_json(data))
-        body.pop("sha256", None)
-        if body.get("format") != _FORMAT or with_digest(body) != data:
-            raise ValueError("its content does not match its digest.")
+        body = without_digest(data)
+        if body.get("format") != _FORMAT:
+            raise ValueError(f"it does not have the format {_FORMAT}.")
         _check_version(body.get("version"))  # only after the digest matches: otherwise the version may be damaged
         manifest = cls.of_body(body)
         manifest.check()
@@ -152,18 +150,19 @@ class Manifest:
         Raise `ValueError`, `TypeError` or `KeyError` if `body` is malformed, and `VersionError` if its digests are of
         another type.
         """
-        _keys(body, "format", "version", "digests", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
-        if body["digests"] != ALGORITHM:
-            name = str(body["digests"])[:20]
+        names = ("run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files", "digests", "format", "version")
+        run_id, step, metric, mesh, num_ranks, tensors, files, digests, *_ = _fields(body, *names)
+        if digests != ALGORITHM:
+            name = str(digests)[:20]
             raise VersionError(f"its digests are {name}; this d9d-state reads {ALGORITHM}. Install a newer d9d-state.")
         return cls(
-            run_id=_text(body["run_id"]),
-            step=_count(body["step"]),
-            metric=_metric(body["metric"]),
-            mesh={name: _count(size) for name, size in as_object(body["mesh"]).items()},
-            num_ranks=_count(body["num_ranks"]),
-            tensors={name: _parse_tensor(record) for name, record in as_object(body["tensors"]).items()},
-            files={name: _parse_file(record) for name, record in as_object(body["files"]).items()},
+            _text(run_id),
+            _count(step),
+            _metric(metric),
+            {name: _count(size) for name, size in as_object(mesh).items()},
+            _count(num_ranks),
+            {name: _parse_tensor(record) for name, record in as_object(tensors).items()},
+            {name: _parse_file(record) for name, record in as_object(files).items()},
         )
 
     def check(self) -> None:
@@ -208,6 +207,15 @@ def with_digest(body: Mapping[str, JsonValue]) -> bytes:
     return dump_json({**body, "sha256": digest}) + b"\n"
 
 
+def without_digest(data: bytes) -> dict[str, JsonValue]:
+    """Return the JSON object from the result of `with_digest`; raise `ValueError` or `TypeError` for other bytes."""
+    body = as_object(parse_json(data))
+    body.pop("sha256", None)
+    if with_digest(body) != data:
+        raise ValueError("its content does not match its digest.")
+    return body
+
+
 def _check_version(version: JsonValue) -> None:
     if type(version) is not int:
         raise TypeError(f"got the format version {str(version)[:20]!r}; expected an integer.")
@@ -245,30 +253,27 @@ def _dump_tensor(record: TensorRecord) -> JsonValue:
 
 
 def _parse_tensor(value: JsonValue) -> TensorRecord:
-    record = _keys(as_object(value), "dtype", "shape", "chunks")
-    info = TensorInfo(parse_shape(record["shape"]), dtype_of(record["dtype"]))
-    return TensorRecord(info, tuple(map(_parse_chunk, as_list(record["chunks"]))))
+    dtype, shape, chunks = _fields(value, "dtype", "shape", "chunks")
+    info = TensorInfo(parse_shape(shape), dtype_of(dtype))
+    return TensorRecord(info, tuple(map(_parse_chunk, as_list(chunks))))
 
 
 def _parse_chunk(value: JsonValue) -> Chunk:
-    chunk = _keys(as_object(value), "offset", "shape", "file", "start", "digest")
-    return Chunk(
-        Region(parse_shape(chunk["offset"]), parse_shape(chunk["shape"])),
-        _text(chunk["file"]),
-        _count(chunk["start"]),
-        _digest(chunk["digest"]),
-    )
+    offset, shape, file, start, digest = _fields(value, "offset", "shape", "file", "start", "digest")
+    return Chunk(Region(parse_shape(offset), parse_shape(shape)), _text(file), _count(start), _digest(digest))
 
 
 def _parse_file(value: JsonValue) -> FileRecord:
-    record = _keys(as_object(value), "size", "head", "digest")
-    return FileRecord(_count(record["size"]), PartRecord(_count(record["head"]), _digest(record["digest"])))
+    size, head, digest = _fields(value, "size", "head", "digest")
+    return FileRecord(_count(size), PartRecord(_count(head), _digest(digest)))
 
 
-def _keys(value: dict[str, JsonValue], *names: str) -> dict[str, JsonValue]:
-    if value.keys() != set(names):
-        raise ValueError(f"got the keys {', '.join(sorted(value))}; expected {', '.join(sorted(names))}.")
-    return value
+def _fields(value: JsonValue, *names: str) -> list[JsonValue]:
+    """Return the values of an object that has exactly these keys."""
+    fields = as_object(value)
+    if fields.keys() != set(names):
+        raise ValueError(f"got the keys {', '.join(sorted(fields))}; expected {', '.join(sorted(names))}.")
+    return [fields[name] for name in names]
 
 
 def _text(value: JsonValue) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from d9d_dist import DistributedContext, UserError, agree, gather_json
+from d9d_dist import DistributedContext, gather_json
 from d9d_state._member import AnyPath
-from d9d_state._ranks import is_main
+from d9d_state._ranks import failing_together, is_main, rank_of
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
-from d9d_state.errors import StateError, UnreadableError, VersionError, describe
+from d9d_state.errors import StateError, UnreadableError
 
 _LOGGER = logging.getLogger("d9d.state")
 _MAX_SHOWN = 5  # problems per rank in a message; a failed disk may cause thousands of problems
@@ -29,22 +29,13 @@ def newest_sound(
     """Return the first candidate that all ranks see and that no rank finds damaged, or `None`. Collective.
 
     Only the main process's candidates, sorted newest first, are used. The folders of skipped candidates are added to
-    `damaged`. With `verify`, digests are compared.
-
-    Raises:
-        StateError: On every rank, if the folder cannot be read, or a process limit prevents opening files.
-        VersionError: On every rank, if a candidate has another format version.
+    `damaged`. With `verify`, digests are compared. On every rank, raises `StateError` if the folder cannot be read or a
+    process limit prevents opening files, and `VersionError` if a candidate has another format version.
     """
     while True:
         chosen: CheckpointInfo | None = None
-        failure: str | UserError | None = None
-        try:
+        with failing_together(ctx, f"{folder} cannot be read"):
             chosen = next(candidates, None) if is_main(ctx) else None
-        except (OSError, UnreadableError) as error:
-            failure = f"{folder} cannot be read: {describe(error)}"
-        except VersionError as error:
-            failure = error
-        agree(failure, error=StateError, alone=ctx is None)
         step = gather_json(None if chosen is None else chosen.step, alone=ctx is None)[0]
         if step is None:
             return None
@@ -66,15 +57,11 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
     Returns a text that lists the damaged parts, equal on all ranks, or `None` if there are none. Raises `StateError` on
     every rank if a process limit prevents one rank from opening files.
     """
-    rank, ranks = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
-    share = share_of(parts_of(info.manifest), rank=rank, num_ranks=ranks)
+    ranks = 1 if ctx is None else ctx.world_size
+    share = share_of(parts_of(info.manifest), rank=rank_of(ctx), num_ranks=ranks)
     found: list[str] = []
-    limited = None
-    try:
+    with failing_together(ctx):
         found = damage(info.root, share, threads=num_threads(ctx))
-    except UnreadableError as error:
-        limited = str(error)
-    agree(limited, error=StateError, alone=ctx is None)
     shown = found[:_MAX_SHOWN] + ([f"and {len(found) - _MAX_SHOWN} more"] if found[_MAX_SHOWN:] else [])
     problems = _by_rank(gather_json("; ".join(shown), alone=ctx is None))
     return f"{problems} at step {info.step}." if problems else None
@@ -85,19 +72,16 @@ def _open(
 ) -> tuple[CheckpointInfo | None, str | None]:
     """Open the checkpoint on every rank and compare the manifests with the main process's. Collective."""
     info, problem, digest = chosen, "", ""
-    failure: str | UserError | None = None
-    try:
-        info = open_complete(path) if info is None else info
-        digest = info.manifest.digest
-    except UnreadableError as error:
-        failure = str(error)
-    except VersionError as error:
-        failure = error
-    except StateError as error:
-        is_missing = isinstance(path, Path) and not os.path.lexists(path)
-        reason = f"{socket.gethostname()} does not have it." if is_missing else str(error)
-        problem = f"it is not the checkpoint that the main process sees: {reason}"
-    agree(failure, error=StateError, alone=ctx is None)
+    with failing_together(ctx):
+        try:
+            info = open_complete(path) if info is None else info
+            digest = info.manifest.digest
+        except UnreadableError:
+            raise
+        except StateError as error:
+            is_missing = isinstance(path, Path) and not os.path.lexists(path)
+            reason = f"{socket.gethostname()} does not have it." if is_missing else str(error)
+            problem = f"it is not the checkpoint that the main process sees: {reason}"
     digests = gather_json(digest, alone=ctx is None)
     if not problem and digest != digests[0]:
         problem = "its manifest differs from the main process's"

@@ -38,13 +38,9 @@ def non_tensor_optimizer_state(
 ) -> JsonValue:
     """Return an optimizer's non-tensor state as JSON, to be saved on every rank.
 
-    Args:
-        model: Model whose parameters the optimizer updates.
-        optimizer: The optimizer.
-        since: Result of `group_values` for the newly created optimizer. Only group values that changed since then are
-            saved; unchanged values are configuration, which may differ after a restart. `None` saves all group values.
-        without: Keys of group values to omit because other code sets them after a restart, such as `lr` with a learning
-            rate schedule.
+    `since` is the result of `group_values` for the newly created optimizer. Only group values that changed since then
+    are saved; unchanged values are configuration, which may differ after a restart. `None` saves all group values.
+    `without` has keys to omit because other code sets them after a restart, such as `lr` with a learning rate schedule.
 
     Raises:
         ValueError: If a value is not JSON, or the optimizer updates a tensor that is not a parameter of the model.
@@ -64,26 +60,20 @@ def non_tensor_optimizer_state(
     kept: dict[str, JsonValue] = {}
     for name, parameter, _ in named:
         numbers = {
-            key: value
+            key: _plain(f"{key} of {name}", value)
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, bool | int | float)
         }
         if numbers:
-            kept[name] = {key: _plain(f"{key} of {name}", value) for key, value in numbers.items()}
+            kept[name] = numbers
     return {"parameters": kept, "groups": groups}
 
 
 def set_non_tensor_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: list[JsonValue]) -> None:
     """Restore an optimizer's non-tensor state in place. Call it after `prepare_optimizer_for_load`.
 
-    Args:
-        model: Model whose parameters the optimizer updates.
-        optimizer: Optimizer of the class that was saved.
-        saved: Results of `non_tensor_optimizer_state` from all ranks that saved; pipeline stages have different
-            parameters.
-
-    Raises:
-        UserError: If `saved` does not consist of results of `non_tensor_optimizer_state`.
+    `saved` has the results of `non_tensor_optimizer_state` of all ranks that saved, since pipeline stages have
+    different parameters. Raises `UserError` for anything else.
     """
     try:
         numbers: dict[str, Any] = {}

@@ -1,25 +1,11 @@
 """Retention policy: the checkpoints to keep after a save."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 from d9d_dist import UserError
-
-
-class Ranked(Protocol):
-    """Properties of a checkpoint that retention depends on."""
-
-    @property
-    def step(self) -> int:
-        """Number of completed optimizer steps."""
-        ...
-
-    @property
-    def metric(self) -> float | None:
-        """Quality of the model; `None` if no metric was saved."""
-        ...
 
 
 @final
@@ -51,14 +37,15 @@ class Retention:
         if self.best < 0:
             raise UserError(f"got best = {self.best}; expected 0 or more.")
 
-    def kept(self, newest_first: Sequence[Ranked]) -> set[int]:
-        """Return the steps of the checkpoints to keep. The first checkpoint in `newest_first` is always kept."""
-        kept = {each.step for each in newest_first[: self.last]}
+    def kept(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """Return the steps of the checkpoints to keep.
+
+        `metrics` has the metric of each checkpoint by step, newest first. Its first checkpoint is always kept.
+        """
+        kept = set(list(metrics)[: self.last])
         if self.every is not None:
-            kept |= {each.step for each in newest_first if each.step % self.every == 0}
-        measured = [
-            (each.metric, each.step) for each in newest_first if each.metric is not None and math.isfinite(each.metric)
-        ]
+            kept |= {step for step in metrics if step % self.every == 0}
+        measured = [(metric, step) for step, metric in metrics.items() if metric is not None and math.isfinite(metric)]
         sign = -1 if self.higher_is_better else 1
         best_first = sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))
         return kept | {step for _, step in best_first[: self.best]}

@@ -16,7 +16,7 @@ from d9d_dist import DistributedContext, Region, agree, gather_json, local_regio
 from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json
-from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
+from d9d_state.safetensors_header import dtype_name, dtype_of
 from d9d_state.tensor_info import TensorInfo
 
 Part = tuple[str, Region]
@@ -32,10 +32,6 @@ class SavePlan:
     parts: tuple[tuple[Part, ...], ...]
     digest: str
 
-    def num_bytes(self, rank: int) -> int:
-        """Return the bytes of tensor data that a rank writes."""
-        return sum(region.num_elements * self.tensors[name].dtype.itemsize for name, region in self.parts[rank])
-
 
 @final
 class SavePlanner:
@@ -43,6 +39,7 @@ class SavePlanner:
 
     def __init__(self) -> None:
         self._key: object = None
+        self._description: JsonValue = None
         self._plan: SavePlan | None = None
         self.num_plans = 0
 
@@ -52,28 +49,23 @@ class SavePlanner:
         Raises `StateError` on every rank if tensors cannot be saved or are inconsistent; `ValueError` in a single
         process.
         """
-        problem, key = None, None
+        problem = None
         try:
             key = tuple(_key(name, tensor) for name, tensor in tensors.items())
-            is_known = self._plan is not None and key == self._key
-            description = None if is_known else _describe(tensors)
+            if key != self._key:
+                self._plan, self._description, self._key = None, _describe(tensors), key
         except (ValueError, RuntimeError) as error:
             if ctx is None or ctx.world_size == 1:
                 raise
-            problem, description, is_known = str(error), None, False
-        known = self._plan.digest if is_known and self._plan is not None else None
+            problem = str(error)
+        known = None if self._plan is None else self._plan.digest
         answers = gather_json([problem is not None, known], alone=ctx is None)
         if any(failed for failed, _ in answers):
             agree(problem, error=StateError, alone=ctx is None)
-        if known is not None and all(answer == known for _, answer in answers):
-            assert self._plan is not None
-            return self._plan
-        if description is None:
-            description = _describe(tensors)
-        plan = _merge(gather_json(description, alone=ctx is None))
-        self._key, self._plan = key, plan
-        self.num_plans += 1
-        return plan
+        if self._plan is None or any(answer != known for _, answer in answers):
+            self._plan = _merge(gather_json(self._description, alone=ctx is None))
+            self.num_plans += 1
+        return self._plan
 
 
 def local_parts(tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
@@ -95,32 +87,29 @@ def _key(name: str, tensor: Tensor) -> object:
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> JsonValue:
-    """Describe this rank's tensors: `{name: [dtype, shape, [[offsets, sizes], ...]]}`."""
+    """Describe this rank's tensors: `{name: [dtype, shape, offsets, sizes]}`."""
     regions = {name: local_region(tensor, name) for name, tensor in tensors.items()}
     return {
-        name: [
-            dtype_name(tensor.dtype),
-            list(tensor.shape),
-            [[list(regions[name].offsets), list(regions[name].sizes)]] if regions[name].num_elements else [],
-        ]
+        name: [dtype_name(tensor.dtype), list(tensor.shape), regions[name].offsets, regions[name].sizes]
         for name, tensor in tensors.items()
     }
 
 
-def _merge(descriptions: list[JsonValue]) -> SavePlan:
+def _merge(descriptions: list[Any]) -> SavePlan:
     """Compute the plan from all ranks' descriptions. Plan and errors are equal on all ranks."""
     tensors: dict[str, TensorInfo] = {}
     first: dict[str, int] = {}
     holders: dict[Part, list[int]] = {}
     for rank, description in enumerate(descriptions):
-        for name, (info, regions) in _parse(rank, description).items():
+        for name, (dtype, shape, offsets, sizes) in description.items():
+            info, region = TensorInfo(tuple(shape), dtype_of(dtype)), Region(tuple(offsets), tuple(sizes))
             if tensors.setdefault(name, info) != info:
                 raise StateError(
                     f"{name} is {info.describe()} on rank {rank}, {tensors[name].describe()} on rank {first[name]}; "
                     "expected equal shapes and dtypes on all ranks. Give different tensors different names."
                 )
             first.setdefault(name, rank)
-            for region in regions:
+            if region.num_elements:
                 holders.setdefault((name, region), []).append(rank)
     _check_cover(tensors, holders)
     parts = _share_out(tensors, holders, len(descriptions))
@@ -153,19 +142,3 @@ def _check_cover(tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[
                 f"{name} {info.describe()} cannot be assembled from the ranks' shards: {problem} "
                 "Pass the tensor on all ranks of its mesh."
             )
-
-
-def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Region]]]:
-    """Parse and validate a rank's description: the rank may run another version of this package."""
-    try:
-        return {
-            name: (
-                TensorInfo(parse_shape(shape), dtype_of(dtype)),
-                [Region(parse_shape(offset), parse_shape(sizes)) for offset, sizes in regions],
-            )
-            for name, (dtype, shape, regions) in description.items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise StateError(
-            f"rank {rank} sent an invalid description of its tensors: {error} Use the same d9d-state on all ranks."
-        ) from error

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self, final
 
@@ -11,13 +11,18 @@ from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_state._member import AnyPath, as_folder, as_local
-from d9d_state._ranks import is_main, mesh_shape, num_ranks
-from d9d_state.checkpoint._background import Background
+from d9d_state._ranks import failing_together, is_main, mesh_shape, num_ranks, rank_of
+from d9d_state.checkpoint._background import Background, Staging
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
-from d9d_state.checkpoint._folder import delete_old, discard_incomplete, discard_partials, move_aside, newest_first
+from d9d_state.checkpoint._folder import (
+    RunId,
+    delete_old,
+    discard_incomplete,
+    discard_partials,
+    move_aside,
+    newest_first,
+)
 from d9d_state.checkpoint._load import load_tensors, mismatches
-from d9d_state.checkpoint._run_id import RunId
-from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._tier_search import TierStep
 from d9d_state.checkpoint._verify import num_threads
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete, step_of
@@ -26,7 +31,7 @@ from d9d_state.checkpoint.manifest import MANIFEST_NAME
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
-from d9d_state.errors import StateError, UnreadableError, VersionError, describe
+from d9d_state.errors import StateError, UnreadableError, as_state_error, describe
 from d9d_state.folder_lock import locked_folder
 from d9d_state.json_value import JsonValue, dump_json
 from d9d_state.object_path import ObjectPath
@@ -80,6 +85,7 @@ class CheckpointStore:
         self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
         self._damaged: set[AnyPath] = set()
         self.tiers = tuple(tiers)
+        self._threads = [self._background, *(tier.background for tier in tiers)]
 
     @property
     def folder(self) -> Path:
@@ -106,10 +112,8 @@ class CheckpointStore:
         Raises:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
-        try:
+        with as_state_error(f"{self.root} cannot be read", OSError):
             return list(newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING))
-        except OSError as error:
-            raise StateError(f"{self.root} cannot be read: {describe(error)}") from error
 
     def newest(self, ctx: DistributedContext | None = None, *, verify: bool = True) -> CheckpointInfo | None:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
@@ -135,7 +139,14 @@ class CheckpointStore:
         while True:
             tier, found = local.pop(0) if local else (None, None)
             floor = -1 if found is None else found.step
-            candidates = self._between(floor, ceiling) if is_main(ctx) else iter(())
+            candidates = newest_first(
+                self.root,
+                only_run=self._run_id.given,
+                log_level=logging.WARNING,
+                above=floor,
+                up_to=ceiling,
+                refuse_versions=True,
+            )
             info = newest_sound(self.root, candidates, ctx, verify=verify, damaged=self._damaged)
             if info is None and tier is not None and found is not None:
                 info = tier.open(found, ctx)
@@ -151,20 +162,17 @@ class CheckpointStore:
         Raises:
             StateError: On every rank, if the main process sees a folder with the name of a checkpoint.
         """
-        problem, names = None, []
-        try:
+        with failing_together(ctx, f"{self.root} cannot be read"):
+            names: list[str] = []
             if is_main(ctx) and self.root.is_dir():
                 names = sorted(path.name for path in self.root.iterdir() if step_of(path.name) >= 0)
             if isinstance(self.root, ObjectPath):  # a killed save has no manifest
                 names = [name for name in names if (self.root / name / MANIFEST_NAME).exists()]
-        except (OSError, StateError) as error:
-            problem = f"{self.root} cannot be read: {describe(error)}"
-        if names:
-            problem = (
-                f"{self.root} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
-                "Repair them, or move them away to start from scratch."
-            )
-        agree(problem, error=StateError, alone=ctx is None)
+            if names:
+                raise StateError(
+                    f"{self.root} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
+                    "Repair them, or move them away to start from scratch."
+                )
 
     def prepare(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
         """Plan a save of `tensors` and allocate the host buffer of background saves. Collective.
@@ -180,7 +188,7 @@ class CheckpointStore:
         num_ranks(ctx)
         plan = self._planner.plan(tensors, ctx)
         self._background.group(ctx)
-        self._staging.reserve(plan, 0 if ctx is None else ctx.rank)
+        self._staging.reserve(local_parts(tensors, plan, rank_of(ctx)))
 
     def save(
         self,
@@ -217,24 +225,14 @@ class CheckpointStore:
             StateError: On every rank, if writing failed on any rank, or a previous background save failed.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
-        if background:
-            self._write_in_background(job, tensors)
-        else:
-            write_checkpoint(job, local_parts(tensors, job.plan, job.rank))
+        parts = local_parts(tensors, job.plan, rank_of(ctx))
+        if not background:
+            write_checkpoint(job, parts)
             self._delete_old(job)
-
-    def _write_in_background(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's tensor parts to host memory, and start the thread that writes them. Collective."""
-        group = self._background.group(job.ctx)
-        copies: dict[str, Tensor] = {}
-        wait_copied: Callable[[], None] = lambda: None  # noqa: E731 - replaced unless the copy fails
-        problem = None
-        try:
-            parts = local_parts(tensors, job.plan, job.rank)
-            copies, wait_copied = self._staging.copy(parts, job.plan, job.rank)
-        except Exception as error:  # any error: the other ranks wait in agree()
-            problem = f"{job.folder} could not be copied to host memory: {error}"
-        agree(problem, error=StateError, alone=job.ctx is None)
+            return
+        group = self._background.group(ctx)
+        with failing_together(ctx, f"{job.folder} could not be copied to host memory", errors=Exception):
+            copies, wait_copied = self._staging.copy(parts)
 
         def work() -> None:
             wait_copied()
@@ -272,7 +270,7 @@ class CheckpointStore:
 
     def raise_if_failed(self) -> None:
         """Raise the `StateError` of a failed background save, once. Local and cheap: call it every step."""
-        for each in (self._background, *self.tiers):
+        for each in self._threads:
             each.raise_if_failed()
 
     def wait(self) -> None:
@@ -281,7 +279,7 @@ class CheckpointStore:
         self.raise_if_failed()
 
     def _join(self) -> None:
-        for each in (self._background, *self.tiers):
+        for each in self._threads:
             each.join()
 
     def close(self) -> None:
@@ -307,19 +305,14 @@ class CheckpointStore:
         num_ranks(ctx)
         agree(mismatches(info, tensors), error=StateError, alone=ctx is None)
         for tier in self.tiers:
-            if tier.has_open(info):
-                tier.fetch(tensors, ctx)
+            tier.fetch(info, tensors, ctx)
         # Verification is collective: if one rank's handle is unverified, all ranks verify.
         if not all(gather_json(info.is_verified, alone=ctx is None)):
             problems = verify_together(info, ctx)
             if problems is not None:
                 raise StateError(f"{problems} Move {info.root} away to resume from the checkpoint before it.")
-        problem = None
-        try:
+        with failing_together(ctx, f"{info.root} could not be read", errors=(OSError, ValueError, StateError)):
             load_tensors(info, tensors, threads=num_threads(ctx))
-        except (OSError, ValueError, StateError) as error:
-            problem = f"{info.root} could not be read: {describe(error)}"
-        agree(problem, error=StateError, alone=ctx is None)
         for tier in self.tiers:
             tier.on_loaded(info)
 
@@ -329,25 +322,20 @@ class CheckpointStore:
 
         An object store has no locks: there, this method only waits for background saves at the end of the body.
         """
-        run_id = None
-        if isinstance(self.root, ObjectPath):
-            try:
-                yield
-            finally:
-                self._join()
-            return
-        if is_main(ctx):
+        root, run_id = self.root, None
+        if isinstance(root, Path) and is_main(ctx):
             # The run id is used in messages only. If the folder is unreadable, `locked_folder` raises.
             with suppress(OSError, StateError):
                 run_id = self._run_id.current()
-        with locked_folder(self.root, ctx, run_id=run_id) as lock:
+        with locked_folder(root, ctx, run_id=run_id) if isinstance(root, Path) else nullcontext() as lock:
             try:
                 yield
             finally:
                 try:
                     self._join()
                 finally:
-                    if self._background.is_busy:  # the wait was interrupted; the interpreter waits for the save at exit
+                    # If the wait was interrupted, the interpreter waits for the save at exit.
+                    if lock is not None and self._background.is_busy:
                         lock.keep()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
@@ -360,7 +348,9 @@ class CheckpointStore:
             StateError: On every rank, if the main process cannot delete a partial folder.
         """
         self.wait()
-        agree(discard_partials(self.root) if is_main(ctx) else None, error=StateError, alone=ctx is None)
+        with failing_together(ctx):
+            if is_main(ctx):
+                discard_partials(self.root)
 
     def _begin(
         self,
@@ -395,41 +385,32 @@ class CheckpointStore:
 
     def _clear_path(self, folder: AnyPath, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective."""
-        problem: str | UserError | None = None
-        try:
-            if is_main(ctx) and folder.exists():
+        with failing_together(ctx, f"{folder} cannot be read"):
+            if not is_main(ctx) or not folder.exists():
+                return
+            try:
                 if folder in self._damaged:
                     raise StateError("a rank found it damaged.")
                 open_complete(folder).verify()
-                problem = UserError(
-                    f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
-                )
-        except (OSError, UnreadableError) as error:
-            problem = f"{folder} cannot be read: {describe(error)}"
-        except VersionError as error:
-            problem = error
-        except StateError as reason:
-            problem = move_aside(folder, reason)
-        agree(problem, error=StateError, alone=ctx is None)
+            except UnreadableError:
+                raise
+            except StateError as reason:
+                move_aside(folder, reason)
+                return
+            raise UserError(
+                f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
+            )
 
     def _delete_old(self, job: SaveJob) -> None:
         if not is_main(job.ctx):
             return
-        if isinstance(self.root, ObjectPath) and (problem := discard_incomplete(self.root)) is not None:
-            _LOGGER.warning("%s", problem)
+        if isinstance(self.root, ObjectPath):
+            try:
+                discard_incomplete(self.root)
+            except StateError as error:
+                _LOGGER.warning("%s", error)
         if self._retention.last is not None:
             delete_old(self.root, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
-
-    def _between(self, floor: int, ceiling: float) -> Iterator[CheckpointInfo]:
-        """Iterate over the complete checkpoints with steps above `floor` and up to `ceiling`, newest first."""
-        return newest_first(
-            self.root,
-            only_run=self._run_id.given,
-            log_level=logging.WARNING,
-            above=floor,
-            up_to=ceiling,
-            refuse_versions=True,
-        )
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
         """Return the complete steps of the local tiers, newest first, then fastest tier first. Collective."""

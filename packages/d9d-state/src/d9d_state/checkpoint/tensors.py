@@ -19,10 +19,8 @@ _COUNTERS = ("step", "mu_product")  # scalars that torch's optimizers keep on th
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer, tied tensors once, as `model.<name>`, to save or to load into.
 
-    Args:
-        model: Materialized and parallelized model.
-        trainable_only: Omit parameters that do not require gradients. Buffers are always included, because training may
-            change them.
+    With `trainable_only`, parameters that do not require gradients are omitted. Buffers are always included, because
+    training may change them.
     """
     return {_MODEL + name: tensor.detach() for name, tensor in _held_tensors(model, trainable_only).items()}
 
@@ -50,16 +48,11 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: CheckpointInfo) -> None:
-    """Allocate uninitialized optimizer state with the names, shapes and dtypes in a checkpoint.
+    """Allocate uninitialized state of an optimizer, of the class that was saved, with names and shapes of a checkpoint.
 
     Then `optimizer_tensors` can be loaded. Existing state is replaced. State of the parameter's shape gets the
     parameter's device and placements. The step counter is on the device where torch's optimizers keep it. Parameters
     without state in the checkpoint, because they never had a gradient, get no state.
-
-    Args:
-        model: Materialized and parallelized model.
-        optimizer: Optimizer of the class that was saved.
-        info: The checkpoint.
 
     Raises:
         ValueError: If the optimizer updates a tensor that is not a parameter of the model.
@@ -78,12 +71,9 @@ def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: Che
 
 
 def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: bool = False) -> None:
-    """Check that a checkpoint was saved from the same model. Reads no tensor data.
+    """Check that a checkpoint was saved from the same model, which may be on the meta device. Reads no tensor data.
 
-    Args:
-        info: The checkpoint.
-        model: The whole model; may be on the meta device.
-        trainable_only: Value passed to `model_tensors` at the save.
+    `trainable_only` is the value that was passed to `model_tensors` at the save.
 
     Raises:
         UserError: Listing every tensor that is missing, unexpected, or has a different shape or dtype.

@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-import torch
-
 from d9d_dist.errors import refuse_listed
 from d9d_state.mapper.graph import Component, Graph, StateGroup
 from d9d_state.tensor_info import TensorInfo
@@ -83,9 +81,5 @@ def _matches(given: TensorInfo, wanted: TensorInfo) -> bool:
     if given.shape != wanted.shape:
         return False
     # float8 values are meaningless without their scales, so they are not converted to a wider dtype.
-    return given.dtype == wanted.dtype or (both_floating(given.dtype, wanted.dtype) and given.dtype.itemsize > 1)
-
-
-def both_floating(one: torch.dtype, other: torch.dtype) -> bool:
-    """Return True if both dtypes are floating-point, so that a copy may convert between them."""
-    return one.is_floating_point and other.is_floating_point
+    both_floating = given.dtype.is_floating_point and wanted.dtype.is_floating_point
+    return given.dtype == wanted.dtype or (both_floating and given.dtype.itemsize > 1)

@@ -39,8 +39,9 @@ def common_dtype(inputs: Sequence[TensorInfo]) -> torch.dtype:
             try:
                 common = torch.promote_types(common, info.dtype)
             except RuntimeError as error:
+                got = " and ".join(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in inputs))
                 raise ValueError(
-                    f"got {_kinds(inputs)}, which torch cannot promote to a common dtype; cast() the inputs first."
+                    f"got {got}, which torch cannot promote to a common dtype; cast() the inputs first."
                 ) from error
     return common
 
@@ -68,7 +69,3 @@ def is_lossless(one: torch.dtype, other: torch.dtype) -> bool:
 def infos_of(tensors: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
     """Return shape and dtype of each tensor."""
     return tuple(TensorInfo.of(tensor) for tensor in tensors)
-
-
-def _kinds(inputs: Sequence[TensorInfo]) -> str:
-    return " and ".join(dict.fromkeys(str(info.dtype).removeprefix("torch.") for info in inputs))

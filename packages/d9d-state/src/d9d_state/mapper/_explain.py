@@ -40,7 +40,7 @@ def _text(outline: Outline) -> Iterator[str]:
 
 def _named(label: Label, *, dropped: bool = False) -> str:
     unnamed = "(dropped)" if dropped else f"(value {label.wire})"
-    text = unnamed if label.name is None else label.name
+    text = label.name or unnamed
     return text if label.info is None else f"{text} {label.info.describe()}"
 
 
@@ -53,8 +53,8 @@ def _drawn(outline: Outline, ids: Iterator[str]) -> Iterator[str]:
         yield f'  subgraph {next(ids)}["{outline.num_groups} groups"]'
         margin = "    "
     for step in outline.steps:
-        ends = [f'{next(ids)}(["{_escaped(_named(label))}"])' for label in step.outputs if label.name is not None]
-        if any(label.name is None and label.wire not in consumed for label in step.outputs) or not step.outputs:
+        ends = [f'{next(ids)}(["{_escaped(_named(label))}"])' for label in step.outputs if label.name]
+        if any(not label.name and label.wire not in consumed for label in step.outputs) or not step.outputs:
             ends.append(f'{next(ids)}[/"dropped"/]')
         starts = [_start(label, producers, ids) for label in step.inputs] or [f'{next(ids)}[/"kept"/]']
         if step.operation is None:
@@ -70,7 +70,7 @@ def _drawn(outline: Outline, ids: Iterator[str]) -> Iterator[str]:
 
 
 def _start(label: Label, producers: Mapping[int, str], ids: Iterator[str]) -> str:
-    if label.name is not None:
+    if label.name:
         return f'{next(ids)}["{_escaped(_named(label))}"]'
     shape = "" if label.info is None else f' -- "{_escaped(label.info.describe())}"'
     return f"{producers[label.wire]}{shape}"

@@ -19,7 +19,7 @@ def parallel(*mappers: StateMapper) -> StateMapper:
     for mapper in mappers:
         consumed_twice += [name for name in mapper.input_wires if name in inputs]
         produced_twice += [name for name in mapper.output_wires if name in outputs]
-        nodes += (_rewired(node, range(shift, shift + mapper.num_wires)) for node in mapper.nodes)
+        nodes += [node.rewired(shift.__add__) for node in mapper.nodes]
         inputs.update((name, wire + shift) for name, wire in mapper.input_wires.items())
         outputs.update((name, wire + shift) for name, wire in mapper.output_wires.items())
         shift += mapper.num_wires
@@ -47,7 +47,7 @@ def sequential(*mappers: StateMapper) -> StateMapper:
         wires = list(range(num_wires, num_wires + mapper.num_wires))
         for name, wire in mapper.input_wires.items():
             wires[wire] = outputs[name]
-        nodes += [_rewired(node, wires) for node in mapper.nodes]
+        nodes += [node.rewired(wires.__getitem__) for node in mapper.nodes]
         outputs = {name: wires[wire] for name, wire in mapper.output_wires.items()}
         num_wires += mapper.num_wires
     return checked(StateMapper(tuple(nodes), first.input_wires, outputs, num_wires))
@@ -88,10 +88,6 @@ def _renamed(mapper: StateMapper, of_input: Callable[[str], str], of_output: Cal
     inputs = {of_input(name): wire for name, wire in mapper.input_wires.items()}
     outputs = {of_output(name): wire for name, wire in mapper.output_wires.items()}
     return replace(mapper, input_wires=inputs, output_wires=outputs)
-
-
-def _rewired(node: Node, wires: range | list[int]) -> Node:
-    return Node(node.operation, tuple(wires[wire] for wire in node.inputs), tuple(wires[wire] for wire in node.outputs))
 
 
 def _refuse_mismatch(given: Collection[str], taken: Collection[str], position: int) -> None:

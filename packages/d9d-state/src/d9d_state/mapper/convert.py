@@ -1,18 +1,18 @@
 """Operations on a tensor's dims, dtype or values: transpose, permute, cast, and user functions."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TypeAlias, final
+from typing import ClassVar, Self, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from d9d_dist import Region
 from d9d_state.mapper._dims import Shape, infos_of, normalized_dim, same_shapes
-from d9d_state.mapper._one_input import OneInput
 from d9d_state.mapper.compose import parallel
-from d9d_state.mapper.operation import Piece, infer_on_meta
+from d9d_state.mapper.operation import OneInput, Piece, infer_on_meta
 from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 
@@ -80,7 +80,6 @@ class _Cast:
         return tuple(TensorInfo(info.shape, self.dtype) for info in inputs)
 
     def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        assert output < len(inputs)
         return (Piece(output, region, target),)
 
     def inverse(self) -> "_Cast":
@@ -95,30 +94,43 @@ class _Cast:
 TensorFunction: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class _Function:
+class _AnyFunction(ABC):
+    """Operation that calls a user function. Subclasses add `__call__`."""
+
+    suffix: ClassVar[str]  # end of the description
     forward: TensorFunction
     backward: TensorFunction | None
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.forward(*tensors))
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
         return infer_on_meta(self, *inputs)
 
-    def inverse(self) -> "_Function":
-        return _Function(_required(self.backward, self.describe()), self.forward)
+    def inverse(self) -> Self:
+        if self.backward is None:
+            raise ValueError(f"{self.describe()} has no inverse; build it as transform(..., inverse=function).")
+        return type(self)(self.backward, self.forward)
 
     def describe(self) -> str:
-        return f"transform({_function_name(self.forward)})"
+        name = self.forward.__qualname__ if isinstance(self.forward, FunctionType) else repr(self.forward)
+        return f"transform({name}{self.suffix})"
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _ElementwiseFunction:
-    forward: TensorFunction
-    backward: TensorFunction | None
+class _Function(_AnyFunction):
+    __slots__ = ()
+    suffix = ""
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.forward(*tensors))
+
+
+@final
+class _ElementwiseFunction(_AnyFunction):
+    __slots__ = ()
+    suffix = ", elementwise"
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = tuple(self.forward(*tensors))
@@ -131,18 +143,8 @@ class _ElementwiseFunction:
             )
         return outputs
 
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        return infer_on_meta(self, *inputs)
-
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> tuple[Region, ...]:
-        assert output >= 0
         return (region,) * len(inputs)
-
-    def inverse(self) -> "_ElementwiseFunction":
-        return _ElementwiseFunction(_required(self.backward, self.describe()), self.forward)
-
-    def describe(self) -> str:
-        return f"transform({_function_name(self.forward)}, elementwise)"
 
 
 def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1) -> StateMapper:
@@ -198,14 +200,3 @@ def transform(
     """
     operation = _ElementwiseFunction(function, inverse) if elementwise else _Function(function, inverse)
     return leaf(operation, srcs, dsts)
-
-
-def _required(function: TensorFunction | None, described: str) -> TensorFunction:
-    if function is None:
-        raise ValueError(f"{described} has no inverse; build it as transform(..., inverse=function).")
-    return function
-
-
-def _function_name(function: TensorFunction) -> str:
-    """Return the qualified name of a function, or the `repr` of another callable."""
-    return function.__qualname__ if isinstance(function, FunctionType) else repr(function)

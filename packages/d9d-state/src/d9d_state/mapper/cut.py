@@ -9,8 +9,7 @@ from torch import Tensor
 
 from d9d_dist import Region
 from d9d_state.mapper._dims import Shape, infos_of, normalized_dim, resized, sized_dim
-from d9d_state.mapper._one_input import OneInput
-from d9d_state.mapper.operation import Constant, Piece
+from d9d_state.mapper.operation import Constant, OneInput, Piece
 from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 
@@ -95,7 +94,6 @@ class _Pad:
     def pieces(
         self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]
     ) -> Iterator[Piece | Constant]:
-        assert output == 0
         dim = normalized_dim(self.dim, len(inputs[0].shape))
         offset, size = region.offsets[dim], region.sizes[dim]
         held = min(max(self.size - offset, 0), size)

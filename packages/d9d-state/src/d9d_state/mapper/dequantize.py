@@ -31,7 +31,6 @@ class _Dequantize:
         return (TensorInfo(self.layout.shape(*inputs), self.dtype),)
 
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> Sequence[Region]:
-        assert output == 0
         return self.layout.needs(region, *inputs)
 
     def compute(self, region: Region, *inputs: Tensor) -> Tensor:
@@ -68,13 +67,9 @@ def dequantize(weight: str, layout: BlockScaled, *, dtype: torch.dtype = torch.f
     """Convert the stored tensors of a block-scaled weight, such as values and scales, to the weight. Inverse: quantize.
 
     The product of value and scale is computed in float32, then converted to `dtype`. A rank reads only the values of
-    its shard and their scales. The inverse is exact only for weights that the layout can represent. Each layout
-    documents which dequantized weights it restores exactly.
-
-    Args:
-        weight: Name of the weight; the layout derives the names of the stored tensors from it.
-        layout: `Fp8Blocks`, `Mxfp4`, `Int4Groups`, or another layout.
-        dtype: Dtype of the weight. With the default, loading rounds once, to the model's dtype.
+    its shard and their scales. With the default `dtype`, loading rounds once, to the model's dtype. The layout derives
+    the names of the stored tensors from the name of the weight. The inverse is exact only for weights that the layout
+    can represent. Each layout documents which dequantized weights it restores exactly.
     """
     return leaf(_Dequantize(layout, dtype), layout.names(weight), [weight])
 
@@ -87,12 +82,8 @@ def dequantize_inputs(
         folder = ModelFolder.open("DeepSeek-V3")
         mapper = dequantize_inputs(mapper, Fp8Blocks(), folder.tensors)
 
-    Args:
-        mapper: Mapper of the checkpoint without quantization.
-        layout: Layout of all block-scaled weights.
-        stored: Names of the tensors in the checkpoint. An input counts as block-scaled if `stored` contains all names
-            that the layout derives from the input's name.
-        dtype: See `dequantize`.
+    `mapper` is the mapper of the checkpoint without quantization. An input counts as block-scaled if `stored`, the
+    names of the tensors in the checkpoint, contains all names that the layout derives from the input's name.
     """
     names = frozenset(stored)
     scaled = [name for name in mapper.inputs if names.issuperset(layout.names(name))]

@@ -5,8 +5,8 @@ memory to regions of its inputs, until the source writes into the caller's memor
 temporary memory: for the required regions, or for full tensors if they are neither `Local` nor `Regional`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, final
 
 import torch
@@ -49,23 +49,12 @@ class Destination:
     tensor: Tensor
 
 
-@torch.no_grad()
-def fill(graph: Graph, destinations: Mapping[str, Destination], source: TensorSource) -> None:
-    """Fill outputs of one group in place; see `StateMapper.fill`."""
-    wanted = {name: each for name, each in destinations.items() if each.region.num_elements > 0}
-    component = graph.component_of_outputs(destinations)
-    if not wanted or not component.group.inputs:
-        return
-    _fill_component(graph, component, wanted, source)
-
-
-@torch.no_grad()
 def planned_reads(
     graph: Graph, regions: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
 ) -> tuple[tuple[str, Region], ...]:
     """Return the regions that `fill` would read; see `StateMapper.reads`."""
-    recorder = _Recorder(tensors)
-    wanted: dict[str, Region] = {name: region for name, region in regions.items() if region.num_elements > 0}
+    recorder = ReadRecorder(tensors)
+    wanted = {name: region for name, region in regions.items() if region.num_elements > 0}
     while wanted:
         component = graph.component_of_outputs([next(iter(wanted))])
         part = {name: wanted.pop(name) for name in component.group.outputs if name in wanted}
@@ -75,32 +64,39 @@ def planned_reads(
                 name: Destination(region, _empty(region, infos[graph.output_wires[name]].dtype, torch.device("meta")))
                 for name, region in part.items()
             }
-            _fill_component(graph, component, destinations, recorder)
-    return tuple(recorder.reads)
+            fill_component(graph, component, destinations, recorder)
+    return tuple((name, region) for name, region, _ in recorder.reads)
 
 
 @final
-class _Recorder:
-    """Source that records the requested regions without reading data."""
+class ReadRecorder:
+    """Source that records each read, with its target memory, without reading data."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
-        self.tensors: Mapping[str, TensorInfo] = tensors
-        self.reads: list[tuple[str, Region]] = []
+        self.tensors = tensors
+        self.reads: list[tuple[str, Region, Tensor]] = []
 
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
+        """Record a read."""
         assert tuple(target.shape) == region.sizes
-        self.reads.append((name, region))
+        self.reads.append((name, region, target))
 
 
-def _fill_component(
+@torch.no_grad()
+def fill_component(
     graph: Graph, component: Component, destinations: Mapping[str, Destination], source: TensorSource
 ) -> None:
+    """Fill outputs of one group in place; see `StateMapper.fill`."""
+    wanted = {name: each for name, each in destinations.items() if each.region.num_elements > 0}
+    if not wanted or not component.group.inputs:
+        return
     infos = _infer(graph, component, source.tensors)
-    for name, destination in destinations.items():
+    for name, destination in wanted.items():
         _check_destination(name, destination, infos[graph.output_wires[name]])
     names = {graph.input_wires[name]: name for name in component.group.inputs}
-    filling = _Filling(component, names, infos, source)
-    for name, destination in destinations.items():
+    producers = {wire: node for node in component.nodes for wire in node.outputs}
+    filling = _Filling(component, names, producers, infos, source)
+    for name, destination in wanted.items():
         filling.fill(graph.output_wires[name], destination.region, destination.tensor)
 
 
@@ -127,67 +123,64 @@ def _check_destination(name: str, destination: Destination, info: TensorInfo) ->
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _Filling:
     """State of filling one group. A target has the dtype of its wire, or both dtypes are floating-point."""
 
-    def __init__(
-        self, component: Component, names: Mapping[int, str], infos: Mapping[int, TensorInfo], source: TensorSource
-    ) -> None:
-        self._component = component
-        self._names = names
-        self._infos = infos
-        self._source = source
-        self._producers = {wire: node for node in component.nodes for wire in node.outputs}
-        # Cached results by a node's first output wire and input regions.
-        self._results: dict[tuple[int, tuple[Region, ...]], tuple[Tensor, ...]] = {}
+    component: Component
+    names: Mapping[int, str]
+    producers: Mapping[int, Node]
+    infos: Mapping[int, TensorInfo]
+    source: TensorSource
+    results: dict[tuple[int, tuple[Region, ...]], tuple[Tensor, ...]] = field(default_factory=dict)
+    """Cached results by a node's first output wire and input regions."""
 
     def fill(self, wire: int, region: Region, target: Tensor) -> None:
         """Fill a tensor with a region of a wire's value."""
-        if wire in self._names:
-            self._source.read_into(self._names[wire], region, target)
+        if wire in self.names:
+            self.source.read_into(self.names[wire], region, target)
             return
-        node = self._producers[wire]
-        output = node.outputs.index(wire)
-        if isinstance(node.operation, Layout) and self._move(node, node.operation, output, region, target):
+        node = self.producers[wire]
+        output, operation = node.outputs.index(wire), node.operation
+        if isinstance(operation, Layout) and self._move(node, operation, output, region, target):
             return
-        inputs = [self._infos[each] for each in node.inputs]
-        if isinstance(node.operation, Regional):
-            needs = node.operation.needs(output, region, inputs)
-            target.copy_(node.operation.compute(region, *self._inputs(node, needs, target.device)))
-        elif isinstance(node.operation, Local):
-            needs = node.operation.needs(output, region, inputs)
-            target.copy_(self._part(node, needs, output, region, target.device))
+        inputs = [self.infos[each] for each in node.inputs]
+        if isinstance(operation, Regional):
+            needs = operation.needs(output, region, inputs)
+            target.copy_(operation.compute(region, *self._inputs(node, needs, target.device)))
+        elif isinstance(operation, Local):
+            needs = operation.needs(output, region, inputs)
+            result = self._computed(node, needs, target.device, is_cached=len(node.outputs) > 1)[output]
+            if tuple(result.shape) != region.sizes:
+                shapes = f"it returned shape {list(result.shape)} for a region; expected {list(region.sizes)}."
+                raise self.component.failure(node, shapes)
+            target.copy_(result)
         else:
-            target.copy_(region.of(self._whole(node, inputs, is_meta=target.is_meta)[output]))
+            # In host memory, since full tensors may not fit into device memory.
+            device = torch.device("meta" if target.is_meta else "cpu")
+            needs = [Region.whole(info.shape) for info in inputs]
+            target.copy_(region.of(self._computed(node, needs, device, is_cached=True)[output]))
 
     def _move(self, node: Node, operation: Layout, output: int, region: Region, target: Tensor) -> bool:
         """Fill the target piece by piece; return False if the operation cannot map the target to views."""
-        inputs = [self._infos[wire] for wire in node.inputs]
-        dtype = self._infos[node.outputs[output]].dtype
-        pieces = operation.pieces(output, region, target, inputs)
-        if pieces is not None:
-            self._fill_pieces(node, dtype, pieces)
-            return True
-        if target.is_contiguous():
-            return False
-        contiguous = _empty(region, dtype, target.device)
-        pieces = operation.pieces(output, region, contiguous, inputs)
+        dtype = self.infos[node.outputs[output]].dtype
+        pieces = operation.pieces(output, region, target, [self.infos[wire] for wire in node.inputs])
         if pieces is None:
-            return False
-        self._fill_pieces(node, dtype, pieces)
-        target.copy_(contiguous)
-        return True
-
-    def _fill_pieces(self, node: Node, dtype: torch.dtype, pieces: Iterable[Piece | Constant]) -> None:
+            contiguous = _empty(region, dtype, target.device)
+            is_moved = not target.is_contiguous() and self._move(node, operation, output, region, contiguous)
+            if is_moved:
+                target.copy_(contiguous)
+            return is_moved
         for piece in pieces:
             if isinstance(piece, Constant):
                 piece.target.fill_(torch.tensor(piece.value, dtype=dtype).item())
             else:
                 self._fill_rounded(dtype, node.inputs[piece.input], piece)
+        return True
 
     def _fill_rounded(self, dtype: torch.dtype, wire: int, piece: Piece) -> None:
         """Fill a piece with values rounded to `dtype`, independent of the target's dtype."""
-        given = self._infos[wire].dtype
+        given = self.infos[wire].dtype
         if _is_direct(given, dtype, piece.target.dtype):
             self.fill(wire, piece.region, piece.target)
             return
@@ -195,35 +188,22 @@ class _Filling:
         self.fill(wire, piece.region, values)
         piece.target.copy_(values.to(dtype))
 
-    def _part(self, node: Node, needs: Sequence[Region], output: int, region: Region, device: torch.device) -> Tensor:
-        """Compute a region of a node's output from regions of its inputs, and check its shape."""
-        result = self._computed(node, needs, device)[output]
-        if tuple(result.shape) != region.sizes:
-            shapes = f"it returned shape {list(result.shape)} for a region; expected {list(region.sizes)}."
-            raise self._component.failure(node, shapes)
-        return result
-
-    def _whole(self, node: Node, inputs: Sequence[TensorInfo], *, is_meta: bool) -> tuple[Tensor, ...]:
-        """Compute all outputs of a node in host memory, since full tensors may not fit into device memory."""
-        device = torch.device("meta" if is_meta else "cpu")
-        return self._computed(node, [Region.whole(info.shape) for info in inputs], device, again=True)
-
     def _computed(
-        self, node: Node, needs: Sequence[Region], device: torch.device, *, again: bool = False
+        self, node: Node, needs: Sequence[Region], device: torch.device, *, is_cached: bool
     ) -> tuple[Tensor, ...]:
         key = node.outputs[0], tuple(needs)
-        if key in self._results:
-            return self._results[key]
-        results = self._component.call(node, self._inputs(node, needs, device))
-        if again or len(node.outputs) > 1:
-            self._results[key] = results
+        if key in self.results:
+            return self.results[key]
+        results = self.component.call(node, self._inputs(node, needs, device))
+        if is_cached:
+            self.results[key] = results
         return results
 
     def _inputs(self, node: Node, needs: Sequence[Region], device: torch.device) -> list[Tensor]:
         """Read a region of each input of a node into new memory."""
         tensors = []
         for wire, region in zip(node.inputs, needs, strict=True):
-            tensors.append(_empty(region, self._infos[wire].dtype, device))
+            tensors.append(_empty(region, self.infos[wire].dtype, device))
             if region.num_elements > 0:
                 self.fill(wire, region, tensors[-1])
         return tensors

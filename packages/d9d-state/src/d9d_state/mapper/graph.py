@@ -1,6 +1,6 @@
 """`Graph`: operations connected by wires, and its connected components."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -16,9 +16,7 @@ from d9d_state.tensor_info import TensorInfo
 class StateGroup:
     """Smallest set of inputs and outputs that can be transformed independently of all others.
 
-    Attributes:
-        inputs: Names that are consumed. Empty if the outputs are kept (`keep`).
-        outputs: Names that are produced. Empty if the inputs are dropped (`drop`).
+    There are no inputs if the outputs are kept (`keep`), and no outputs if the inputs are dropped (`drop`).
     """
 
     inputs: tuple[str, ...]
@@ -33,6 +31,14 @@ class Node:
     operation: Operation
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    def rewired(self, rewire: Callable[[int], int]) -> "Node":
+        """Return the node with other wires; `rewire` is called for the inputs first."""
+        return Node(
+            self.operation,
+            tuple([rewire(wire) for wire in self.inputs]),
+            tuple([rewire(wire) for wire in self.outputs]),
+        )
 
 
 @final
@@ -125,8 +131,21 @@ class Graph:
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
-        """Connected components of the graph, one per group, in the order of `groups`."""
-        return _components(self.nodes, self.input_wires, self.output_wires, self.num_wires)
+        """Connected components of the graph, ordered by first input; those without inputs come last."""
+        roots = _connected(self.num_wires, self.nodes)
+        inputs: dict[int, list[str]] = {}
+        outputs: dict[int, list[str]] = {}
+        nodes: dict[int, list[Node]] = {}
+        for name, wire in self.input_wires.items():
+            inputs.setdefault(roots[wire], []).append(name)
+        for name, wire in self.output_wires.items():
+            outputs.setdefault(roots[wire], []).append(name)
+        for node in self.nodes:
+            nodes.setdefault(roots[node.inputs[0]], []).append(node)
+        return tuple(
+            Component(StateGroup(tuple(inputs.get(root, ())), tuple(outputs.get(root, ()))), tuple(nodes.get(root, ())))
+            for root in {**inputs, **outputs}
+        )
 
     @cached_property
     def _component_by_input(self) -> dict[str, Component]:
@@ -150,40 +169,6 @@ class Graph:
         raise ValueError(
             "got no tensors; expected the inputs of one group. Groups without inputs (keep) cannot be applied."
         )
-
-
-def _components(
-    nodes: Iterable[Node], input_wires: Mapping[str, int], output_wires: Mapping[str, int], num_wires: int
-) -> tuple[Component, ...]:
-    """Return the connected components of a graph, ordered by first input; those without inputs come last."""
-    nodes = tuple(nodes)
-    roots = _connected(num_wires, nodes)
-    nodes_of: dict[int, list[Node]] = {}
-    for node in nodes:
-        nodes_of.setdefault(roots[node.inputs[0]], []).append(node)
-    # Fast path for many wires without nodes: each is a component with at most one input and one output.
-    bare_outputs = {wire: (name,) for name, wire in output_wires.items() if roots[wire] not in nodes_of}
-    inputs: dict[int, list[str]] = {root: [] for root in nodes_of}
-    outputs: dict[int, list[str]] = {root: [] for root in nodes_of}
-    found: dict[int, Component | None] = {}
-    for name, wire in input_wires.items():
-        root = roots[wire]
-        if root in inputs:
-            inputs[root].append(name)
-            found.setdefault(root)
-        else:
-            found[root] = Component(StateGroup((name,), bare_outputs.get(wire, ())), ())
-    for name, wire in output_wires.items():
-        root = roots[wire]
-        if root in outputs:
-            outputs[root].append(name)
-            found.setdefault(root)
-        elif root not in found:
-            found[root] = Component(StateGroup((), (name,)), ())
-    return tuple(
-        component or Component(StateGroup(tuple(inputs[root]), tuple(outputs[root])), tuple(nodes_of[root]))
-        for root, component in found.items()
-    )
 
 
 def _connected(num_wires: int, nodes: Iterable[Node]) -> list[int]:

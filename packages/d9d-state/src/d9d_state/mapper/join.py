@@ -9,8 +9,7 @@ from torch import Tensor
 
 from d9d_dist import Region
 from d9d_state.mapper._dims import Shape, common_dtype, infos_of, normalized_dim, resized, same_shapes, sized_dim
-from d9d_state.mapper._one_input import OneInput
-from d9d_state.mapper.operation import Piece
+from d9d_state.mapper.operation import OneInput, Piece
 from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 
@@ -31,7 +30,6 @@ class _Stack:
         return (TensorInfo((*shape[:dim], self.count, *shape[dim:]), common_dtype(inputs)),)
 
     def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> Iterator[Piece]:
-        assert output == 0
         dim = normalized_dim(self.dim, len(inputs[0].shape) + 1)
         part, first = region.removed(dim), region.offsets[dim]
         return (Piece(first + index, part, target.select(dim, index)) for index in range(region.sizes[dim]))
@@ -90,7 +88,6 @@ class _Concat:
         return (TensorInfo((*first[:dim], sum(got), *first[dim + 1 :]), common_dtype(inputs)),)
 
     def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> Iterator[Piece]:
-        assert output == 0
         dim = normalized_dim(self.dim, len(inputs[0].shape))
         first, end = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
         start = 0

@@ -4,6 +4,7 @@ A plain `Operation` runs on full tensors. A `Layout` operation only moves values
 destination. A `Local` or `Regional` operation computes regions of its outputs from regions of its inputs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
@@ -60,18 +61,11 @@ class Layout(Operation, Protocol):
     def pieces(
         self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]
     ) -> Iterable[Piece | Constant] | None:
-        """Map a non-empty region of an output to regions of the inputs.
+        """Map a non-empty region of output number `output` to regions of the inputs.
 
-        Args:
-            output: Index of the output.
-            region: Region of that output.
-            target: Memory of the region, with its shape and any strides.
-            inputs: Shapes and dtypes of all inputs.
-
-        Returns:
-            Non-empty pieces whose targets cover each element of `target` exactly once. `None` if no views of `target`
-            can express them: the method is called again with a contiguous target, and after another `None` the
-            operation runs on full tensors.
+        `target` is the memory of the region, with its shape and any strides. Returns non-empty pieces whose targets
+        cover each element of `target` exactly once. `None` if no views of `target` can express them: the method is
+        called again with a contiguous target, and after another `None` the operation runs on full tensors.
         """
         ...
 
@@ -104,6 +98,39 @@ class Regional(Operation, Protocol):
     def compute(self, region: Region, *inputs: Tensor) -> Tensor:
         """Compute a region of the output from the regions of the inputs that `needs` returns."""
         ...
+
+
+class OneInput(ABC):
+    """`Layout` operation with one input. Subclasses add `inverse` and `describe`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the output shapes; raise `ValueError` if the operation does not accept the input's shape."""
+
+    @abstractmethod
+    def move(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs for an input of an accepted shape."""
+
+    @abstractmethod
+    def source(self, output: int, region: Region, target: Tensor, shape: tuple[int, ...]) -> tuple[Region, Tensor]:
+        """Return the input region that fills a region of an output, and the view of `target` that it fills."""
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs; raise `ValueError` if the operation does not accept the input."""
+        (tensor,) = tensors
+        self.shapes(tuple(tensor.shape))
+        return self.move(tensor)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        """Return shape and dtype of the outputs."""
+        (info,) = inputs
+        return tuple(TensorInfo(shape, info.dtype) for shape in self.shapes(info.shape))
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        """Map a region of an output to the region of the input that fills it."""
+        return (Piece(0, *self.source(output, region, target, inputs[0].shape)),)
 
 
 def infer_on_meta(operation: Operation, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:

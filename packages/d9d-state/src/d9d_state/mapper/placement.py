@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, distribute_ten
 
 from d9d_dist import Region
 from d9d_state.mapper._dims import Shape
-from d9d_state.mapper._one_input import OneInput
+from d9d_state.mapper.operation import OneInput
 from d9d_state.mapper.state_mapper import StateMapper, leaf
 
 
@@ -29,7 +29,7 @@ class _Place(OneInput):
 
     def move(self, tensor: Tensor) -> tuple[Tensor]:
         if self.gathers:
-            return (_gathered(tensor, self.mesh, self.placements),)
+            return (self._gathered(tensor),)
         if isinstance(tensor, DTensor):
             raise ValueError("got a DTensor; expected the full tensor as a plain tensor on every rank.")
         # With src_data_rank=None, each rank slices its own shard, and nothing is sent.
@@ -44,16 +44,15 @@ class _Place(OneInput):
     def describe(self) -> str:
         return f"{'gather_full' if self.gathers else 'distribute'}({_described(self.placements)})"
 
-
-def _gathered(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    if not isinstance(tensor, DTensor):  # already full: model export gathers before it calls the mapper
-        return tensor
-    if tensor.device_mesh != mesh or tuple(tensor.placements) != placements:
-        raise ValueError(
-            f"got a DTensor with {_described(tensor.placements)} on {tensor.device_mesh}; "
-            f"expected {_described(placements)} on {mesh}."
-        )
-    return tensor.full_tensor()
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):  # already full: model export gathers before it calls the mapper
+            return tensor
+        if tensor.device_mesh != self.mesh or tensor.placements != self.placements:
+            raise ValueError(
+                f"got a DTensor with {_described(tensor.placements)} on {tensor.device_mesh}; "
+                f"expected {_described(self.placements)} on {self.mesh}."
+            )
+        return tensor.full_tensor()
 
 
 def distribute(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
