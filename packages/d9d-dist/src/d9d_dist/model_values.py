@@ -6,12 +6,8 @@ functions require; `place_values` then copies the values to every rank's shards,
 """
 
 import ctypes
-import os
-import sys
-import threading
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,7 +22,6 @@ from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
 from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
-from d9d_dist._peer_memory import peer_tensors
 from d9d_dist.errors import UserError
 from d9d_dist.late_init import canonical_name
 from d9d_dist.shards import local_positions, local_tensor
@@ -102,18 +97,15 @@ def place_values(
 ) -> None:
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place. Collective.
 
-    If all ranks can read rank 0's memory (on one Linux host), each rank copies its shards from there. Otherwise, and
-    for tensors of rank 0 that are not contiguous or not on the CPU, rank 0 sends blocks. This takes an all-gather of 16
-    bytes per tensor, then a scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank if
-    larger. A tensor whose rows are split over all ranks is scattered. Besides its own shards a rank holds one block at
-    a time; whole rows are received in place.
+    Rank 0 sends blocks of at most 8 MiB, or one row per rank if larger. This takes an all-gather of 16 bytes per
+    tensor, then a scatter or broadcast for each block. A tensor whose rows are split over all ranks is scattered.
+    Besides its own shards a rank holds one block at a time; whole rows are received in place.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
         layout: Tensors of the whole model that have values, on `meta`, by canonical name, in the same order on every
             rank. Other tensors of the stages are not initialized.
-        build: Function that returns the values of these tensors, called on rank 0 while the ranks allocate; `None` on
-            other ranks.
+        build: Function that returns the values of these tensors, called on rank 0; `None` on other ranks.
         device: Device of the parameters and buffers.
     """
     targets: dict[str, list[_Target]] = {name: [] for name in layout}
@@ -123,16 +115,10 @@ def place_values(
             for name, tensor in named_tensors(model):
                 if canonical_name(name) in targets:
                     targets[canonical_name(name)].append(_Target.of(tensor, name))
-        with _touch_in_background([target.local for group in targets.values() for target in group]):
-            values = None if build is None else build()
-        with peer_tensors(values) as readable:
-            for name, whole in layout.items():
-                if name in readable:
-                    _read_rows(targets[name], whole, partial(readable.read, name))
-            sent = [name for name in layout if name not in readable]
-        needed = _gather_rows([targets[name] for name in sent], device) if sent else []
-        for name, rows in zip(sent, needed, strict=True):
-            _Transfer(targets[name], layout[name], rows, device).run(None if values is None else values[name])
+        values = None if build is None else build()
+        rows = _gather_rows(list(targets.values()), device)
+        for (name, whole), needed in zip(layout.items(), rows, strict=True):
+            _Transfer(targets[name], whole, needed, device).run(None if values is None else values[name])
 
 
 class _Target(NamedTuple):
@@ -163,53 +149,6 @@ class _Target(NamedTuple):
         return self.local.view(-1, *row_shape)[begin - first : begin - first + size]
 
 
-@contextmanager
-def _touch_in_background(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """Write zeros to CPU tensors in a low-priority thread during the body.
-
-    The first write to new memory takes as long as several copies, because of page faults. Meanwhile most ranks only
-    wait for rank 0.
-    """
-
-    def touch() -> None:
-        if sys.platform.startswith("linux"):  # on other systems a thread has no priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        for tensor in tensors:
-            if tensor.device.type == "cpu":
-                tensor.detach().zero_()
-
-    thread = threading.Thread(target=touch)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def _read_rows(targets: Sequence[_Target], whole: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
-    """Fill the targets of one tensor by `read(offset, into)`, which copies bytes of the full tensor to the CPU.
-
-    Rows that a target holds whole, in CPU memory, are read in place. Other rows are read in blocks and then copied.
-    """
-    if not whole.numel():
-        return
-    _, *row_shape = _rows_of(whole).shape
-    row_bytes = prod(row_shape) * whole.itemsize
-    for target in targets:
-        begin, end = target.rows()
-        if begin == end:
-            continue
-        place = target.whole_rows(begin, end - begin, row_shape)
-        if place is not None and place.device.type == "cpu":
-            read(begin * row_bytes, place)
-            continue
-        step = max(_BLOCK_BYTES // row_bytes, 1)
-        for first in range(begin, end, step):
-            block = torch.empty((min(step, end - first), *row_shape), dtype=whole.dtype)
-            read(first * row_bytes, block)
-            _copy_part(target, block, first)
-
-
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with at least one dim."""
     return tensor if tensor.ndim else tensor.view(1)
@@ -221,7 +160,7 @@ def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -
     for group in targets:
         begins, ends = zip(*(target.rows() for target in group), strict=True) if group else ((0,), (0,))
         mine.append((min(begins), max(ends)))
-    if dist.get_world_size() == 1:
+    if not mine or dist.get_world_size() == 1:
         return [[rows] for rows in mine]
     rows = torch.tensor(mine, dtype=torch.int64, device=device).view(-1, 2)
     every = rows.new_empty(dist.get_world_size() * len(rows), 2)
