@@ -13,6 +13,7 @@ import tempfile
 import types
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self, final
@@ -103,17 +104,7 @@ class FakeAccelerator:
 
     def _entry(self, kind: int, stream: int, number: int, num_bytes: int) -> DeviceEntry:
         if kind in (0, len(KINDS) - 2):  # kernels or collectives, and host waits, have details
-            details = self._operators.details[number]
-            return DeviceEntry(
-                details.kind,
-                stream,
-                details.name,
-                details.num_bytes,
-                details.flops,
-                details.number,
-                details.stack,
-                details.shapes,
-            )
+            return replace(self._operators.details[number], stream=stream)
         return DeviceEntry(KINDS[kind], stream, num_bytes=num_bytes, number=number)
 
     @contextmanager
