@@ -36,7 +36,7 @@ class PipelinedModel:
         stages_per_rank: int = 1,
         placement: StagePlacement = "loop",
     ) -> None:
-        self._group, self._device = group, device
+        self._group = group
         num_ranks = 1 if group is None else group.size()
         program = build(ForwardOnly(stages_per_rank, placement), num_ranks=num_ranks, num_microbatches=1)
         self._last_rank = program.stage_ranks[-1]
@@ -50,4 +50,4 @@ class PipelinedModel:
             return outputs[0]
         # Send the metadata on every call, because in generation each result is one token longer.
         mine = outputs[0] if outputs else None
-        return broadcast_tree(mine, self._group, source=self._last_rank, device=self._device)
+        return broadcast_tree(mine, self._group, source=self._last_rank)
