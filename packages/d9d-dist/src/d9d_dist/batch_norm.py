@@ -20,10 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
+from d9d_dist._model_tensors import canonical_name
 from d9d_dist.collectives import all_gather
 from d9d_dist.differentiable import sum_over_ranks
 from d9d_dist.errors import UserError
-from d9d_dist.late_init import canonical_name
 
 
 def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[str]:

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Generator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ Domain = Literal["regular", "dense", "expert", "batch", "flat"]
 Domains = Mapping[Domain, Mapping[str, int]]
 
 
-class DistributedContext:
+class DistributedContext(AbstractContextManager["DistributedContext"]):
     """Membership of this rank in a job, created by `MeshConfig.build`.
 
     Construction is collective over all ranks. It starts the default process group, unless one exists, and checks that
@@ -73,10 +73,6 @@ class DistributedContext:
         except BaseException as error:
             self._abort(error)
             raise
-
-    def __enter__(self) -> Self:
-        """Return the context itself."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Leave the job. On an exception, publish it for the other ranks and do not wait for them."""

@@ -5,7 +5,6 @@ possible a rank computes only the values of its own shards.
 """
 
 import random
-import re
 import sys
 from collections import ChainMap
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -18,13 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist._fill_by_index import FillByIndex, Named, NeedsFullTensor, storage_key
-from d9d_dist._model_tensors import Slot, empty_on, named_tensors, replace_tensors
+from d9d_dist._model_tensors import Slot, canonical_name, empty_on, named_tensors, replace_tensors
 from d9d_dist.errors import UserError
-from d9d_dist.seeds import stream_key
+from d9d_dist.seeds import seed_generators, stream_key
 from d9d_dist.shards import copy_from_full_
-
-# Names that the wrappers of activation checkpointing and torch.compile insert.
-_WRAPPER_NAMES = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 @runtime_checkable
@@ -37,11 +33,6 @@ class ModuleLateInit(Protocol):
     def reset_parameters(self) -> None:
         """Set every own parameter and buffer. Any code that works on a single process is supported."""
         ...
-
-
-def canonical_name(name: str) -> str:
-    """Return a parameter's name without the names of wrapper modules (activation checkpointing, `torch.compile`)."""
-    return _WRAPPER_NAMES.sub("", name)
 
 
 def allocate(model: nn.Module, *, device: torch.device) -> None:
@@ -154,7 +145,7 @@ class _Initializer:
 
         known = ChainMap({storage_key(full): named for named, full in placed.items()}, self._known)
         mode = FillByIndex(self._seed, scope, known, save)
-        _seed_generators(stream_key(self._seed, scope))
+        seed_generators(stream_key(self._seed, scope))
         try:
             self._register(placed)
             with mode:
@@ -220,12 +211,3 @@ def _keep_host_generators() -> Generator[None]:
         random.setstate(state)
         if numpy:
             numpy.random.set_state(numpy_state)
-
-
-def _seed_generators(seed: int) -> None:
-    # Without an accelerator `torch.manual_seed` formats a stack trace per device type: milliseconds per module.
-    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-    seed_torch(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)

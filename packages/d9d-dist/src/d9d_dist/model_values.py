@@ -8,7 +8,6 @@ functions require; `place_values` then copies the values to every rank's shards,
 import ctypes
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -21,9 +20,8 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
-from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
+from d9d_dist._model_tensors import canonical_name, empty_on, named_tensors, replace_tensors
 from d9d_dist.errors import UserError
-from d9d_dist.late_init import canonical_name
 from d9d_dist.shards import local_positions, local_tensor
 
 _BLOCK_BYTES = 8 << 20
@@ -118,7 +116,7 @@ def place_values(
         values = None if build is None else build()
         rows = _gather_rows(list(targets.values()), device)
         for (name, whole), needed in zip(layout.items(), rows, strict=True):
-            _Transfer(targets[name], whole, needed, device).run(None if values is None else values[name])
+            _transfer(targets[name], whole, needed, None if values is None else values[name], device)
 
 
 class _Target(NamedTuple):
@@ -168,48 +166,41 @@ def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -
     return every.view(dist.get_world_size(), -1, 2).transpose(0, 1).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """Transfer of one tensor from rank 0 to the targets of all ranks, by blocks of rows.
+def _transfer(
+    targets: Sequence[_Target],
+    whole: torch.Tensor,
+    needed: Sequence[tuple[int, int]],
+    source: torch.Tensor | None,
+    device: torch.device,
+) -> None:
+    """Send a tensor, `source` on rank 0, by blocks of rows, and copy the received rows into this rank's targets.
 
-    Attributes:
-        targets: This rank's targets.
-        whole: The full tensor, on `meta`.
-        needed: The begin and the end of each rank's rows.
-        device: Device of the targets.
+    `whole` is the full tensor on `meta`; `needed` has the begin and the end of each rank's rows.
     """
-
-    targets: Sequence[_Target]
-    whole: torch.Tensor
-    needed: Sequence[tuple[int, int]]
-    device: torch.device
-
-    def run(self, source: torch.Tensor | None) -> None:
-        """Send the values, `source` on rank 0, and copy the received rows into the targets."""
-        longest = max(end - begin for begin, end in self.needed)
-        if not self.whole.numel() or not longest:
-            return
-        num_rows, *row_shape = _rows_of(self.whole).shape
-        is_scattered = longest * len(self.needed) <= 1.25 * num_rows
-        begins: list[int] = [begin for begin, _ in self.needed] if is_scattered else [0]
-        num_sent = longest if is_scattered else num_rows
-        row_bytes = prod(row_shape) * self.whole.itemsize
-        step = min(max(_BLOCK_BYTES // (row_bytes * len(begins)), 1), num_sent)
-        for offset in range(0, num_sent, step):
-            size = min(step, num_sent - offset)
-            # For a rank with fewer rows than others, the last message also contains rows of another rank.
-            starts = [min(begin + offset, num_rows - size) for begin in begins]
-            parts = None
-            if source is not None:
-                rows = _rows_of(source)
-                parts = [rows[start : start + size].to(self.device).contiguous() for start in starts]
-            begin = starts[dist.get_rank() if is_scattered else 0]
-            place = self.targets[0].whole_rows(begin, size, row_shape) if len(self.targets) == 1 else None
-            block = self.whole.new_empty((size, *row_shape), device=self.device) if place is None else place
-            _send(parts, block, is_scattered=is_scattered)
-            if place is None:
-                for target in self.targets:
-                    _copy_part(target, block, begin)
+    longest = max(end - begin for begin, end in needed)
+    if not whole.numel() or not longest:
+        return
+    num_rows, *row_shape = _rows_of(whole).shape
+    is_scattered = longest * len(needed) <= 1.25 * num_rows
+    begins: list[int] = [begin for begin, _ in needed] if is_scattered else [0]
+    num_sent = longest if is_scattered else num_rows
+    row_bytes = prod(row_shape) * whole.itemsize
+    step = min(max(_BLOCK_BYTES // (row_bytes * len(begins)), 1), num_sent)
+    for offset in range(0, num_sent, step):
+        size = min(step, num_sent - offset)
+        # For a rank with fewer rows than others, the last message also contains rows of another rank.
+        starts = [min(begin + offset, num_rows - size) for begin in begins]
+        parts = None
+        if source is not None:
+            rows = _rows_of(source)
+            parts = [rows[start : start + size].to(device).contiguous() for start in starts]
+        begin = starts[dist.get_rank() if is_scattered else 0]
+        place = targets[0].whole_rows(begin, size, row_shape) if len(targets) == 1 else None
+        block = whole.new_empty((size, *row_shape), device=device) if place is None else place
+        _send(parts, block, is_scattered=is_scattered)
+        if place is None:
+            for target in targets:
+                _copy_part(target, block, begin)
 
 
 def _send(parts: Sequence[torch.Tensor] | None, block: torch.Tensor, *, is_scattered: bool) -> None:
