@@ -29,6 +29,9 @@ from d9d_dist.errors import UserError
 def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Make batch norms compute their statistics over the microbatches of all ranks of a group, in place.
 
+    The group has the ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`. Call the function before or after
+    parallelization, but before FSDP, which also changes classes. Returns the names of the layers.
+
     Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any options. Ranks may have
     different numbers of values. Running statistics become equal on all ranks, also in `nn.InstanceNorm1d`, `2d` and
     `3d`. Each layer's class becomes a subclass; state-dict names, hooks and `isinstance` are not affected.
@@ -37,13 +40,6 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
     instance norm with running statistics an all-reduce. In eval mode, batch norms without running statistics issue the
     same collectives while gradients are enabled. Under `no_grad` they raise an error on several ranks: ranks may
     evaluate different numbers of batches.
-
-    Args:
-        model: Model before or after parallelization, but before FSDP, which also changes classes.
-        group: Ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`.
-
-    Returns:
-        The names of the layers.
 
     Raises:
         UserError: From the forward of a layer, if it computes its statistics in another way than by one call of

@@ -134,19 +134,11 @@ def all_reduce_scalars(
     *,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dict[str, Tensor]:
-    """Return sums of numbers over ranks. One all-reduce in float64; no host-device synchronization.
+    """Return numbers summed (or reduced by `op`) over ranks. One all-reduce in float64; no host-device synchronization.
 
-    Args:
-        values: Numbers or one-element tensors by name. Names and their order must be equal on all ranks; this is not
-            checked.
-        group: Process group.
-        op: Reduction operator.
-
-    Returns:
-        0-dim float64 tensors by name, on the accelerator if the group has a backend for it, else on the CPU.
-
-    Raises:
-        UserError: If a tensor does not have exactly one element.
+    `values` are numbers or one-element tensors by name; other tensors raise `UserError`. Names and their order must be
+    equal on all ranks, which is not checked. The results are 0-dim float64 tensors, on the accelerator if the group has
+    a backend for it, else on the CPU.
     """
     if not values:
         return {}

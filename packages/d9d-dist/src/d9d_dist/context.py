@@ -34,8 +34,6 @@ class DistributedContext(AbstractContextManager["DistributedContext"]):
     ranks.
 
     Attributes:
-        rank: Global rank.
-        local_rank: Rank on this node.
         timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
         hosts_store: True if this process hosts the job's store, which other ranks cannot reach after the process ends.
@@ -160,24 +158,14 @@ class DistributedContext(AbstractContextManager["DistributedContext"]):
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])
 
     @contextmanager
-    def main_process_first(self) -> Generator[None]:
-        """Run the body on rank 0 first, then on all other ranks.
+    def main_process_first(self, *, per_node: bool = False) -> Generator[None]:
+        """Run the body on rank 0, or with `per_node` on the first rank of every node; then on all other ranks.
 
-        Collective over all ranks. Other ranks wait for rank 0's body, at most for the groups' timeout. If the body
-        raises on rank 0, the other ranks skip the body and raise a `RuntimeError`.
+        Collective over all ranks. Other ranks wait for the bodies of the first ranks, at most for the groups' timeout.
+        If the body raises on a first rank, a `RuntimeError` is raised on every rank whose own body did not raise; ranks
+        that are not first skip the body.
         """
-        yield from self._run_first(self.is_main_process)
-
-    @contextmanager
-    def local_main_process_first(self) -> Generator[None]:
-        """Run the body on the first rank of every node, then on all other ranks; see `main_process_first`.
-
-        If the body raises on the first rank of a node, a `RuntimeError` is raised on every rank whose own body did not
-        raise.
-        """
-        yield from self._run_first(self.is_local_main_process)
-
-    def _run_first(self, goes_first: bool) -> Generator[None]:
+        goes_first = self.is_local_main_process if per_node else self.is_main_process
         if not goes_first:
             self._wait_for_first(failed=False)
         try:

@@ -54,7 +54,6 @@ class GradientSync:
 
     Args:
         model: A model, or one stage of it.
-        num_microbatches: See the attribute.
         bucket_bytes: Bucket size in bytes. Smaller gradients are copied into buckets; a larger gradient is reduced in
             place, without a copy.
         dtype: dtype of the reduction. Default: `Precision.reduce` of the parallelization, else the gradient's dtype.

@@ -41,7 +41,7 @@ def allocate(model: nn.Module, *, device: torch.device) -> None:
 
 
 def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
-    """Allocate a model that was built on `meta` and initialize its values, in place.
+    """Allocate a model that was built on `meta`, parallelized or not, and initialize its values from a seed, in place.
 
     Calls `reset_parameters` of every submodule that has it, children before parents. The values are bitwise equal to
     those of a single process, for every layout and whichever operations `reset_parameters` uses. Random numbers that
@@ -55,11 +55,6 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
 
     Tied parameters stay tied. No collectives, with one exception: if a module needs the full tensor of a parameter that
     another module has filled, the parameter is all-gathered over its mesh.
-
-    Args:
-        model: Model on `meta`, parallelized or not.
-        device: Device of the parameters and buffers.
-        seed: Seed of the initial values.
 
     Raises:
         ValueError: If no `reset_parameters` sets a parameter or buffer; lists all unset ones.

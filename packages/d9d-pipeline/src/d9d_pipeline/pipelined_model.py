@@ -21,10 +21,7 @@ class PipelinedModel:
 
     Args:
         stages: This rank's stage modules by global stage index.
-        stages_per_rank: Number of stages on each rank.
-        placement: Assignment of stages to ranks.
         group: Process group of the pipeline; None for one rank.
-        device: Device that the stages compute on.
     """
 
     def __init__(

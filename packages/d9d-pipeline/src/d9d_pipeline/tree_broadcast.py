@@ -8,17 +8,9 @@ from d9d_dist import all_gather_trees
 
 
 def broadcast_tree(tree: Any, group: dist.ProcessGroup, *, source: int) -> Any:
-    """Return the tree of rank `source` on every rank of a group. The tree may change from call to call.
+    """Return the tree of rank `source` of a group on every rank of the group; other ranks pass any tree.
 
-    Collectives are those of `all_gather_trees`, with one tree.
-
-    Args:
-        tree: Tensors and `None` in tuples, lists and dicts; ignored on the other ranks.
-        group: Process group of the pipeline.
-        source: Rank within the group that has the tree.
-
-    Raises:
-        UserError: On every rank, if the tree cannot be sent.
+    The leaves are tensors and `None`. Collectives and errors are those of `all_gather_trees`, with one tree.
     """
     is_source = group.rank() == source
     found = all_gather_trees(tree if is_source else None, group)[source]

@@ -53,9 +53,8 @@ class Difference:
     Attributes:
         path: Keys and indices of the node, joined by dots.
         error: Relative error ||actual - expected|| / ||expected||; infinite if undefined.
-        index: Index of the element with the largest deviation; `None` if the leaves are not tensors of one shape.
-        actual: Actual value of that element.
-        expected: Expected value of that element.
+        index: Index of the element with the largest deviation, whose values are `actual` and `expected`; `None` if the
+            leaves are not tensors of one shape.
     """
 
     path: str

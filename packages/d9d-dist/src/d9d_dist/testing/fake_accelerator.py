@@ -84,9 +84,8 @@ class FakeAccelerator:
     def answer(self, function: str, values: Callable[[tuple[int, ...]], Any]) -> None:
         """Set the values that a function reads from the device, which are 0 by default.
 
-        Args:
-            function: Name of the function that reads the values, such as "counts_on_host".
-            values: Function that returns the values for the shape of the read tensor.
+        `function` is the name of the reading function, such as "counts_on_host"; `values` returns the values for the
+        shape of the read tensor.
         """
         self._operators.answers[function] = values
 

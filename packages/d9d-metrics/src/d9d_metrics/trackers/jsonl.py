@@ -136,19 +136,19 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the complete lines of a file, each with its JSON object."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if line.endswith(b"\n"):
-            yield line, _parse(line, f"line {number} of {path}")
-
-
-def _parse(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise UserError(f"got {line[:40]!r} in {place}; expected a JSON object. Delete the line or the file.")
-    return record
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(
+                f"got {line[:40]!r} in line {number} of {path}; expected a JSON object. Delete the line or the file."
+            )
+        yield line, record
 
 
 def _open(path: Path) -> FileIO:
