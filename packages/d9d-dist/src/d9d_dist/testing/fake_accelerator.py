@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -174,24 +174,6 @@ def _device_module() -> types.ModuleType:
     module.memory_stats = lambda *_: {}
     module.empty_cache = lambda: None
     module.is_bf16_supported = lambda *_: True
-    module.stream, module.device = _on_stream, _on_device
+    module.stream = lambda stream: stream or nullcontext()
+    module.device = lambda _: nullcontext()
     return module
-
-
-@contextmanager
-def _on_stream(stream: torch.Stream | None) -> Generator[None]:
-    if stream is None:
-        yield
-        return
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-
-
-@contextmanager
-def _on_device(device: Any) -> Generator[None]:
-    del device
-    yield
