@@ -144,9 +144,9 @@ class GradientSync:
                 self._num_started += 1
 
 
-def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None) -> None:
+def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Sum the gradients of a model over ranks, after all backward passes of a step; see `GradientSync`."""
-    sync = GradientSync(model, bucket_bytes=bucket_bytes, dtype=dtype)
+    sync = GradientSync(model, bucket_bytes=bucket_bytes)
     try:
         sync.finish()
     finally:
