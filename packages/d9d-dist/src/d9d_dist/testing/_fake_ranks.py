@@ -25,17 +25,14 @@ class FakeWork(dist._Work):
         self._extension, self._event, self._result = extension, event, list(result)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait for the collective."""
         if self._event is not None:
             self._extension.put_event_wait(self._event, -1)
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def result(self) -> list[Tensor]:
-        """Return the outputs."""
         return self._result
 
 
@@ -63,12 +60,10 @@ class FakeGroup(_ProcessGroup):
         self._peer_streams: dict[int, int] = {}
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the backend."""
         return BACKEND
 
     @property
     def pg_name(self) -> str:
-        """Name of the group."""
         return dist.distributed_c10d._world.pg_names[self]
 
     @property
@@ -81,11 +76,9 @@ class FakeGroup(_ProcessGroup):
         return self
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """Return this process's rank in the group."""
         return self._rank
 
     def _record(self, name: str, inputs: Any, outputs: Any, *, stream: int | None = None) -> FakeWork:
@@ -107,41 +100,34 @@ class FakeGroup(_ProcessGroup):
         return self._peer_streams[peer]
 
     def barrier(self, _options: Any = None) -> FakeWork:
-        """Return at once."""
         return FakeWork(self._extension, None, [])
 
     def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record an all-gather into a list."""
         for each, own in zip(outputs, inputs, strict=True):
             for output in each:
                 _fill(output, own)
         return self._record("all_gather", inputs, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, _options: Any = None) -> FakeWork:
-        """Record an all-gather into one tensor."""
         for part in output.flatten().chunk(self._size) if output.device.type == "cpu" else ():
             _fill(part, own.flatten())
         return self._record("all_gather", own, output)
 
     def gather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record a gather."""
         for each, own in zip(outputs, inputs, strict=False):
             for output in each:
                 _fill(output, own)
         return self._record("gather", inputs, outputs)
 
     def scatter(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record a scatter."""
         for output, each in zip(outputs, inputs, strict=False):
             _fill(output, each[self._rank])
         return self._record("scatter", inputs, outputs)
 
     def send(self, tensors: Any, to: int, _tag: int = 0) -> FakeWork:
-        """Record a send."""
         return self._record("send", tensors, (), stream=self._peer_stream(to))
 
     def recv(self, tensors: Any, source: int, _tag: int = 0) -> FakeWork:
-        """Record a receive."""
         return self._record("recv", (), tensors, stream=self._peer_stream(source))
 
     allreduce = allreduce_coalesced = _in_place("all_reduce")
