@@ -97,7 +97,7 @@ def place_values(
 
     Rank 0 sends blocks of at most 8 MiB, or one row per rank if larger. This takes an all-gather of 16 bytes per
     tensor, then a scatter or broadcast for each block. A tensor whose rows are split over all ranks is scattered.
-    Besides its own shards a rank holds one block at a time; whole rows are received in place.
+    Besides its own shards a rank holds one block at a time.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
@@ -136,15 +136,6 @@ class _Target(NamedTuple):
             return 0, 1
         rows = self.places[0]
         return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
-
-    def whole_rows(self, begin: int, size: int, row_shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the memory of consecutive rows; `None` unless the shard holds all these rows, whole and in order."""
-        first, end = self.rows()
-        if not (first <= begin and begin + size <= end and end - first == prod(self.local.shape[:1])):
-            return None
-        if [*self.local.shape[1:]] != [*row_shape] or not self.local.is_contiguous():
-            return None
-        return self.local.view(-1, *row_shape)[begin - first : begin - first + size]
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,13 +185,10 @@ def _transfer(
         if source is not None:
             rows = _rows_of(source)
             parts = [rows[start : start + size].to(device).contiguous() for start in starts]
-        begin = starts[dist.get_rank() if is_scattered else 0]
-        place = targets[0].whole_rows(begin, size, row_shape) if len(targets) == 1 else None
-        block = whole.new_empty((size, *row_shape), device=device) if place is None else place
+        block = whole.new_empty((size, *row_shape), device=device)
         _send(parts, block, is_scattered=is_scattered)
-        if place is None:
-            for target in targets:
-                _copy_part(target, block, begin)
+        for target in targets:
+            _copy_part(target, block, starts[dist.get_rank() if is_scattered else 0])
 
 
 def _send(parts: Sequence[torch.Tensor] | None, block: torch.Tensor, *, is_scattered: bool) -> None:
