@@ -89,7 +89,7 @@ def grad_norm_parts(
 
 def _group(parameters: Sequence[nn.Parameter]) -> dict[_Part, list[torch.Tensor]]:
     """Return this rank's gradient shards by part, in an order that is equal on all ranks of a stage."""
-    part_of = cache(_part)
+    part_of = cache(_splits)
     has_plain = not all(isinstance(parameter, DTensor) for parameter in parameters)
     parts: dict[_Part, list[torch.Tensor]] = {_REPLICATED: []} if has_plain else {}
     for parameter in parameters:
@@ -101,7 +101,7 @@ def _group(parameters: Sequence[nn.Parameter]) -> dict[_Part, list[torch.Tensor]
     return parts
 
 
-def _part(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Part:
+def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Part:
     axes = [
         (name, mesh.get_group(axis))
         for axis, (name, placement) in enumerate(zip(axis_names(mesh), placements, strict=True))
