@@ -158,7 +158,7 @@ class VerlEngine:
             for source, has_item in enumerate(turns):
                 if has_item:
                     tree = None if item is None else {item[0]: item[1].contiguous()}
-                    found: dict[str, Tensor] = broadcast_tree(tree, group, source=source, device=self.ctx.device)
+                    found: dict[str, Tensor] = broadcast_tree(tree, group, source=source)
                     yield from found.items()
 
     def get_data_parallel_size(self) -> int:

@@ -66,9 +66,6 @@ class ExpertLoad(Metric):
         self.layers = list(layers)
         self.counts = Accumulator("sum", shape=(len(layers), num_experts))
 
-    def accumulators(self) -> dict[str, Accumulator]:
-        return {"counts": self.counts}
-
     def update(self, counts: Mapping[str, Tensor]) -> None:
         for layer, seen in counts.items():
             self.counts.value[self.layers.index(layer)] += seen

@@ -474,7 +474,7 @@ def gradients_of_the_own_next_stage_are_halved() -> Generator[None]:
 @caught_by("plain,cp_shard=2")
 def positions_count_from_zero_on_every_rank() -> AbstractContextManager[object]:
     def local(self: ContextSplit, length: int) -> Tensor:
-        return torch.arange(length // self._mesh.size()).unsqueeze(0)
+        return torch.arange(length // self.mesh.size()).unsqueeze(0)
 
     return mock.patch.object(ContextSplit, "positions", local)
 
@@ -525,7 +525,7 @@ def documents_are_forgotten_where_a_row_is_cut() -> AbstractContextManager[objec
 @caught_by("dense,cp_shard=2")
 def a_rank_takes_consecutive_tokens() -> AbstractContextManager[object]:
     def consecutive(self: ContextSplit) -> tuple[int, int]:
-        rank = self._mesh.get_local_rank()
+        rank = self.mesh.get_local_rank()
         return 2 * rank, 2 * rank + 1
 
     return mock.patch.object(ContextSplit, "_chunks", consecutive)

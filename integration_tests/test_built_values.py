@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import d9d_dist._peer_memory
 import d9d_dist.model_values
 import d9d_loop.model.built_model
 import d9d_loop.model.model_build
@@ -185,19 +184,18 @@ def _frozen_parts_are_thawed() -> AbstractContextManager[object]:
 
 
 def _rows_of_a_block_are_shifted() -> AbstractContextManager[object]:
-    def read(original: Any, process: int, address: int, into: Tensor) -> None:
-        original(process, address, into)
-        if into.dtype == torch.float64:
-            into.copy_(into.roll(1, 0))
+    def send(original: Any, parts: Any, block: Tensor, **kwargs: Any) -> None:
+        original(parts, block, **kwargs)
+        block.copy_(block.roll(1, 0))
 
-    return _replace(d9d_dist._peer_memory, "_read", read)
+    return _replace(d9d_dist.model_values, "_send", send)
 
 
-def _every_rank_copies_the_first_shard() -> AbstractContextManager[object]:
-    def rows(original: Any, targets: Any, whole: Tensor, read: Any) -> None:
-        original(targets, whole, lambda _offset, into: read(0, into))
+def _every_rank_gets_the_first_shard() -> AbstractContextManager[object]:
+    def send(original: Any, parts: Any, block: Tensor, **kwargs: Any) -> None:
+        original(None if parts is None else [parts[0]] * len(parts), block, **kwargs)
 
-    return _replace(d9d_dist.model_values, "_read_rows", rows)
+    return _replace(d9d_dist.model_values, "_send", send)
 
 
 BUGS = [
@@ -206,7 +204,7 @@ BUGS = [
     _ties_are_broken,
     _frozen_parts_are_thawed,
     _rows_of_a_block_are_shifted,
-    _every_rank_copies_the_first_shard,
+    _every_rank_gets_the_first_shard,
 ]
 
 

@@ -329,8 +329,8 @@ def _ranks_take_the_first_part_of_the_mask() -> AbstractContextManager[object]:
 def _replicas_of_experts_are_not_added_up() -> AbstractContextManager[object]:
     real = d9d_dist.expert_parallel.compute_locally
 
-    def without_axes(module: nn.Module, *, partial_axes: Any = (), **dtypes: Any) -> None:
-        real(module, **dtypes)
+    def without_axes(module: nn.Module, *, partial_axes: Any = (), **dtypes: Any) -> Any:
+        return real(module, **dtypes)
 
     return mock.patch.object(d9d_dist.expert_parallel, "compute_locally", without_axes)
 

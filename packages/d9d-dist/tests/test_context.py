@@ -49,7 +49,7 @@ def _build_on_nodes(ranks_of_nodes: list[int]) -> DistributedContext:
 
 def _order(ranks_of_nodes: list[int], folder: str, local: bool) -> tuple[int, list[str]]:
     with _build_on_nodes(ranks_of_nodes) as ctx:
-        with ctx.local_main_process_first() if local else ctx.main_process_first():
+        with ctx.main_process_first(per_node=local):
             if ctx.is_local_main_process if local else ctx.is_main_process:
                 time.sleep(0.2 + 0.1 * ctx.node_rank)
             seen = sorted(path.name for path in Path(folder).iterdir())
@@ -77,7 +77,7 @@ def test_the_first_rank_of_every_node_runs_the_body_first(nodes: list[int], tmp_
 
 def _fail_first(nodes: list[int], failing: int, local: bool) -> str:
     with _build_on_nodes(nodes) as ctx:
-        first, ran = (ctx.local_main_process_first() if local else ctx.main_process_first()), False
+        first, ran = ctx.main_process_first(per_node=local), False
         try:
             with first:
                 ran = True

@@ -1,7 +1,6 @@
 import functools
 import re
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import d9d_dist._peer_memory
 import d9d_dist.model_values
 from d9d_dist import (
     DistributedContext,
@@ -25,7 +23,6 @@ from d9d_dist import (
     parallelize_tensor,
     place_values,
 )
-from d9d_dist.model_values import _Transfer
 from d9d_dist.tensor_styles import ColumnParallel, RowParallel
 from d9d_dist.testing import run_ranks
 
@@ -205,47 +202,24 @@ def _split(model: nn.Module, ctx: DistributedContext) -> None:
     _shard(model, ctx)
 
 
-@contextmanager
-def _is_on_another_host(rank: int) -> Generator[None]:
-    """Let the last rank find no memory of rank 0 under its process id."""
-
-    def read(process: int, address: int, into: torch.Tensor) -> None:
-        if rank:
-            raise ProcessLookupError
-        into.zero_()
-
-    with mock.patch.object(d9d_dist._peer_memory, "_read", read):
-        yield
-
-
 def _placed_values(parallelize: Callable[[nn.Module, DistributedContext], None], degrees: dict[str, int]) -> list[str]:
-    """Return the tensors whose placed values differ from the built ones: by reads of rank 0's memory, and sent."""
+    """Return the tensors whose placed values differ from the built ones."""
     small_blocks = mock.patch.object(d9d_dist.model_values, "_BLOCK_BYTES", 16)  # several blocks for most tensors
     with small_blocks, MeshConfig(**degrees).build() as ctx:
-        wrong = _wrong_values(parallelize, ctx, num_sent=1)  # the transposed one
-        with _is_on_another_host(ctx.rank):
-            return [*wrong, *_wrong_values(parallelize, ctx, num_sent=len(built_values(_build())))]
-
-
-def _wrong_values(
-    parallelize: Callable[[nn.Module, DistributedContext], None], ctx: DistributedContext, *, num_sent: int
-) -> list[str]:
-    expected = _build()
-    model = _build()
-    move_to_meta(model)
-    layout = dict(built_values_on_meta(model))
-    parallelize(model, ctx)
-    build = (lambda: built_values(_build())) if ctx.is_main_process else None
-    with mock.patch.object(_Transfer, "run", autospec=True, side_effect=_Transfer.run) as run:
+        model = _build()
+        move_to_meta(model)
+        layout = dict(built_values_on_meta(model))
+        parallelize(model, ctx)
+        build = (lambda: built_values(_build())) if ctx.is_main_process else None
         place_values([model], layout, build, device=ctx.device)
-    wrong = [] if run.call_count == num_sent else [f"{run.call_count} tensors were sent"]
-    tensors = {canonical_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    for name, value in built_values(expected).items():
-        found = tensors[name].detach()
-        full = found.full_tensor() if isinstance(found, DTensor) else found
-        if full.shape != value.shape or not torch.equal(_bits(full), _bits(value)):
-            wrong.append(name)
-    return wrong
+        tensors = {canonical_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        wrong = []
+        for name, value in built_values(_build()).items():
+            found = tensors[name].detach()
+            full = found.full_tensor() if isinstance(found, DTensor) else found
+            if full.shape != value.shape or not torch.equal(_bits(full), _bits(value)):
+                wrong.append(name)
+        return wrong
 
 
 def built_values_on_meta(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -279,7 +253,6 @@ def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], de
         layout = dict(built_values_on_meta(model))
         parallelize(model, ctx)
         with (
-            _is_on_another_host(ctx.rank),
             mock.patch.object(torch.distributed, "scatter", wraps=torch.distributed.scatter) as scatter,
             mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as broadcast,
         ):

@@ -215,9 +215,6 @@ class LargeCounts(Metric):
     def __init__(self) -> None:
         self.one, self.many, self.sum = Accumulator("count"), Accumulator("count", shape=[2, 2]), Accumulator("sum")
 
-    def accumulators(self) -> dict[str, Accumulator]:
-        return {"one": self.one, "many": self.many, "sum": self.sum}
-
     def compute(self) -> torch.Tensor:
         return torch.cat([self.one.value.view(1), self.many.value.flatten(), self.sum.value.long().view(1)])
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from d9d_dist._model_tensors import canonical_name as canonical_name
     from d9d_dist.batch_norm import synchronize_batch_norm as synchronize_batch_norm
     from d9d_dist.block_gather import gather_in_blocks as gather_in_blocks
     from d9d_dist.collectives import all_gather as all_gather
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from d9d_dist.gradients import set_gradient_sync as set_gradient_sync
     from d9d_dist.late_init import ModuleLateInit as ModuleLateInit
     from d9d_dist.late_init import allocate as allocate
-    from d9d_dist.late_init import canonical_name as canonical_name
     from d9d_dist.late_init import materialize as materialize
     from d9d_dist.launch import Launch as Launch
     from d9d_dist.launch import read_launch as read_launch

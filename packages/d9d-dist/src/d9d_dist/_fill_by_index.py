@@ -8,7 +8,6 @@ raises `NeedsFullTensor`, and the caller runs `reset_parameters` again on full t
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d9d_dist.counter_random import normal_at, uniform_at
+from d9d_dist.parameter_writes import written_tensors
 from d9d_dist.seeds import stream_key
 from d9d_dist.shards import indexed_blocks, local_tensor
 
@@ -148,12 +148,11 @@ class FillByIndex(TorchDispatchMode):
         )
 
     def _record_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for position, name in _written_arguments(func):
-            for leaf in tree_leaves(args[position] if position < len(args) else kwargs.get(name)):
-                named = self._known.get(storage_key(leaf)) if isinstance(leaf, torch.Tensor) else None
-                if named is not None and named not in self.written:
-                    self._before_write(named)
-                    self.written.add(named)
+        for tensor in written_tensors(func, args, kwargs):
+            named = self._known.get(storage_key(tensor))
+            if named is not None and named not in self.written:
+                self._before_write(named)
+                self.written.add(named)
 
     def _fill(
         self,
@@ -204,9 +203,3 @@ def _truncated() -> torch.Tensor | None:
     if frame is None or frame.f_globals is not init.__dict__ or frame.f_code.co_name != "_no_grad_trunc_normal_":
         return None
     return frame.f_locals["tensor"]
-
-
-@cache
-def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(func._schema.arguments)
-    return [(position, arg.name) for position, arg in arguments if arg.alias_info and arg.alias_info.is_write]

@@ -18,14 +18,12 @@ class Slot:
     """State of one parameter's gradient in a bucket.
 
     Attributes:
-        parameter: The parameter.
         placements: Placements of the gradient before the reduction.
         ranks: Ranks that sum the gradient, in ascending order; includes this rank.
         reduced: Placements of the gradient after the reduction.
         dtype: dtype of the gradient.
         wire_dtype: dtype of the all-reduce.
         shape: Local shape of the gradient.
-        num_received: Number of gradients accumulated in this step.
         before: Reduced gradient in `.grad` before the step, or `None`.
         is_used: True if this rank has computed a gradient in this step.
     """

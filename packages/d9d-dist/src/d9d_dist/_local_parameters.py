@@ -73,8 +73,8 @@ def compute_locally(
     partial_axes: Iterable[str] = (),
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-) -> None:
-    """Make a module's own parameters (not its children's) plain tensors in its forward.
+) -> LocalParameters:
+    """Make a module's own parameters (not its children's) plain tensors in its forward; return the hooks.
 
     Gradients of replicated parameters are partial over `partial_axes` and are reduced in `reduce_dtype`. Repeated calls
     extend the options.
@@ -87,6 +87,7 @@ def compute_locally(
     hooks.partial_axes.update(partial_axes)
     hooks.compute_dtype = compute_dtype or hooks.compute_dtype
     hooks.reduce_dtype = reduce_dtype or hooks.reduce_dtype
+    return hooks
 
 
 def local_parameters_of(module: nn.Module) -> LocalParameters | None:
@@ -211,9 +212,7 @@ def replicate_beside_fsdp(
     for module in model.modules():
         names = [name for name, parameter in module._parameters.items() if id(parameter) in made]
         if names:
-            compute_locally(module, partial_axes=axes, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-            hooks = local_parameters_of(module)
-            assert hooks is not None, "compute_locally has just added the hooks"
+            hooks = compute_locally(module, partial_axes=axes, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
             hooks.beside_fsdp.update(names)
             for name in names:
                 module._parameters[name] = made[id(module._parameters[name])]

@@ -1,5 +1,6 @@
 """Iteration over the parameters and buffers of a model, and in-place replacement that keeps weight tying."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -7,6 +8,14 @@ import torch
 from torch import nn
 
 from d9d_dist.shards import from_local, local_tensor
+
+# Names that the wrappers of activation checkpointing and torch.compile insert.
+_WRAPPER_NAMES = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the names of wrapper modules (activation checkpointing, `torch.compile`)."""
+    return _WRAPPER_NAMES.sub("", name)
 
 
 class Slot(NamedTuple):

@@ -39,7 +39,10 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
         )
     place = store_place(launch)
     try:
-        store = _host_store(launch, timeout) if hosts_store(launch) else _connect(launch, timeout)
+        if hosts_store(launch):
+            store = _host_store(launch, timeout)
+        else:
+            store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     except dist.DistNetworkError as error:
         seconds = timeout.total_seconds()
         raise StartupTimeoutError(
@@ -97,11 +100,6 @@ def _host_store(launch: Launch, timeout: timedelta) -> dist.Store:
             f"rank 0 cannot listen on MASTER_ADDR = {address} and MASTER_PORT = {port}: {str(error).splitlines()[0]} "
             "Use the address of rank 0's host, and a free port."
         ) from None
-
-
-def _connect(launch: Launch, timeout: timedelta) -> dist.Store:
-    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return store
 
 
 def _describe_missing(store: dist.Store, launch: Launch, timeout: timedelta) -> str:

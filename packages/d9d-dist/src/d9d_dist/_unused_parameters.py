@@ -20,10 +20,7 @@ class UnusedParameters:
     """Provider of zero gradients for the parameters that a rank does not use, so that FSDP can reduce all gradients.
 
     `finish` removes the zero gradients of parameters that no rank used. Optimizers then skip these parameters, as
-    without FSDP: no weight decay and no optimizer state.
-
-    Args:
-        model: A model or one stage of it, after parallelization.
+    without FSDP: no weight decay and no optimizer state. Construct it after the model is parallelized.
     """
 
     def __init__(self, model: nn.Module) -> None:

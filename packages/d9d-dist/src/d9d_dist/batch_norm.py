@@ -20,14 +20,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
+from d9d_dist._model_tensors import canonical_name
 from d9d_dist.collectives import all_gather
 from d9d_dist.differentiable import sum_over_ranks
 from d9d_dist.errors import UserError
-from d9d_dist.late_init import canonical_name
 
 
 def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Make batch norms compute their statistics over the microbatches of all ranks of a group, in place.
+
+    The group has the ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`. Call the function before or after
+    parallelization, but before FSDP, which also changes classes. Returns the names of the layers.
 
     Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any options. Ranks may have
     different numbers of values. Running statistics become equal on all ranks, including those of `nn.InstanceNorm1d`,
@@ -37,13 +40,6 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
     instance norm with running statistics an all-reduce. In eval mode, batch norms without running statistics issue the
     same collectives while gradients are enabled. Under `no_grad` they raise an error on several ranks: ranks may
     evaluate different numbers of batches.
-
-    Args:
-        model: Model before or after parallelization, but before FSDP, which also changes classes.
-        group: Ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`.
-
-    Returns:
-        The names of the layers.
 
     Raises:
         UserError: From the forward of a layer, if it computes its statistics in another way than by one call of

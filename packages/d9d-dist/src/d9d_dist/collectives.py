@@ -5,14 +5,18 @@ group. The functions accept non-contiguous tensors and negative dims, do not cha
 contiguous tensors. Supported dtypes are those of the group's backend; gloo does not support float8.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from d9d_dist._shape_exchange import exchange_shapes
 from d9d_dist.errors import UserError
+
+_MAX_DIMS = 16
+# A dtype is sent as its index in this tuple, which is equal in all processes of a job.
+_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
@@ -93,7 +97,7 @@ def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) 
     Raises:
         UserError: On every rank, if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
     """
-    shapes = exchange_shapes(tensor, group)
+    shapes = _exchange_shapes(tensor, group)
     if len(set(shapes)) == 1:
         return list(all_gather(tensor, group, stack=True).unbind())
     tensors = [tensor.new_empty(shape) for shape in shapes]
@@ -118,7 +122,7 @@ def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, d
     Raises:
         UserError: On every rank, if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
     """
-    shapes = exchange_shapes(tensor, group)
+    shapes = _exchange_shapes(tensor, group)
     is_dst = dist.get_rank(group) == dst
     send_sizes = [tensor.numel() if rank == dst else 0 for rank in range(len(shapes))]
     receive_sizes = [shape.numel() if is_dst else 0 for shape in shapes]
@@ -134,19 +138,11 @@ def all_reduce_scalars(
     *,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dict[str, Tensor]:
-    """Return sums of numbers over ranks. One all-reduce in float64; no host-device synchronization.
+    """Return numbers summed (or reduced by `op`) over ranks. One all-reduce in float64; no host-device synchronization.
 
-    Args:
-        values: Numbers or one-element tensors by name. Names and their order must be equal on all ranks; this is not
-            checked.
-        group: Process group.
-        op: Reduction operator.
-
-    Returns:
-        0-dim float64 tensors by name, on the accelerator if the group has a backend for it, else on the CPU.
-
-    Raises:
-        UserError: If a tensor does not have exactly one element.
+    `values` are numbers or one-element tensors by name; other tensors raise `UserError`. Names and their order must be
+    equal on all ranks, which is not checked. The results are 0-dim float64 tensors, on the accelerator if the group has
+    a backend for it, else on the CPU.
     """
     if not values:
         return {}
@@ -170,6 +166,34 @@ def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...
             f"is {tensor.shape[dim]}; expected a multiple of {num_parts}."
         )
     return tensor.tensor_split(num_parts, dim=dim)
+
+
+def _exchange_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[torch.Size]:
+    """Return the shapes of all ranks' tensors. Collective: one all-gather of 144 bytes per rank; synchronizes the host.
+
+    Raises `UserError` on every rank if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
+    """
+    header = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape[:_MAX_DIMS]]
+    header += [0] * (2 + _MAX_DIMS - len(header))
+    mine = torch.tensor(header, device=tensor.device)
+    headers = mine.new_empty((dist.get_world_size(group), len(header)))
+    dist.all_gather_into_tensor(headers.view(-1), mine, group=group)
+    rows = headers.tolist()
+    _check_alike([(_DTYPES[row[0]], row[1]) for row in rows])
+    return [torch.Size(row[2 : 2 + tensor.ndim]) for row in rows]
+
+
+def _check_alike(kinds: list[tuple[torch.dtype, int]]) -> None:
+    usual = max(kinds, key=Counter(kinds).__getitem__)
+    if usual[1] > _MAX_DIMS:
+        raise UserError(f"got tensors of {usual[1]} dims; expected at most {_MAX_DIMS}. Reshape them first.")
+    for rank, (dtype, num_dims) in enumerate(kinds):
+        if (dtype, num_dims) != usual:
+            raise UserError(
+                f"rank {rank} of the group has a {dtype} tensor with {num_dims} dims, but rank "
+                f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same dtype and number of dims "
+                "on all ranks, even for empty tensors."
+            )
 
 
 def _join(parts: Tensor, *, dim: int, stack: bool) -> Tensor:

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Generator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ Domain = Literal["regular", "dense", "expert", "batch", "flat"]
 Domains = Mapping[Domain, Mapping[str, int]]
 
 
-class DistributedContext:
+class DistributedContext(AbstractContextManager["DistributedContext"]):
     """Membership of this rank in a job, created by `MeshConfig.build`.
 
     Construction is collective over all ranks. It starts the default process group, unless one exists, and checks that
@@ -34,8 +34,6 @@ class DistributedContext:
     ranks.
 
     Attributes:
-        rank: Global rank.
-        local_rank: Rank on this node.
         timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
         hosts_store: True if this process hosts the job's store, which other ranks cannot reach after the process ends.
@@ -73,10 +71,6 @@ class DistributedContext:
         except BaseException as error:
             self._abort(error)
             raise
-
-    def __enter__(self) -> Self:
-        """Return the context itself."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Leave the job. On an exception, publish it for the other ranks and do not wait for them."""
@@ -164,24 +158,14 @@ class DistributedContext:
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])
 
     @contextmanager
-    def main_process_first(self) -> Generator[None]:
-        """Run the body on rank 0 first, then on all other ranks.
+    def main_process_first(self, *, per_node: bool = False) -> Generator[None]:
+        """Run the body on rank 0, or with `per_node` on the first rank of every node; then on all other ranks.
 
-        Collective over all ranks. Other ranks wait for rank 0's body, at most for the groups' timeout. If the body
-        raises on rank 0, the other ranks skip the body and raise a `RuntimeError`.
+        Collective over all ranks. Other ranks wait for the bodies of the first ranks, at most for the groups' timeout.
+        If the body raises on a first rank, a `RuntimeError` is raised on every rank whose own body did not raise; ranks
+        that are not first skip the body.
         """
-        yield from self._run_first(self.is_main_process)
-
-    @contextmanager
-    def local_main_process_first(self) -> Generator[None]:
-        """Run the body on the first rank of every node, then on all other ranks; see `main_process_first`.
-
-        If the body raises on the first rank of a node, a `RuntimeError` is raised on every rank whose own body did not
-        raise.
-        """
-        yield from self._run_first(self.is_local_main_process)
-
-    def _run_first(self, goes_first: bool) -> Generator[None]:
+        goes_first = self.is_local_main_process if per_node else self.is_main_process
         if not goes_first:
             self._wait_for_first(failed=False)
         try:

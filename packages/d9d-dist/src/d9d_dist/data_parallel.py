@@ -179,7 +179,13 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
         UserError: If the mesh does not have exactly one named axis, or FSDP already manages the module.
     """
     axis = only_axis(mesh, example="dp_replicate")
-    _check_no_fsdp(module)
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, FSDPModule):
+            raise UserError(
+                f"got a module whose submodule {name or 'itself'!r} is already sharded, by parallelize_hsdp or torch's "
+                "fully_shard; expected an unsharded module. Replicate it with parallelize_hsdp, over a mesh of both "
+                "axes."
+            )
     if mesh.size() == 1 and precision is None:
         return
     dtypes = precision or Precision()
@@ -283,16 +289,6 @@ def _check_no_graph(gradient: torch.Tensor) -> None:
             "create_graph=False, because FSDP frees the gathered parameters that second derivatives need. For a "
             "gradient penalty, replicate the module instead (parallelize_replicate)."
         )
-
-
-def _check_no_fsdp(module: nn.Module) -> None:
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, FSDPModule):
-            raise UserError(
-                f"got a module whose submodule {name or 'itself'!r} is already sharded, by parallelize_hsdp or torch's "
-                "fully_shard; expected an unsharded module. Replicate it with parallelize_hsdp, over a mesh of both "
-                "axes."
-            )
 
 
 def cast_inputs(

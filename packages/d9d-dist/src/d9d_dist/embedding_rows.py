@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from d9d_dist.late_init import canonical_name
+from d9d_dist._model_tensors import canonical_name
 
 
 def writes_to_rows(module: nn.Module) -> bool:

@@ -81,9 +81,9 @@ def parallelize_experts(
         distribute_parameters(module, replicate, {}, default=Replicate())
     dtypes = precision or Precision()
     for owner in owners:
-        compute_locally(owner, partial_axes=("ep_replicate",), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
-        hooks = local_parameters_of(owner)
-        assert hooks is not None
+        hooks = compute_locally(
+            owner, partial_axes=("ep_replicate",), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce
+        )
         hooks.is_apart = True
     if dtypes.compute is not None and dtypes.cast_inputs:  # as FSDP does above
         module.register_forward_pre_hook(partial(cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)

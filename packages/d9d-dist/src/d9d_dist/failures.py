@@ -31,13 +31,8 @@ _GLOO = "/gloo/"
 def report_failure(error: BaseException, *, rank: int, world_size: int, store_place: str) -> None:
     """Publish the error of this rank. If another rank failed first, add that rank's error to the notes of `error`.
 
-    Does not wait for other ranks, but searches for the cause of a failed collective for up to one second.
-
-    Args:
-        error: Exception that ends this rank.
-        rank: This rank.
-        world_size: Number of ranks.
-        store_place: Location of the store for messages, as in `DistributedContext.store_place`.
+    Does not wait for other ranks, but searches for the cause of a failed collective for up to one second. `store_place`
+    is that of `DistributedContext`.
     """
     has_reported = within(
         _STORE_SECONDS, lambda: _report(dist.distributed_c10d._get_default_store(), error, rank, world_size)

@@ -9,7 +9,7 @@ Bucketing and overlap follow "PyTorch Distributed: Experiences on Accelerating D
 arXiv:2006.15704, without the copy back: reduced gradients are views of their bucket.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 from weakref import WeakMethod
 
@@ -54,7 +54,6 @@ class GradientSync:
 
     Args:
         model: A model, or one stage of it.
-        num_microbatches: See the attribute.
         bucket_bytes: Bucket size in bytes. Smaller gradients are copied into buckets; a larger gradient is reduced in
             place, without a copy.
         dtype: dtype of the reduction. Default: `Precision.reduce` of the parallelization, else the gradient's dtype.
@@ -96,7 +95,11 @@ class GradientSync:
         Also reduces `Partial()` gradients of modules without local-parameter hooks, such as those of torch's own
         tensor-parallel styles. Such a gradient must exist on all ranks of its axes or on none.
         """
-        partial = list(_partial_gradients(self._unplanned))
+        partial = [
+            PartialParameter(parameter, gradient.placements, None)
+            for parameter in self._unplanned
+            if isinstance(gradient := parameter.grad, DTensor) and is_partial(gradient)
+        ]
         unplanned = self._plan(partial) if partial else []
         for bucket in [*self._buckets[self._num_started :], *unplanned]:
             bucket.start()
@@ -141,9 +144,9 @@ class GradientSync:
                 self._num_started += 1
 
 
-def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None) -> None:
+def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Sum the gradients of a model over ranks, after all backward passes of a step; see `GradientSync`."""
-    sync = GradientSync(model, bucket_bytes=bucket_bytes, dtype=dtype)
+    sync = GradientSync(model, bucket_bytes=bucket_bytes)
     try:
         sync.finish()
     finally:
@@ -184,10 +187,3 @@ def _dtensors_outside_fsdp(model: nn.Module) -> Iterable[DTensor]:
     modules = modules_outside_fsdp(model)
     parameters = (parameter for module in modules for parameter in module._parameters.values())
     return {id(parameter): parameter for parameter in parameters if isinstance(parameter, DTensor)}.values()
-
-
-def _partial_gradients(parameters: Iterable[DTensor]) -> Iterator[PartialParameter]:
-    """Yield the parameters with partial gradients."""
-    for parameter in parameters:
-        if isinstance(parameter.grad, DTensor) and is_partial(parameter.grad):
-            yield PartialParameter(parameter, parameter.grad.placements, None)

@@ -5,7 +5,6 @@ possible a rank computes only the values of its own shards.
 """
 
 import random
-import re
 import sys
 from collections import ChainMap
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -18,13 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist._fill_by_index import FillByIndex, Named, NeedsFullTensor, storage_key
-from d9d_dist._model_tensors import Slot, empty_on, named_tensors, replace_tensors
+from d9d_dist._model_tensors import Slot, canonical_name, empty_on, named_tensors, replace_tensors
 from d9d_dist.errors import UserError
-from d9d_dist.seeds import stream_key
+from d9d_dist.seeds import seed_generators, stream_key
 from d9d_dist.shards import copy_from_full_
-
-# Names that the wrappers of activation checkpointing and torch.compile insert.
-_WRAPPER_NAMES = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 @runtime_checkable
@@ -39,18 +35,13 @@ class ModuleLateInit(Protocol):
         ...
 
 
-def canonical_name(name: str) -> str:
-    """Return a parameter's name without the names of wrapper modules (activation checkpointing, `torch.compile`)."""
-    return _WRAPPER_NAMES.sub("", name)
-
-
 def allocate(model: nn.Module, *, device: torch.device) -> None:
     """Replace every parameter and buffer by an uninitialized one on a device, in place. Tied parameters stay tied."""
     replace_tensors(model, partial(empty_on, device))
 
 
 def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
-    """Allocate a model that was built on `meta` and initialize its values, in place.
+    """Allocate a model that was built on `meta`, parallelized or not, and initialize its values from a seed, in place.
 
     Calls `reset_parameters` of every submodule that has it, children before parents. The values are bitwise equal to
     those of a single process, for every layout and whichever operations `reset_parameters` uses. Random numbers that
@@ -64,11 +55,6 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
 
     Tied parameters stay tied. No collectives, with one exception: if a module needs the full tensor of a parameter that
     another module has filled, the parameter is all-gathered over its mesh.
-
-    Args:
-        model: Model on `meta`, parallelized or not.
-        device: Device of the parameters and buffers.
-        seed: Seed of the initial values.
 
     Raises:
         ValueError: If no `reset_parameters` sets a parameter or buffer; lists all unset ones.
@@ -154,7 +140,7 @@ class _Initializer:
 
         known = ChainMap({storage_key(full): named for named, full in placed.items()}, self._known)
         mode = FillByIndex(self._seed, scope, known, save)
-        _seed_generators(stream_key(self._seed, scope))
+        seed_generators(stream_key(self._seed, scope))
         try:
             self._register(placed)
             with mode:
@@ -220,12 +206,3 @@ def _keep_host_generators() -> Generator[None]:
         random.setstate(state)
         if numpy:
             numpy.random.set_state(numpy_state)
-
-
-def _seed_generators(seed: int) -> None:
-    # Without an accelerator `torch.manual_seed` formats a stack trace per device type: milliseconds per module.
-    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-    seed_torch(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)

@@ -12,9 +12,7 @@ class Launch:
     """Place of this process in the job.
 
     Attributes:
-        rank: Global rank, `0 <= rank < world_size`.
         local_rank: Rank among the processes of this node.
-        local_world_size: Number of processes on this node.
         device: Device type to use, e.g. "cpu"; `None` for an accelerator if available.
         has_launcher: True if a launcher started this process and set up a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
     """

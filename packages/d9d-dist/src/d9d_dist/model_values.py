@@ -6,13 +6,8 @@ functions require; `place_values` then copies the values to every rank's shards,
 """
 
 import ctypes
-import os
-import sys
-import threading
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -25,10 +20,8 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
-from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
-from d9d_dist._peer_memory import peer_tensors
+from d9d_dist._model_tensors import canonical_name, empty_on, named_tensors, replace_tensors
 from d9d_dist.errors import UserError
-from d9d_dist.late_init import canonical_name
 from d9d_dist.shards import local_positions, local_tensor
 
 _BLOCK_BYTES = 8 << 20
@@ -102,18 +95,15 @@ def place_values(
 ) -> None:
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place. Collective.
 
-    If all ranks can read rank 0's memory (on one Linux host), each rank copies its shards from there. Otherwise, or if
-    a tensor on rank 0 is not contiguous or not on the CPU, rank 0 sends the tensor in blocks. This takes an all-gather
-    of 16 bytes per tensor, then a scatter or broadcast for each block. A block has at most 8 MiB, or one row per rank
-    if larger. A tensor whose rows are split over all ranks is scattered. Besides its own shards a rank holds one block
-    at a time; whole rows are received in place.
+    Rank 0 sends blocks of at most 8 MiB, or one row per rank if larger. This takes an all-gather of 16 bytes per
+    tensor, then a scatter or broadcast for each block. A tensor whose rows are split over all ranks is scattered.
+    Besides its own shards a rank holds one block at a time.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
         layout: Tensors of the whole model that have values, on `meta`, by canonical name, in the same order on every
             rank. Other tensors of the stages are not initialized.
-        build: Function that returns the values of these tensors, called on rank 0 while the ranks allocate; `None` on
-            other ranks.
+        build: Function that returns the values of these tensors, called on rank 0; `None` on other ranks.
         device: Device of the parameters and buffers.
     """
     targets: dict[str, list[_Target]] = {name: [] for name in layout}
@@ -123,16 +113,10 @@ def place_values(
             for name, tensor in named_tensors(model):
                 if canonical_name(name) in targets:
                     targets[canonical_name(name)].append(_Target.of(tensor, name))
-        with _touch_in_background([target.local for group in targets.values() for target in group]):
-            values = None if build is None else build()
-        with peer_tensors(values) as readable:
-            for name, whole in layout.items():
-                if name in readable:
-                    _read_rows(targets[name], whole, partial(readable.read, name))
-            sent = [name for name in layout if name not in readable]
-        needed = _gather_rows([targets[name] for name in sent], device) if sent else []
-        for name, rows in zip(sent, needed, strict=True):
-            _Transfer(targets[name], layout[name], rows, device).run(None if values is None else values[name])
+        values = None if build is None else build()
+        rows = _gather_rows(list(targets.values()), device)
+        for (name, whole), needed in zip(layout.items(), rows, strict=True):
+            _transfer(targets[name], whole, needed, None if values is None else values[name], device)
 
 
 class _Target(NamedTuple):
@@ -153,62 +137,6 @@ class _Target(NamedTuple):
         rows = self.places[0]
         return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
-    def whole_rows(self, begin: int, size: int, row_shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the memory of consecutive rows; `None` unless the shard holds all these rows, whole and in order."""
-        first, end = self.rows()
-        if not (first <= begin and begin + size <= end and end - first == prod(self.local.shape[:1])):
-            return None
-        if [*self.local.shape[1:]] != [*row_shape] or not self.local.is_contiguous():
-            return None
-        return self.local.view(-1, *row_shape)[begin - first : begin - first + size]
-
-
-@contextmanager
-def _touch_in_background(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """Write zeros to CPU tensors in a low-priority thread during the body.
-
-    The first write to new memory takes as long as several copies, because of page faults. Meanwhile most ranks only
-    wait for rank 0.
-    """
-
-    def touch() -> None:
-        if sys.platform.startswith("linux"):  # on other systems a thread has no priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        for tensor in tensors:
-            if tensor.device.type == "cpu":
-                tensor.detach().zero_()
-
-    thread = threading.Thread(target=touch)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def _read_rows(targets: Sequence[_Target], whole: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
-    """Fill the targets of one tensor by `read(offset, into)`, which copies bytes of the full tensor to the CPU.
-
-    Rows that a target holds whole, in CPU memory, are read in place. Other rows are read in blocks and then copied.
-    """
-    if not whole.numel():
-        return
-    _, *row_shape = _rows_of(whole).shape
-    row_bytes = prod(row_shape) * whole.itemsize
-    for target in targets:
-        begin, end = target.rows()
-        if begin == end:
-            continue
-        place = target.whole_rows(begin, end - begin, row_shape)
-        if place is not None and place.device.type == "cpu":
-            read(begin * row_bytes, place)
-            continue
-        step = max(_BLOCK_BYTES // row_bytes, 1)
-        for first in range(begin, end, step):
-            block = torch.empty((min(step, end - first), *row_shape), dtype=whole.dtype)
-            read(first * row_bytes, block)
-            _copy_part(target, block, first)
-
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with at least one dim."""
@@ -221,7 +149,7 @@ def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -
     for group in targets:
         begins, ends = zip(*(target.rows() for target in group), strict=True) if group else ((0,), (0,))
         mine.append((min(begins), max(ends)))
-    if dist.get_world_size() == 1:
+    if not mine or dist.get_world_size() == 1:
         return [[rows] for rows in mine]
     rows = torch.tensor(mine, dtype=torch.int64, device=device).view(-1, 2)
     every = rows.new_empty(dist.get_world_size() * len(rows), 2)
@@ -229,48 +157,38 @@ def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -
     return every.view(dist.get_world_size(), -1, 2).transpose(0, 1).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """Transfer of one tensor from rank 0 to the targets of all ranks, by blocks of rows.
+def _transfer(
+    targets: Sequence[_Target],
+    whole: torch.Tensor,
+    needed: Sequence[tuple[int, int]],
+    source: torch.Tensor | None,
+    device: torch.device,
+) -> None:
+    """Send a tensor, `source` on rank 0, by blocks of rows, and copy the received rows into this rank's targets.
 
-    Attributes:
-        targets: This rank's targets.
-        whole: The full tensor, on `meta`.
-        needed: The range (start, end) of each rank's rows.
-        device: Device of the targets.
+    `whole` is the full tensor on `meta`; `needed` has the range (start, end) of each rank's rows.
     """
-
-    targets: Sequence[_Target]
-    whole: torch.Tensor
-    needed: Sequence[tuple[int, int]]
-    device: torch.device
-
-    def run(self, source: torch.Tensor | None) -> None:
-        """Send the values, `source` on rank 0, and copy the received rows into the targets."""
-        longest = max(end - begin for begin, end in self.needed)
-        if not self.whole.numel() or not longest:
-            return
-        num_rows, *row_shape = _rows_of(self.whole).shape
-        is_scattered = longest * len(self.needed) <= 1.25 * num_rows
-        begins: list[int] = [begin for begin, _ in self.needed] if is_scattered else [0]
-        num_sent = longest if is_scattered else num_rows
-        row_bytes = prod(row_shape) * self.whole.itemsize
-        step = min(max(_BLOCK_BYTES // (row_bytes * len(begins)), 1), num_sent)
-        for offset in range(0, num_sent, step):
-            size = min(step, num_sent - offset)
-            # For a rank with fewer rows than others, the last message also contains rows of another rank.
-            starts = [min(begin + offset, num_rows - size) for begin in begins]
-            parts = None
-            if source is not None:
-                rows = _rows_of(source)
-                parts = [rows[start : start + size].to(self.device).contiguous() for start in starts]
-            begin = starts[dist.get_rank() if is_scattered else 0]
-            place = self.targets[0].whole_rows(begin, size, row_shape) if len(self.targets) == 1 else None
-            block = self.whole.new_empty((size, *row_shape), device=self.device) if place is None else place
-            _send(parts, block, is_scattered=is_scattered)
-            if place is None:
-                for target in self.targets:
-                    _copy_part(target, block, begin)
+    longest = max(end - begin for begin, end in needed)
+    if not whole.numel() or not longest:
+        return
+    num_rows, *row_shape = _rows_of(whole).shape
+    is_scattered = longest * len(needed) <= 1.25 * num_rows
+    begins: list[int] = [begin for begin, _ in needed] if is_scattered else [0]
+    num_sent = longest if is_scattered else num_rows
+    row_bytes = prod(row_shape) * whole.itemsize
+    step = min(max(_BLOCK_BYTES // (row_bytes * len(begins)), 1), num_sent)
+    for offset in range(0, num_sent, step):
+        size = min(step, num_sent - offset)
+        # For a rank with fewer rows than others, the last message also contains rows of another rank.
+        starts = [min(begin + offset, num_rows - size) for begin in begins]
+        parts = None
+        if source is not None:
+            rows = _rows_of(source)
+            parts = [rows[start : start + size].to(device).contiguous() for start in starts]
+        block = whole.new_empty((size, *row_shape), device=device)
+        _send(parts, block, is_scattered=is_scattered)
+        for target in targets:
+            _copy_part(target, block, starts[dist.get_rank() if is_scattered else 0])
 
 
 def _send(parts: Sequence[torch.Tensor] | None, block: torch.Tensor, *, is_scattered: bool) -> None:

@@ -89,10 +89,6 @@ class ModuleOffloader:
 
     Use it between steps. FSDP modules with gathered parameters are resharded first. Unreduced gradients that FSDP
     accumulates within a step stay on the device.
-
-    Args:
-        module: A model or one stage of it.
-        optimizer: Optimizer of the module's parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
@@ -13,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from d9d_dist._model_tensors import canonical_name
 from d9d_dist.errors import UserError
-from d9d_dist.late_init import canonical_name
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -157,10 +158,15 @@ def refuse_sparse_gradient(name: str, parameter: torch.Tensor) -> None:
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments that an operator writes to, by its schema."""
-    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    for place, name in _written_arguments(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(place, each.name) for place, each in arguments if each.alias_info and each.alias_info.is_write]
 
 
 @final

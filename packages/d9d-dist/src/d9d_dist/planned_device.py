@@ -1,9 +1,9 @@
 """Device that a job is planned for: a dry run computes on fake CPU tensors, with the block sizes of an accelerator."""
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,14 +19,9 @@ _PLANS_ACCELERATOR = ContextVar("_PLANS_ACCELERATOR", default=False)
 _RECORD_BLOCK: ContextVar[RecordBlock | None] = ContextVar("_RECORD_BLOCK", default=None)
 
 
-@contextmanager
-def planned_accelerator() -> Generator[None]:
+def planned_accelerator() -> AbstractContextManager[None]:
     """Make `is_on_host` return False for all tensors in the body."""
-    before = _PLANS_ACCELERATOR.set(True)
-    try:
-        yield
-    finally:
-        _PLANS_ACCELERATOR.reset(before)
+    return _set(_PLANS_ACCELERATOR, True)
 
 
 def is_on_host(tensor: "Tensor") -> bool:
@@ -59,11 +54,15 @@ def each_block(num: int, size: int) -> Iterator[slice]:
         start = end
 
 
-@contextmanager
-def recorded_blocks(record: RecordBlock) -> Generator[None]:
+def recorded_blocks(record: RecordBlock) -> AbstractContextManager[None]:
     """Make `each_block` call `record` for each block during the body, and skip repeated blocks."""
-    before = _RECORD_BLOCK.set(record)
+    return _set(_RECORD_BLOCK, record)
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Generator[None]:
+    before = variable.set(value)
     try:
         yield
     finally:
-        _RECORD_BLOCK.reset(before)
+        variable.reset(before)

@@ -24,8 +24,14 @@ def seed_everything(seed: int, ctx: DistributedContext, *, step: int = 0) -> Non
     Ranks with different samples, tokens or layers get different seeds; tensor-parallel ranks get equal seeds. `step` is
     mixed into the seed so that a resumed job does not repeat random numbers.
     """
-    rank_seed = stream_key(seed, step, *(ctx.coordinate("regular", axis) for axis in _AXES))
-    random.seed(rank_seed)
-    torch.manual_seed(rank_seed)
+    seed_generators(stream_key(seed, step, *(ctx.coordinate("regular", axis) for axis in _AXES)))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy (if imported) and torch on every device."""
+    # Without an accelerator `torch.manual_seed` formats a stack trace per device type: milliseconds.
+    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed_torch(seed)
+    random.seed(seed)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(rank_seed % 2**32)
+        numpy.random.seed(seed % 2**32)

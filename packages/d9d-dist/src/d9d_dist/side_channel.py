@@ -18,9 +18,7 @@ class SideChannel:
     collective. No method waits for a rank, but all methods wait for the process that hosts the store: the launcher
     under torchrun, else rank 0. Every method raises a `RuntimeError` if the store is unreachable.
 
-    Args:
-        ctx: Distributed context.
-        name: Name of the channel. Channels with different names have separate keys.
+    Channels with different names have separate keys.
     """
 
     def __init__(self, ctx: DistributedContext, *, name: str) -> None:

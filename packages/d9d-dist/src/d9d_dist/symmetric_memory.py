@@ -9,11 +9,9 @@ from d9d_dist.errors import UserError
 
 
 def enable_symmetric_memory(mesh: DeviceMesh, *, setting: str) -> None:
-    """Allow torch's kernels to use symmetric memory on a mesh axis. Collective over the axis; waits for the device.
+    """Allow torch's kernels to use symmetric memory on a one-axis mesh. Collective over the axis; waits for the device.
 
-    Args:
-        mesh: Mesh of one axis.
-        setting: Name of the setting that requires symmetric memory, for error messages.
+    `setting` is the name of the setting that requires symmetric memory, for error messages.
 
     Raises:
         UserError: If torch has no symmetric memory for the devices, or a device cannot access another rank's memory.

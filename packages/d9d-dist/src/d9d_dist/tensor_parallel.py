@@ -56,7 +56,9 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
     for name, style in styles.items():
         submodule = modules[name]
         style.prepare(submodule, mesh)
-        _prepare_followers(submodule, style, mesh)
+        if (weight := style.placements().get(WEIGHT)) is not None:
+            for _, _, follower in followers(submodule):
+                follower.prepare_tensor(weight, mesh)
         # An instance attribute overrides the class's forward. Module hooks, which set local parameters, still run.
         submodule.forward = partial(style.forward, submodule, mesh, submodule.forward)
 
@@ -195,10 +197,3 @@ def _placed(layer: nn.Module, style: TensorStyle) -> Iterator[tuple[str, nn.Para
             parameter = module._parameters.get(name)
             if parameter is not None:
                 yield prefix + name, parameter, placement
-
-
-def _prepare_followers(layer: nn.Module, style: TensorStyle, mesh: DeviceMesh) -> None:
-    split = style.placements()
-    if WEIGHT in split:
-        for _, _, follower in followers(layer):
-            follower.prepare_tensor(split[WEIGHT], mesh)

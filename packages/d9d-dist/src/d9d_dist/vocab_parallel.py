@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from d9d_dist.token_ids import check_token_ids
 
+_IGNORED = -100  # label of tokens without a loss, as in `token_cross_entropy`
+
 TokenLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Function that maps logits [T, V] and labels [T], int64, to the negative log-likelihood of each label [T], in nats."""
 
@@ -63,13 +65,11 @@ class VocabParallelCrossEntropy:
     gradient of its own logits, and the gradients of the losses must be equal on all ranks. Arithmetic is in the dtype
     of the logits.
 
-    Args:
-        mesh: Mesh of one axis, over which the vocabulary is split evenly.
-        ignored_label: Label of tokens with loss 0 and without gradient.
+    The vocabulary is split evenly over a mesh of one axis. Tokens with the label -100 have loss 0 and no gradient.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, ignored_label: int = -100) -> None:
-        self._mesh, self._ignored_label = mesh, ignored_label
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         """Return losses [T] of this rank's logits [T, V_local] and labels [T].
@@ -80,13 +80,13 @@ class VocabParallelCrossEntropy:
             UserError: On the CPU, if a label is out of range. On an accelerator the device raises later.
         """
         vocab_size = self._mesh.size() * logits_TV.shape[-1]
-        check_token_ids(labels_T, vocab_size, what="labels", ignored=self._ignored_label)
-        return _CrossEntropy.apply(logits_TV, labels_T, self._mesh, self._ignored_label)
+        check_token_ids(labels_T, vocab_size, what="labels", ignored=_IGNORED)
+        return _CrossEntropy.apply(logits_TV, labels_T, self._mesh)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, mesh: DeviceMesh, ignored_label: int) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, mesh: DeviceMesh) -> Tensor:
         group = mesh.get_group()
         largest_T = logits_TV.amax(dim=-1)
         dist.all_reduce(largest_T, op=dist.ReduceOp.MAX, group=group)
@@ -98,19 +98,19 @@ class _CrossEntropy(torch.autograd.Function):
         sums_2T = torch.stack((weights_TV.sum(dim=-1), label_T))
         dist.all_reduce(sums_2T, group=group)
         total_T, label_T = sums_2T.unbind()
-        is_counted = labels_T != ignored_label
+        is_counted = labels_T != _IGNORED
         probabilities_TV = weights_TV.div_(total_T.unsqueeze(-1))
         ctx.save_for_backward(probabilities_TV, ids_T1, is_here & is_counted, is_counted)
         return (total_T.log() - label_T).masked_fill(~is_counted, 0.0)
 
     @staticmethod
     @once_differentiable  # the probabilities were computed without autograd
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         probabilities_TV, ids_T1, is_target, is_counted = ctx.saved_tensors
         scale_T1 = gradients[0].masked_fill(~is_counted, 0.0).unsqueeze(-1)
         gradient_TV = probabilities_TV * scale_T1
         gradient_TV.scatter_add_(-1, ids_T1, -scale_T1 * is_target.unsqueeze(-1))
-        return gradient_TV, None, None, None
+        return gradient_TV, None, None
 
 
 def _local_ids(ids: Tensor, num_local: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:

@@ -32,12 +32,12 @@ class Accumulator:
             first sync replace the tensor.
     """
 
-    def __init__(self, reduction: Reduction, *, shape: Sequence[int] = (), device: torch.device | None = None) -> None:
+    def __init__(self, reduction: Reduction, *, shape: Sequence[int] = ()) -> None:
         """Create an empty accumulator; by default a scalar on torch's default device. A concatenation has one dim."""
         assert reduction != "concat" or len(shape) == 1
         self.reduction: Reduction = reduction
         dtype = torch.int64 if reduction == "count" else torch.float64
-        self.value = torch.full(tuple(shape), _IDENTITY[reduction], dtype=dtype, device=device)
+        self.value = torch.full(tuple(shape), _IDENTITY[reduction], dtype=dtype)
 
     def update(self, value: Tensor | float) -> None:
         """Combine a value with the state. No host-device synchronization, no gradient.

@@ -16,10 +16,6 @@ class Sum(Metric):
     def __init__(self) -> None:
         self._total = Accumulator("sum")
 
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulator of the sum."""
-        return {"total": self._total}
-
     def update(self, values: Tensor | float) -> None:
         """Add a number, or all elements of a tensor of any shape."""
         self._total.update(values.detach().sum(dtype=torch.float64) if isinstance(values, Tensor) else values)
@@ -41,10 +37,6 @@ class WeightedMean(Metric):
     def __init__(self) -> None:
         self._total = Accumulator("sum")
         self._weight = Accumulator("sum")
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the summed totals and the summed weights."""
-        return {"total": self._total, "weight": self._weight}
 
     def update(self, total: Tensor | float, weight: Tensor | float) -> None:
         """Add a sum of weighted values and the sum of their weights; numbers or scalar tensors."""

@@ -23,17 +23,7 @@ class _Classification(Metric):
     def __init__(self, num_classes: int, scores: Mapping[str, Score], *, is_exclusive: bool) -> None:
         self._scores, self._is_exclusive = dict(scores), is_exclusive
         self._true_positive, self._positive, self._true = (Accumulator("count", shape=[num_classes]) for _ in range(3))
-        self._total, self._num_nan = Accumulator("count"), Accumulator("count")
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the counts."""
-        return {
-            "true_positive": self._true_positive,
-            "positive": self._positive,
-            "true": self._true,
-            "total": self._total,
-            "nan": self._num_nan,
-        }
+        self._total, self._nan = Accumulator("count"), Accumulator("count")
 
     def _count_above(self, threshold: float, predictions_NC: Tensor, targets_NC: Tensor, mask_N: Tensor | None) -> None:
         is_nan_N = _is_nan(predictions_NC) | _is_nan(targets_NC)
@@ -49,7 +39,7 @@ class _Classification(Metric):
         ):
             accumulator.update(is_counted_NC.reshape(-1, is_counted_NC.shape[-1]).sum(0))
         self._total.update(mask_N.sum())
-        self._num_nan.update((is_nan_N & mask_N).sum())
+        self._nan.update((is_nan_N & mask_N).sum())
 
     def compute(self) -> dict[str, Tensor]:
         """Return each score by name: a float64 scalar, or one value per class or label, of shape [C]."""
@@ -62,7 +52,7 @@ class _Classification(Metric):
             true_negative=(self._total.value - predicted_C - true_C + true_positive_C).double(),
             is_exclusive=self._is_exclusive,
         )
-        return {name: _unless_nan(score(counts), self._num_nan) for name, score in self._scores.items()}
+        return {name: _unless_nan(score(counts), self._nan) for name, score in self._scores.items()}
 
 
 @final
@@ -139,11 +129,7 @@ class ConfusionMatrix(Metric):
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
         self._counts = Accumulator("count", shape=[num_classes, num_classes])
-        self._num_nan = Accumulator("count")
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the counts and of the number of samples with a NaN."""
-        return {"counts": self._counts, "nan": self._num_nan}
+        self._nan = Accumulator("count")
 
     def update(self, predictions_NC: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
         """Add a batch of samples; see `MulticlassClassification.update` for the arguments."""
@@ -153,11 +139,11 @@ class ConfusionMatrix(Metric):
         counts = torch.zeros(self._num_classes**2, dtype=torch.int64, device=targets_N.device)
         counts.scatter_add_(0, pairs_N.reshape(-1), counted_N.reshape(-1))
         self._counts.update(counts.view(self._num_classes, self._num_classes))
-        self._num_nan.update((_is_nan(predictions_NC) & counted_N.bool()).sum())
+        self._nan.update((_is_nan(predictions_NC) & counted_N.bool()).sum())
 
     def compute(self) -> Tensor:
         """Return the counts, of shape [true class, predicted class]; float64, because int64 has no NaN."""
-        return _unless_nan(self._counts.value.double(), self._num_nan)
+        return _unless_nan(self._counts.value.double(), self._nan)
 
 
 def _is_nan(values_NC: Tensor) -> Tensor:
@@ -165,9 +151,9 @@ def _is_nan(values_NC: Tensor) -> Tensor:
     return values_NC.isnan().any(-1)
 
 
-def _unless_nan(value: Tensor, num_nan: Accumulator) -> Tensor:
+def _unless_nan(value: Tensor, nan: Accumulator) -> Tensor:
     """Return the value, or NaN if any sample had a NaN. No host-device synchronization."""
-    return value.where(num_nan.value == 0, torch.nan)
+    return value.where(nan.value == 0, torch.nan)
 
 
 def _predicted_classes(predictions_NC: Tensor, targets_N: Tensor, top_k: int) -> Tensor:

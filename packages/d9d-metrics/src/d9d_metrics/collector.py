@@ -3,9 +3,10 @@
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ _JOIN_SECONDS_AFTER_ERROR = 1.0
 
 
 @final
-class MetricCollector:
+class MetricCollector(AbstractContextManager["MetricCollector"]):
     """Collector that reduces metrics and delivers their values from a background thread, in step order.
 
     `collect` copies the state and starts its all-reduce on the calling thread, so every rank issues its collectives in
@@ -56,9 +57,6 @@ class MetricCollector:
         self._is_closed = False
         self._thread = threading.Thread(target=self._deliver_all, name="d9d-metrics-collector", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close the collector; after an exception in the body, wait one second at most and raise nothing."""
@@ -119,13 +117,10 @@ class MetricCollector:
         stream = None if self._device.type == "cpu" else torch.Stream(self._device)
         while (collection := self._collections.get()) is not None:
             try:
-                if stream is None:
-                    values = collection.read()
-                else:
-                    assert collection.taken is not None
-                    with stream:
+                with stream or nullcontext():
+                    if stream is not None and collection.taken is not None:
                         stream.wait_event(collection.taken)
-                        values = collection.read()
+                    values = collection.read()
                 self._deliver(collection.step, values)
             except BaseException as error:  # raised by the next call on the user's thread
                 self._failure = error

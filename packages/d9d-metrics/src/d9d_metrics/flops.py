@@ -131,10 +131,6 @@ class ModelFlops(Metric):
         self._flops, self._possible = Accumulator("sum"), Accumulator("sum")
         self._seconds = Accumulator("max")
 
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the FLOPs done, the FLOPs possible in the same time, and the seconds."""
-        return {"flops": self._flops, "possible": self._possible, "seconds": self._seconds}
-
     def update(self, flops: Tensor | float, seconds: float) -> None:
         """Add the model FLOPs of this rank in a time interval.
 

@@ -24,9 +24,6 @@ class Metric(ABC):
             def __init__(self) -> None:
                 self.tokens, self.sequences = Accumulator("sum"), Accumulator("sum")
 
-            def accumulators(self) -> dict[str, Accumulator]:
-                return {"tokens": self.tokens, "sequences": self.sequences}
-
             def update(self, mask: Tensor) -> None:
                 self.tokens.update(mask.sum())
                 self.sequences.update(mask.shape[0])
@@ -37,9 +34,13 @@ class Metric(ABC):
     `d9d_metrics.sync_metrics` reduces any number of metrics together and returns copies with the reduced state.
     """
 
-    @abstractmethod
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """Return the accumulators of this metric by name: the same objects in the same order on every call."""
+        """Return the accumulators of this metric by name: the same objects in the same order on every call.
+
+        By default, these are the attributes that are accumulators, under their names without leading underscores.
+        Override the method if accumulators are in containers or in other metrics.
+        """
+        return {name.lstrip("_"): each for name, each in vars(self).items() if isinstance(each, Accumulator)}
 
     @abstractmethod
     def compute(self) -> MetricValue:

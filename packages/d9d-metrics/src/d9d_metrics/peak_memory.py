@@ -23,10 +23,6 @@ class PeakMemory(Metric):
     def __init__(self) -> None:
         self._bytes = Accumulator("max")
 
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulator of the peak in bytes."""
-        return {"bytes": self._bytes}
-
     def update(self) -> None:
         """Read the current peak of the metric's device."""
         self._bytes.update(peak_bytes(self._bytes.value.device))

@@ -5,9 +5,13 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import TypeAlias, final
 
 import torch
+
+_Mark: TypeAlias = float | torch.Event
+_Section: TypeAlias = tuple[_Mark, _Mark]
+"""Start and end of a time interval."""
 
 
 @final
@@ -24,16 +28,6 @@ class StepSeconds:
     total: float
     data_wait: float
     communication: float
-
-
-class _Section(Protocol):
-    """Time interval that starts when the object is created."""
-
-    def end(self) -> None: ...
-
-    def is_over(self) -> bool: ...
-
-    def seconds(self) -> float: ...
 
 
 @final
@@ -61,10 +55,9 @@ class StepClock:
     @contextmanager
     def communication(self) -> Generator[None]:
         """Measure the body as communication that does not overlap with computation."""
-        section = _HostSection(self._now) if self._device.type == "cpu" else _DeviceSection(self._device)
+        start = self._mark()
         yield
-        section.end()
-        self._sections.append(section)
+        self._sections.append((start, self._mark()))
 
     def step(self) -> list[StepSeconds]:
         """End a step; return the finished steps that were not returned before, in order (on CPU, this step)."""
@@ -72,43 +65,32 @@ class StepClock:
         self._pending.append((now - self._since, self._data_wait, self._sections))
         self._since, self._data_wait, self._sections = now, 0.0, []
         finished = []
-        while self._pending and all(section.is_over() for section in self._pending[0][2]):
+        while self._pending and all(map(_is_over, self._pending[0][2])):
             total, data_wait, sections = self._pending.popleft()
-            finished.append(StepSeconds(total, data_wait, sum(section.seconds() for section in sections)))
+            finished.append(StepSeconds(total, data_wait, sum(map(_seconds, sections))))
         return finished
 
     def skip(self) -> None:
         """Exclude the time since the end of the last step, e.g. after an evaluation."""
         self._since, self._data_wait, self._sections = self._now(), 0.0, []
 
-
-@final
-class _HostSection:
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now, self._seconds = now, 0.0
-        self._start = now()
-
-    def end(self) -> None:
-        self._seconds = self._now() - self._start
-
-    def is_over(self) -> bool:
-        return True
-
-    def seconds(self) -> float:
-        return self._seconds
+    def _mark(self) -> _Mark:
+        """Return the host's time for the CPU, else an event on the device's current stream."""
+        if self._device.type == "cpu":
+            return self._now()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
 
 
-@final
-class _DeviceSection:
-    def __init__(self, device: torch.device) -> None:
-        self._start, self._end = (torch.Event(device, enable_timing=True) for _ in range(2))
-        self._start.record()
+def _is_over(section: _Section) -> bool:
+    return not isinstance(section[1], torch.Event) or section[1].query()
 
-    def end(self) -> None:
-        self._end.record()
 
-    def is_over(self) -> bool:
-        return self._end.query()
-
-    def seconds(self) -> float:
-        return self._start.elapsed_time(self._end) / 1e3  # from milliseconds
+def _seconds(section: _Section) -> float:
+    start, end = section
+    if isinstance(start, torch.Event):
+        assert isinstance(end, torch.Event), "both marks of a section have one type"
+        return start.elapsed_time(end) / 1e3  # from milliseconds
+    assert not isinstance(end, torch.Event), "both marks of a section have one type"
+    return end - start

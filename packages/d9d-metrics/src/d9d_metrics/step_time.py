@@ -16,10 +16,6 @@ class Throughput(Metric):
     def __init__(self) -> None:
         self._items, self._seconds = Accumulator("sum"), Accumulator("max")
 
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of this rank's items and seconds."""
-        return {"items": self._items, "seconds": self._seconds}
-
     def update(self, items: Tensor | float, seconds: float) -> None:
         """Add the number of items, e.g. tokens, that this rank processed in `seconds`: a number or a scalar tensor."""
         self._items.update(items)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar, final
 
 import torch
@@ -91,12 +92,11 @@ class MetricSync(Generic[M]):
 
     def __init__(self, metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> None:
         found = [each for name in sorted(metrics) for each in metrics[name].accumulators().values()]
-        local = sorted(found, key=lambda each: _ORDER.index(each.reduction))
-        reduced = [each.holding(each.value) for each in local]
-        # deepcopy takes objects from its memo instead of copying them: the copies hold the `reduced` accumulators.
-        memo: dict[int, object] = {id(a): b for a, b in zip(local, reduced, strict=True)}
+        self._local = sorted(found, key=lambda each: _ORDER.index(each.reduction))
+        self._reduced = [each.holding(each.value) for each in self._local]
+        # deepcopy takes objects from its memo instead of copying them: the copies hold the `_reduced` accumulators.
+        memo: dict[int, object] = {id(a): b for a, b in zip(self._local, self._reduced, strict=True)}
         self._copies = copy.deepcopy(dict(metrics), memo)
-        self._local, self._reduced = _AccumulatorViews(local), _AccumulatorViews(reduced)
         self._groups = _groups(over) if found else [None]
         self._all_reduces: list[_AllReduce] = []
 
@@ -106,32 +106,33 @@ class MetricSync(Generic[M]):
         The metrics may be updated and reset afterwards. On a mesh with several axes, this call waits for all but the
         last all-reduce.
         """
-        if not self._all_reduces or self._all_reduces[0].device != self._local.device:
+        device = self._local[0].value.device if self._local else torch.device("cpu")
+        if not self._all_reduces or self._all_reduces[0].device != device:
+            shapes = [(each.reduction, tuple(each.value.shape)) for each in self._local]
             # Buffers created in inference mode could not be updated in training.
             with torch.inference_mode(False):
-                self._all_reduces = _all_reduces(self._local.shapes, self._groups, self._local.device)
-        self._local.move_to(self._all_reduces[0].before)
+                self._all_reduces = _all_reduces(shapes, self._groups, device)
+        # Values are not views before the first sync, after `Metric.to`, and after a sync by another `MetricSync`.
+        for accumulator, view in zip(self._local, self._all_reduces[0].before.views, strict=True):
+            if accumulator.value is not view:
+                accumulator.value = view.copy_(accumulator.value)
         for all_reduce, following in itertools.pairwise(self._all_reduces):
             all_reduce.receive(*all_reduce.send())
             following.before.copy_(all_reduce.after)
         last = self._all_reduces[-1]
-        return PendingSync(last, *last.send(), into=(self._reduced, self._copies))
+        return PendingSync(last, *last.send(), self._reduced, self._copies)
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class PendingSync(Generic[M]):
     """Reduction in progress, started by `MetricSync.start`."""
 
-    def __init__(
-        self,
-        all_reduce: "_AllReduce",
-        message: Tensor,
-        work: dist.Work | None,
-        *,
-        into: tuple["_AccumulatorViews", dict[str, M]],
-    ) -> None:
-        self._all_reduce, self._message, self._work = all_reduce, message, work
-        self._reduced, self._metrics = into
+    _all_reduce: "_AllReduce"
+    _message: Tensor
+    _work: dist.Work | None
+    _reduced: list[Accumulator]
+    _metrics: dict[str, M]
 
     def wait(self) -> dict[str, M]:
         """Return the metrics with the reduced state. On an accelerator only the stream waits for the all-reduce.
@@ -139,32 +140,9 @@ class PendingSync(Generic[M]):
         The next `wait` of the same `MetricSync` overwrites the metrics.
         """
         self._all_reduce.receive(self._message, self._work)
-        self._reduced.set_views(self._all_reduce.after)
-        return self._metrics
-
-
-@final
-class _AccumulatorViews:
-    """Accumulators whose values are views of one `_State`."""
-
-    def __init__(self, accumulators: Sequence[Accumulator]) -> None:
-        self._accumulators = accumulators
-        self.shapes = [(each.reduction, tuple(each.value.shape)) for each in accumulators]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the accumulators; the CPU if there are none."""
-        return self._accumulators[0].value.device if self._accumulators else torch.device("cpu")
-
-    def move_to(self, state: "_State") -> None:
-        # Values are not views before the first sync, after `Metric.to`, and after a sync by another `MetricSync`.
-        for accumulator, view in zip(self._accumulators, state.views, strict=True):
-            if accumulator.value is not view:
-                accumulator.value = view.copy_(accumulator.value)
-
-    def set_views(self, state: "_State") -> None:
-        for accumulator, view in zip(self._accumulators, state.views, strict=True):
+        for accumulator, view in zip(self._reduced, self._all_reduce.after.views, strict=True):
             accumulator.value = view
+        return self._metrics
 
 
 @final

@@ -75,8 +75,14 @@ class RecorderTracker:
 
 
 def tracker_of(recorder: Recorder, spool: Path | None = None, **options: Any) -> BackgroundTracker:
-    options = {"start_seconds": 30.0, "retry_seconds": 0.01, "longest_retry_seconds": 0.02} | options
+    options = {"start_seconds": 30.0} | options
     return BackgroundTracker(recorder.open, name="test", spool=spool, **options)
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_LONGEST_RETRY_SECONDS", 0.02)
 
 
 @pytest.fixture(params=["memory", "spool"])

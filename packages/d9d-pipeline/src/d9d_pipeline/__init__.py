@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from d9d_pipeline.executor import Outputs as Outputs
     from d9d_pipeline.inputs import Inputs as Inputs
     from d9d_pipeline.pipelined_model import PipelinedModel as PipelinedModel
+    from d9d_pipeline.pipelined_model import broadcast_tree as broadcast_tree
     from d9d_pipeline.plot import plot_program as plot_program
     from d9d_pipeline.plot import plot_simulation as plot_simulation
     from d9d_pipeline.program import Program as Program
@@ -51,6 +52,5 @@ if TYPE_CHECKING:
     from d9d_pipeline.timeline import TimedAction as TimedAction
     from d9d_pipeline.timeline import Timeline as Timeline
     from d9d_pipeline.timeline import format_simulation as format_simulation
-    from d9d_pipeline.tree_broadcast import broadcast_tree as broadcast_tree
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

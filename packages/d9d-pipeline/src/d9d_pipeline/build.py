@@ -16,11 +16,6 @@ def build(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> Progr
 
     Programs are cached for schedules that compare by value, as frozen dataclasses do.
 
-    Args:
-        schedule: Yields the computations of each rank.
-        num_ranks: Number of pipeline ranks.
-        num_microbatches: Number of microbatches per step.
-
     Raises:
         UserError: If the schedule does not support this number of ranks or microbatches.
         ProgramError: If actions are missing, repeated, on the wrong rank or in an impossible order, or if a rank holds

@@ -83,7 +83,6 @@ class Executor:
     stage's last backward. With `reduce_each_microbatch`, FSDP gradients are reduced in each backward instead.
 
     Args:
-        program: The program.
         stages: This rank's stage modules by global stage index.
         group: Process group of the pipeline, with as many ranks as the program; None for a program of one rank.
         device: Device that the stages compute on; by default the device of the first parameter, or the CPU without

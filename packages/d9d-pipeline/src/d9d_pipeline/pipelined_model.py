@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from d9d_dist import all_gather_trees
 from d9d_pipeline.build import build
 from d9d_pipeline.executor import Executor, Outputs
 from d9d_pipeline.inputs import Inputs
 from d9d_pipeline.schedule import StagePlacement
 from d9d_pipeline.schedules.fill_drain import ForwardOnly
-from d9d_pipeline.tree_broadcast import broadcast_tree
 
 
 @final
@@ -21,10 +21,7 @@ class PipelinedModel:
 
     Args:
         stages: This rank's stage modules by global stage index.
-        stages_per_rank: Number of stages on each rank.
-        placement: Assignment of stages to ranks.
         group: Process group of the pipeline; None for one rank.
-        device: Device that the stages compute on.
     """
 
     def __init__(
@@ -36,7 +33,7 @@ class PipelinedModel:
         stages_per_rank: int = 1,
         placement: StagePlacement = "loop",
     ) -> None:
-        self._group, self._device = group, device
+        self._group = group
         num_ranks = 1 if group is None else group.size()
         program = build(ForwardOnly(stages_per_rank, placement), num_ranks=num_ranks, num_microbatches=1)
         self._last_rank = program.stage_ranks[-1]
@@ -50,4 +47,14 @@ class PipelinedModel:
             return outputs[0]
         # Send the metadata on every call, because in generation each result is one token longer.
         mine = outputs[0] if outputs else None
-        return broadcast_tree(mine, self._group, source=self._last_rank, device=self._device)
+        return broadcast_tree(mine, self._group, source=self._last_rank)
+
+
+def broadcast_tree(tree: Any, group: dist.ProcessGroup, *, source: int) -> Any:
+    """Return the tree of rank `source` of a group on every rank of the group; other ranks pass any tree.
+
+    The leaves are tensors and `None`. Collectives and errors are those of `all_gather_trees`, with one tree.
+    """
+    is_source = group.rank() == source
+    found = all_gather_trees(tree if is_source else None, group)[source]
+    return tree if is_source else found

@@ -25,7 +25,6 @@ class Program:
     Attributes:
         ranks: Actions of each pipeline rank, in execution order.
         stage_ranks: Rank of each stage, indexed by global stage.
-        num_microbatches: Number of microbatches per step.
     """
 
     ranks: tuple[tuple[Action, ...], ...]

@@ -19,8 +19,6 @@ class Schedule(ABC):
     """Base class of schedules, whose instances yield the computations of each rank in order.
 
     Attributes:
-        stages_per_rank: Number of stages on each rank.
-        placement: Assignment of stages to ranks.
         max_activations: Largest number of (stage, microbatch) pairs whose activations a rank may hold at a time; `None`
             for no bound. `build` rejects a program that exceeds it.
     """

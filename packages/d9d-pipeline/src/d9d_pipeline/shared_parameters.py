@@ -76,6 +76,7 @@ class SharedParameters:
         ]
         self._pairs = [pair for pair in pairs if pair.owner is not None or pair.copy is not None]
 
+    @torch.no_grad()
     def add_gradients(self) -> None:
         """Add the gradients of copies to those of their owners, and set the copies' gradients to None.
 
@@ -83,16 +84,11 @@ class SharedParameters:
         step after the last backward.
         """
         for pair in self._pairs:
-            if pair.requires_grad:
-                self._add_gradient(pair)
-
-    @torch.no_grad()
-    def _add_gradient(self, pair: _Pair) -> None:
-        gradient = self._to_owner(pair)
-        if pair.owner is not None and gradient is not None:
-            if pair.owner.grad is None:
-                pair.owner.grad = torch.zeros_like(pair.owner, dtype=grad_dtype_of(pair.owner))
-            local_tensor(pair.owner.grad).add_(gradient)
+            gradient = self._to_owner(pair) if pair.requires_grad else None
+            if pair.owner is not None and gradient is not None:
+                if pair.owner.grad is None:
+                    pair.owner.grad = torch.zeros_like(pair.owner, dtype=grad_dtype_of(pair.owner))
+                local_tensor(pair.owner.grad).add_(gradient)
 
     def _to_owner(self, pair: _Pair) -> Tensor | None:
         gradient = None
@@ -106,20 +102,17 @@ class SharedParameters:
         dtype = None if pair.owner is None else grad_dtype_of(pair.owner)
         return self._move(gradient, pair.copy_rank, pair.owner, pair.owner_rank, dtype=dtype)
 
+    @torch.no_grad()
     def copy_values(self) -> None:
         """Copy the owners' values to their copies, after an optimizer step or after loading a checkpoint.
 
         Collective over the pipeline: one send of each parameter to the rank of each copy.
         """
         for pair in self._pairs:
-            self._copy_value(pair)
-
-    @torch.no_grad()
-    def _copy_value(self, pair: _Pair) -> None:
-        value = None if pair.owner is None else local_tensor(pair.owner)
-        value = self._move(value, pair.owner_rank, pair.copy, pair.copy_rank)
-        if pair.copy is not None and value is not None:
-            local_tensor(pair.copy).copy_(value)
+            value = None if pair.owner is None else local_tensor(pair.owner)
+            value = self._move(value, pair.owner_rank, pair.copy, pair.copy_rank)
+            if pair.copy is not None and value is not None:
+                local_tensor(pair.copy).copy_(value)
 
     def _move(
         self,

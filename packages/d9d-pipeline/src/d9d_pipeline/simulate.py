@@ -18,8 +18,6 @@ class Costs:
     """Durations of actions, in any unit of time.
 
     Attributes:
-        forward: Duration of a forward of one stage.
-        backward_input: Duration of a `BackwardInput`.
         backward_weight: Duration of a `BackwardWeight`. A `Backward` takes `backward_input + backward_weight`.
         transfer: Time from the end of a computation until its result is available on another rank. Transfers overlap
             with computation.

@@ -26,12 +26,7 @@ class ContextSplit:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         only_axis(mesh, example="cp")
-        self._mesh = mesh
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that share the rows."""
-        return self._mesh
+        self.mesh = mesh
 
     def split(self, tree: Tree, *, dim: int = 1) -> Tree:
         """Return this rank's part of every tensor of a tree. No collectives, no host-device synchronization.
@@ -45,7 +40,7 @@ class ContextSplit:
             UserError: If a tensor lacks the dim, or the size of the dim is not a multiple of 2R; the message has the
                 tensor's path in the tree.
         """
-        if self._mesh.size() == 1:
+        if self.mesh.size() == 1:
             return tree
         return tree_map_with_path(partial(self._part, dim), tree)
 
@@ -69,7 +64,7 @@ class ContextSplit:
             UserError: If a tensor lacks the dim, or the size of the dim is odd; the message has the tensor's path in
                 the tree.
         """
-        if self._mesh.size() == 1:
+        if self.mesh.size() == 1:
             return tree
         return tree_map_with_path(partial(self._rows, dim, gradient), tree)
 
@@ -79,15 +74,15 @@ class ContextSplit:
         Use the positions as position ids for batches without position ids. `length` is the length of the whole row.
         Raises `UserError` if the length is not a multiple of 2R.
         """
-        device = torch.device(self._mesh.device_type)
-        if self._mesh.size() == 1:
+        device = torch.device(self.mesh.device_type)
+        if self.mesh.size() == 1:
             return torch.arange(length, device=device).unsqueeze(0)
         size = self._chunk_size(length, of="a row")
         starts = [chunk * size for chunk in self._chunks()]
         return torch.cat([torch.arange(start, start + size, device=device) for start in starts]).unsqueeze(0)
 
     def _chunks(self) -> tuple[int, int]:
-        return rank_chunks(self._mesh.get_local_rank(), self._mesh.size())
+        return rank_chunks(self.mesh.get_local_rank(), self.mesh.size())
 
     def _part(self, dim: int, path: KeyPath, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
@@ -101,21 +96,21 @@ class ContextSplit:
     def _rows(self, dim: int, gradient: Literal["equal", "partial"], path: KeyPath, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
-        num_ranks = self._mesh.size()
+        num_ranks = self.mesh.size()
         if _size(leaf, dim, path) % 2:
             raise UserError(
                 f"{_name(path)} has length {leaf.shape[dim]}; expected a multiple of 2: each rank has two equal "
                 "chunks of a sequence. Join the result of `split`."
             )
-        return to_natural_order(gather_from_axis(leaf, self._mesh, dim=dim, gradient=gradient), num_ranks, dim=dim)
+        return to_natural_order(gather_from_axis(leaf, self.mesh, dim=dim, gradient=gradient), num_ranks, dim=dim)
 
     def _chunk_size(self, length: int, *, of: str) -> int:
-        num_chunks = 2 * self._mesh.size()
+        num_chunks = 2 * self.mesh.size()
         size, rest = divmod(length, num_chunks)
         if rest:
             raise UserError(
                 f"{of} has length {length}; expected a multiple of {num_chunks}, for two chunks per rank of the "
-                f"{self._mesh.size()} context-parallel ranks. Pad sequences, with ignored labels, to "
+                f"{self.mesh.size()} context-parallel ranks. Pad sequences, with ignored labels, to "
                 f"{(size + 1) * num_chunks}."
             )
         return size

@@ -75,18 +75,17 @@ class Operators:
     def _kernel(self, operator: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._run(operator, *args, **kwargs)
 
-    def put(self, name: str, flops: int, num_bytes: int, tensors: list[Tensor], stream: int = -1) -> None:
+    def put(self, name: str, flops: int, num_bytes: int, tensors: list[Tensor]) -> None:
         """Record a kernel on the current stream."""
-        index = self._extension.put_operator(stream)
+        index = self._extension.put_operator(-1)
         if index >= 0:
-            shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-            self.details[index] = DeviceEntry("kernel", 0, name, num_bytes, flops, shapes=shapes)
+            self.details[index] = DeviceEntry("kernel", 0, name, num_bytes, flops, shapes=_shapes(tensors))
 
     def put_collective(self, name: str, num_bytes: int, tensors: list[Tensor], *, stream: int, num_ranks: int) -> None:
         """Record a collective on a stream."""
         index = self._extension.put_operator(stream)
         if index >= 0:
-            shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+            shapes = _shapes(tensors)
             self.details[index] = DeviceEntry("collective", 0, name, num_bytes, 0, num_ranks, _stack(), shapes)
 
     def host_wait(self, reason: str, read: Tensor | None) -> None:
@@ -206,6 +205,10 @@ def _meta_like(tensor: Tensor) -> Tensor:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _shapes(tensors: list[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 The other ranks are assumed to have the same data: collectives on CPU tensors return the result for equal ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch.distributed as dist
@@ -25,18 +25,25 @@ class FakeWork(dist._Work):
         self._extension, self._event, self._result = extension, event, list(result)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait for the collective."""
         if self._event is not None:
             self._extension.put_event_wait(self._event, -1)
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def result(self) -> list[Tensor]:
-        """Return the outputs."""
         return self._result
+
+
+def _in_place(name: str) -> Callable[..., FakeWork]:
+    """Return a method of `FakeGroup` that records a collective whose outputs are its inputs."""
+    return lambda group, tensors, *_: group._record(name, tensors, tensors)
+
+
+def _out_of_place(name: str) -> Callable[..., FakeWork]:
+    """Return a method of `FakeGroup` that records a collective with separate outputs, which it does not fill."""
+    return lambda group, outputs, inputs, *_: group._record(name, inputs, outputs)
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # names and signatures of its methods depend on the version of torch
@@ -53,12 +60,10 @@ class FakeGroup(_ProcessGroup):
         self._peer_streams: dict[int, int] = {}
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the backend."""
         return BACKEND
 
     @property
     def pg_name(self) -> str:
-        """Name of the group."""
         return dist.distributed_c10d._world.pg_names[self]
 
     @property
@@ -71,11 +76,9 @@ class FakeGroup(_ProcessGroup):
         return self
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """Return this process's rank in the group."""
         return self._rank
 
     def _record(self, name: str, inputs: Any, outputs: Any, *, stream: int | None = None) -> FakeWork:
@@ -96,83 +99,43 @@ class FakeGroup(_ProcessGroup):
             self._peer_streams[peer] = self._extension.new_stream()
         return self._peer_streams[peer]
 
-    def allreduce(self, tensors: Any, _options: Any = None) -> FakeWork:
-        """Record an all-reduce."""
-        return self._record("all_reduce", tensors, tensors)
-
-    def allreduce_coalesced(self, tensors: Any, _options: Any = None) -> FakeWork:
-        """Record an all-reduce of several tensors."""
-        return self._record("all_reduce", tensors, tensors)
-
-    def broadcast(self, tensors: Any, _options: Any = None) -> FakeWork:
-        """Record a broadcast."""
-        return self._record("broadcast", tensors, tensors)
-
-    def reduce(self, tensors: Any, _options: Any = None) -> FakeWork:
-        """Record a reduction to one rank."""
-        return self._record("reduce", tensors, tensors)
-
     def barrier(self, _options: Any = None) -> FakeWork:
-        """Return at once."""
         return FakeWork(self._extension, None, [])
 
     def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record an all-gather into a list."""
         for each, own in zip(outputs, inputs, strict=True):
             for output in each:
                 _fill(output, own)
         return self._record("all_gather", inputs, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, _options: Any = None) -> FakeWork:
-        """Record an all-gather into one tensor."""
         for part in output.flatten().chunk(self._size) if output.device.type == "cpu" else ():
             _fill(part, own.flatten())
         return self._record("all_gather", own, output)
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record an all-gather of several tensors."""
-        return self._record("all_gather", inputs, outputs)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record a reduce-scatter of a list."""
-        return self._record("reduce_scatter", inputs, outputs)
-
-    def reduce_scatter_single(self, output: Tensor, own: Tensor, _options: Any = None) -> FakeWork:
-        """Record a reduce-scatter of one tensor."""
-        return self._record("reduce_scatter", own, output)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record a reduce-scatter of several tensors."""
-        return self._record("reduce_scatter", inputs, outputs)
-
-    def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> FakeWork:
-        """Record an all-to-all."""
-        return self._record("all_to_all", own, output)
-
-    def alltoall(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record an all-to-all of lists."""
-        return self._record("all_to_all", inputs, outputs)
-
     def gather(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record a gather."""
         for each, own in zip(outputs, inputs, strict=False):
             for output in each:
                 _fill(output, own)
         return self._record("gather", inputs, outputs)
 
     def scatter(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
-        """Record a scatter."""
         for output, each in zip(outputs, inputs, strict=False):
             _fill(output, each[self._rank])
         return self._record("scatter", inputs, outputs)
 
     def send(self, tensors: Any, to: int, _tag: int = 0) -> FakeWork:
-        """Record a send."""
         return self._record("send", tensors, (), stream=self._peer_stream(to))
 
     def recv(self, tensors: Any, source: int, _tag: int = 0) -> FakeWork:
-        """Record a receive."""
         return self._record("recv", (), tensors, stream=self._peer_stream(source))
+
+    allreduce = allreduce_coalesced = _in_place("all_reduce")
+    broadcast = _in_place("broadcast")
+    reduce = _in_place("reduce")
+    all_gather_single_coalesced = _out_of_place("all_gather")
+    reduce_scatter = reduce_scatter_single = reduce_scatter_single_coalesced = _out_of_place("reduce_scatter")
+    all_to_all_single = alltoall = _out_of_place("all_to_all")
 
     # Names of torch before 2.15.
     _allgather_base = all_gather_single

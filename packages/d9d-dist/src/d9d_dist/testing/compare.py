@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path, tree_map_only
 
+from d9d_dist._model_tensors import canonical_name
 from d9d_dist.errors import UserError
-from d9d_dist.late_init import canonical_name
 from d9d_dist.shards import full_tensor
 
 _NUM_SHOWN = 9
@@ -53,9 +53,8 @@ class Difference:
     Attributes:
         path: Keys and indices of the node, joined by dots.
         error: Relative error ||actual - expected|| / ||expected||; infinite if undefined.
-        index: Index of the element with the largest deviation; `None` if the leaves are not tensors of one shape.
-        actual: Actual value of that element.
-        expected: Expected value of that element.
+        index: Index of the element with the largest deviation, whose values are `actual` and `expected`; `None` if the
+            leaves are not tensors of one shape.
     """
 
     path: str

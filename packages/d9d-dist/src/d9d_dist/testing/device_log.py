@@ -28,7 +28,6 @@ class DeviceEntry:
     """Operation that the host requested of the device, or a wait of the host.
 
     Attributes:
-        kind: Kind of the operation.
         stream: Stream on which the operation runs; 0 is the default stream.
         name: torch's name of the operator or collective, or the reason of a host wait; else empty.
         num_bytes: Bytes that the operation reads and writes, allocates, frees or transfers.
@@ -56,7 +55,6 @@ class DeviceLog:
 
     Attributes:
         entries: All entries; complete after the block.
-        start_bytes: Allocated device memory at the start of the block.
         peak_bytes: Largest allocated device memory in the block. Blocks are rounded up to 512 bytes; fragmentation and
             the delayed release of `Tensor.record_stream` are not modeled.
     """

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self, final
@@ -83,9 +84,8 @@ class FakeAccelerator:
     def answer(self, function: str, values: Callable[[tuple[int, ...]], Any]) -> None:
         """Set the values that a function reads from the device, which are 0 by default.
 
-        Args:
-            function: Name of the function that reads the values, such as "counts_on_host".
-            values: Function that returns the values for the shape of the read tensor.
+        `function` is the name of the reading function, such as "counts_on_host"; `values` returns the values for the
+        shape of the read tensor.
         """
         self._operators.answers[function] = values
 
@@ -103,17 +103,7 @@ class FakeAccelerator:
 
     def _entry(self, kind: int, stream: int, number: int, num_bytes: int) -> DeviceEntry:
         if kind in (0, len(KINDS) - 2):  # kernels or collectives, and host waits, have details
-            details = self._operators.details[number]
-            return DeviceEntry(
-                details.kind,
-                stream,
-                details.name,
-                details.num_bytes,
-                details.flops,
-                details.number,
-                details.stack,
-                details.shapes,
-            )
+            return replace(self._operators.details[number], stream=stream)
         return DeviceEntry(KINDS[kind], stream, num_bytes=num_bytes, number=number)
 
     @contextmanager
@@ -184,24 +174,6 @@ def _device_module() -> types.ModuleType:
     module.memory_stats = lambda *_: {}
     module.empty_cache = lambda: None
     module.is_bf16_supported = lambda *_: True
-    module.stream, module.device = _on_stream, _on_device
+    module.stream = lambda stream: stream or nullcontext()
+    module.device = lambda _: nullcontext()
     return module
-
-
-@contextmanager
-def _on_stream(stream: torch.Stream | None) -> Generator[None]:
-    if stream is None:
-        yield
-        return
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-
-
-@contextmanager
-def _on_device(device: Any) -> Generator[None]:
-    del device
-    yield

@@ -16,14 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class _Worker:
         return self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARACTERS:].strip()
 
 
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """Reused processes that run the ranks of a job on this machine, on the CPU with gloo or on one accelerator each."""
 
     def __init__(self) -> None:
@@ -81,10 +81,6 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="d9d-ranks-")
         self._workers: list[_Worker] = []
         atexit.register(self.close)
-
-    def __enter__(self) -> Self:
-        """Return the pool itself."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close the pool."""

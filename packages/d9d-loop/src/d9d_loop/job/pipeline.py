@@ -106,7 +106,7 @@ class Pipeline:
         """
         if self._group is None:
             return tree
-        return broadcast_tree(tree, self._group, source=self._last_rank, device=self._device)
+        return broadcast_tree(tree, self._group, source=self._last_rank)
 
     @property
     def has_last_stage(self) -> bool:

@@ -30,3 +30,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_complete_lines(path: Path) -> tuple[int, int]:
+    """Open a file for reading and appending, without an incomplete last line; return the descriptor and the size."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    size = path.read_bytes().rfind(b"\n") + 1
+    os.ftruncate(file, size)
+    return file, size

@@ -10,8 +10,8 @@ from typing import final
 
 from pydantic import JsonValue
 
-from d9d_metrics.trackers._files import make_folder, replace_file, sync
-from d9d_metrics.trackers._outbox import Entry, Flush, Inbox, Rollback, RunConfig, StepValues
+from d9d_metrics.trackers._files import make_folder, open_complete_lines, replace_file, sync
+from d9d_metrics.trackers._outbox import Entry, Flush, Outbox, Rollback, RunConfig, StepValues
 from d9d_metrics.trackers.values import from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
@@ -21,7 +21,7 @@ _OFFSET_DIGITS = 20
 
 
 @final
-class Spool:
+class Spool(Outbox):
     """On-disk queue. A writer thread appends the entries to a file, from which they are delivered.
 
     The folder has three files. `entries.jsonl` has one entry per line. `delivered` is the number of bytes of
@@ -37,16 +37,16 @@ class Spool:
     """
 
     def __init__(self, folder: Path, *, capacity: int = 10_000, max_bytes: int = 2**30) -> None:
+        super().__init__(capacity)
         make_folder(folder)
         self._folder, self._path, self._max_bytes = folder, folder / "entries.jsonl", max_bytes
-        self._file, self._size = _open_complete_lines(self._path)
+        self._file, self._size = open_complete_lines(self._path)
         self._offset_file = os.open(folder / "delivered", os.O_RDWR | os.O_CREAT, 0o666)
         offset = os.pread(self._offset_file, _OFFSET_DIGITS, 0)
         # The offset is too large if the process was killed between truncating the file and updating `delivered`.
         self._delivered = int(offset) if offset.isdigit() and int(offset) <= self._size else 0
         self._head = self._delivered  # offset of the next entry to deliver; at least `_delivered`
         sync(folder)
-        self._incoming = Inbox(capacity)
         self._num_written = self._num_refused = 0
         # Guards the files and their offsets.
         self._changed = threading.Condition()
@@ -54,9 +54,6 @@ class Spool:
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_all, name="d9d-metrics-spool", daemon=True)
         self._writer.start()
-
-    def put(self, entry: Entry) -> None:
-        self._incoming.put(entry)
 
     def head(self) -> Entry | None:
         with self._changed:
@@ -81,8 +78,8 @@ class Spool:
 
     def flush(self, seconds: float) -> bool:
         """Wait until all entries are written, and fsync the file; False if that fails or takes too long."""
-        wanted = self._incoming.num_put
-        self._incoming.wake()
+        wanted = self._num_put
+        self._wake.set()
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._num_written + self._num_refused >= wanted, timeout=seconds)
             try:
@@ -103,7 +100,7 @@ class Spool:
             self._write_offset()
             replace_file(self._path, b"".join(kept))
             os.close(self._file)
-            self._file, self._size = _open_complete_lines(self._path)
+            self._file, self._size = open_complete_lines(self._path)
 
     def load_state(self) -> dict[str, JsonValue]:
         try:
@@ -117,18 +114,18 @@ class Spool:
     def close(self) -> None:
         """Append the end marker, and wait up to ten seconds for the writer thread."""
         self._closing.set()
-        self._incoming.close()
+        super().close()
         self._writer.join(timeout=_CLOSE_SECONDS)
 
     def describe_rest(self) -> str:
         """Describe the bytes to deliver at the next start of the run, and lost entries; empty if there are none."""
         waiting = self._size - self._delivered
-        lost = self._incoming.num_dropped + self._incoming.num_put - self._num_written
+        lost = self._num_dropped + self._num_put - self._num_written
         parts = [f"{waiting} bytes wait in {self._folder} for the next start of the run"] if waiting else []
         return "; ".join([*parts, f"{lost} entries are lost"] if lost else parts)
 
     def _write_all(self) -> None:
-        while (entry := self._incoming.get()) is not None:
+        while (entry := self._take()) is not None:
             is_kept = self._append(_encoded(entry))
             with self._changed:
                 self._num_written += is_kept
@@ -167,14 +164,6 @@ class Spool:
 
     def _write_offset(self) -> None:
         os.pwrite(self._offset_file, b"%0*d" % (_OFFSET_DIGITS, self._delivered), 0)
-
-
-def _open_complete_lines(path: Path) -> tuple[int, int]:
-    """Open a file for reading and appending, and truncate an incomplete last line; return its descriptor and size."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    size = path.read_bytes().rfind(b"\n") + 1
-    os.ftruncate(file, size)
-    return file, size
 
 
 def _is_after(step: int, entry: Entry) -> bool:

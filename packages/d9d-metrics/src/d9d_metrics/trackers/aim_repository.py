@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers.redaction import redact_secrets
+from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ _MAX_BINS = 512
 
 
 @final
-class AimTracker:
-    """Tracker that logs to an Aim run, which is opened when first needed.
+class AimTracker(Tracker):
+    """Tracker that logs to an Aim run, which is opened when first needed. Aim writes values when they are logged.
 
     Logging a step again replaces its values. Aim does not support histograms of more than 512 bins: they are skipped.
     """
@@ -51,9 +52,6 @@ class AimTracker:
             converted = _converted(value)
             if converted is not None:
                 run.track(converted, name=name, step=step)
-
-    def flush(self) -> None:
-        """Do nothing: Aim writes values when they are logged."""
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return the run's hash; empty if the run was not opened yet."""

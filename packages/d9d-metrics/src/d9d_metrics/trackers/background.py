@@ -19,6 +19,7 @@ from d9d_metrics.trackers.values import Tracked, from_json, to_json
 _LOGGER = logging.getLogger("d9d.metrics")
 _CAPACITY = 10_000  # entries
 _FLUSH_EVERY = 1000  # entries between forced flushes of the tracker; after a flush, the spool can be truncated
+_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 1.0, 60.0  # the delay doubles with each consecutive failure
 _NOT_DURABLE = "not_durable"  # key of the values in the checkpoint's state
 _FORGET_NOTHING = 2**53
 
@@ -42,8 +43,6 @@ class BackgroundTracker:
         start_seconds: Timeout of `resume`, which waits for the tracker to be opened.
         flush_seconds: Timeout of `flush`. After a timeout, `flush` waits again only once the tracker has made progress.
         close_seconds: Timeout of `close` for undelivered values.
-        retry_seconds: Delay before the first retry; it doubles with each consecutive failure.
-        longest_retry_seconds: Largest delay between retries.
     """
 
     def __init__(
@@ -55,13 +54,10 @@ class BackgroundTracker:
         start_seconds: float = 0.0,
         flush_seconds: float = 5.0,
         close_seconds: float = 30.0,
-        retry_seconds: float = 1.0,
-        longest_retry_seconds: float = 60.0,
     ) -> None:
         self._open_tracker, self._name = open_tracker, name
         self._outbox: Outbox = MemoryOutbox(_CAPACITY) if spool is None else Spool(spool, capacity=_CAPACITY)
         self._start_seconds, self._flush_seconds, self._close_seconds = start_seconds, flush_seconds, close_seconds
-        self._retry_seconds, self._longest_retry_seconds = retry_seconds, longest_retry_seconds
         self._tracker: Tracker | None = None
         self._state = self._outbox.load_state()
         self._step = _FORGET_NOTHING
@@ -156,7 +152,7 @@ class BackgroundTracker:
             self._thread.start()
 
     def _deliver_all(self) -> None:
-        retry = self._retry_seconds
+        retry = _RETRY_SECONDS
         while True:
             is_last_attempt = self._closing.is_set()
             try:
@@ -172,12 +168,12 @@ class BackgroundTracker:
                 if self._start_error is not None or is_last_attempt:
                     break
                 self._closing.wait(retry)
-                retry = min(2 * retry, self._longest_retry_seconds)
+                retry = min(2 * retry, _LONGEST_RETRY_SECONDS)
             else:
                 self._outbox.delivered()
                 if self._num_unflushed == 0:
                     self._outbox.flushed()
-                retry = self._retry_seconds
+                retry = _RETRY_SECONDS
         self._close_tracker()
 
     def _open(self) -> Tracker:

@@ -8,6 +8,7 @@ from typing import Literal, final
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_metrics.trackers.background import BackgroundTracker
+from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 _STEP_WIDTH = 8
@@ -21,8 +22,8 @@ def _print_line(line: str) -> None:
 
 
 @final
-class ConsoleTracker:
-    """Tracker that writes lines like `step       10  loss     2.50000`, with fixed-width columns."""
+class ConsoleTracker(Tracker):
+    """Tracker that writes lines like `step       10  loss     2.50000`, with fixed-width columns; no configuration."""
 
     def __init__(self, write: Callable[[str], object] = _print_line) -> None:
         """Set the function that writes a line without newline; `tqdm.write` keeps a progress bar intact."""
@@ -32,9 +33,6 @@ class ConsoleTracker:
         """Write the step that the run resumes from; earlier lines stay as they are."""
         if step > 0:
             self._write(f"resumed after step {step}")
-
-    def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Do nothing: the configuration is not printed."""
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Write one line with the numbers, and one line per text; histograms and images are skipped."""
@@ -47,16 +45,6 @@ class ConsoleTracker:
             if isinstance(value, Text):
                 self._write(f"{start}  {name}: {value.text}")
 
-    def flush(self) -> None:
-        """Do nothing: `log` flushes each line."""
-
-    def state_dict(self) -> dict[str, JsonValue]:
-        """Return an empty state."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: `log` flushes each line."""
-
 
 @final
 class ConsoleTrackerConfig(BaseModel):
@@ -65,9 +53,6 @@ class ConsoleTrackerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["console"] = "console"
-
-    def check(self) -> None:
-        """Do nothing: no extra package is needed."""
 
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Create the tracker; it writes no files to the run folder."""

@@ -6,15 +6,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers._files import make_folder, replace_file, sync
+from d9d_metrics.trackers._files import make_folder, open_complete_lines, replace_file, sync
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
+from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Image, Tracked, to_json
 
 _UNSAFE_IN_FILE_NAME = re.compile(r"[^\w.-]")
@@ -22,7 +24,7 @@ RESERVED_NAMES = frozenset({"step", "time", "config"})
 
 
 @final
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Tracker that appends lines to a JSON Lines file.
 
     `log` writes `{"step": 10, "time": 1767225600.0, "loss": 2.5}`, with the time in seconds since 1970. `log_config`
@@ -40,8 +42,7 @@ class JsonlTracker:
         self._path = path
         self._clock = clock
         make_folder(path.parent)
-        _drop_incomplete_line(path)
-        self._file = path.open("ab", buffering=0)
+        self._file = _open(path)
         sync(path.parent)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
@@ -53,7 +54,7 @@ class JsonlTracker:
         kept = [line for line, record in _lines(self._path) if record.get("step", step) <= step]
         self._file.close()
         replace_file(self._path, b"".join(kept))
-        self._file = self._path.open("ab", buffering=0)
+        self._file = _open(self._path)
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Append a line with the configuration, with secrets redacted."""
@@ -76,10 +77,6 @@ class JsonlTracker:
     def flush(self) -> None:
         """Fsync the file, so that its lines survive a power loss."""
         os.fsync(self._file.fileno())
-
-    def state_dict(self) -> dict[str, JsonValue]:
-        """Return an empty state: a resumed run finds the file by its path."""
-        return {}
 
     def close(self) -> None:
         """Fsync and close the file."""
@@ -117,9 +114,6 @@ class JsonlTrackerConfig(BaseModel):
     kind: Literal["jsonl"] = "jsonl"
     file: str = "metrics.jsonl"
 
-    def check(self) -> None:
-        """Do nothing: no extra package is needed."""
-
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Create the tracker for the file in the run folder."""
         path = run_dir / self.file
@@ -142,22 +136,21 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the complete lines of a file, each with its JSON object."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if line.endswith(b"\n"):
-            yield line, _parse(line, f"line {number} of {path}")
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(
+                f"got {line[:40]!r} in line {number} of {path}; expected a JSON object. Delete the line or the file."
+            )
+        yield line, record
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise UserError(f"got {line[:40]!r} in {place}; expected a JSON object. Delete the line or the file.")
-    return record
-
-
-def _drop_incomplete_line(path: Path) -> None:
-    content = path.read_bytes() if path.exists() else b""
-    if content and not content.endswith(b"\n"):
-        replace_file(path, content[: content.rfind(b"\n") + 1])
+def _open(path: Path) -> FileIO:
+    descriptor, _ = open_complete_lines(path)
+    return FileIO(descriptor, "a")

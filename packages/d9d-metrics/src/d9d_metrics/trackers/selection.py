@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from d9d_dist import UserError
+from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers.aim_repository import AimTrackerConfig
 from d9d_metrics.trackers.console import ConsoleTrackerConfig
 from d9d_metrics.trackers.jsonl import JsonlTrackerConfig
@@ -31,7 +32,8 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
         UserError: If a package is missing, or two trackers would write to the same file or folder.
     """
     for config in configs:
-        config.check()
+        if isinstance(config, ExtraTrackerConfig):
+            config.check()
     for first, second in combinations(configs, 2):
         if first.kind == second.kind and (first.kind != "jsonl" or first == second):
             raise UserError(

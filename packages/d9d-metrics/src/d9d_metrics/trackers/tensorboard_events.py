@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers._files import make_folder, sync
 from d9d_metrics.trackers.redaction import redact_secrets
+from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @final
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Tracker that writes event files to a folder. After a resume, TensorBoard discards old values of later steps."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,10 +58,6 @@ class TensorBoardTracker:
         if self._writer is not None:
             self._writer.flush()
             self._sync_files()
-
-    def state_dict(self) -> dict[str, JsonValue]:
-        """Return an empty state: a resumed run finds its files by the folder."""
-        return {}
 
     def close(self) -> None:
         """Close the writer and fsync its files."""

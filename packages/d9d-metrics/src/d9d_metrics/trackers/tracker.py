@@ -15,7 +15,8 @@ class Tracker(Protocol):
     with non-decreasing steps, `flush` and `state_dict`; `resume` again if the job rolls back to a checkpoint; `close`
     once.
 
-    A custom tracker needs no base class. Wrapped in a `BackgroundTracker`, it may block and raise.
+    A custom tracker needs no base class. As a base class, `Tracker` does nothing in `log_config`, `flush` and `close`,
+    and has an empty state. Wrapped in a `BackgroundTracker`, a tracker may block and raise.
     """
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = ...) -> None:
@@ -29,7 +30,7 @@ class Tracker(Protocol):
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Log the resolved configuration of the run, with secrets redacted."""
-        ...
+        return
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Log values of a step; several calls for one step are combined. Unsupported values are skipped."""
@@ -40,12 +41,12 @@ class Tracker(Protocol):
 
         Call `flush` before saving a checkpoint: a job that resumes from it does not log earlier steps again.
         """
-        ...
+        return
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return the state that identifies the run, such as its id, for a checkpoint; call it after `flush`."""
-        ...
+        return {}
 
     def close(self) -> None:
         """Write logged values durably, like `flush`, and close files and connections."""
-        ...
+        return

@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue
 
 from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers.redaction import redact_secrets
+from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 if TYPE_CHECKING:
@@ -19,11 +20,11 @@ _ID = "wandb_run_id"
 
 
 @final
-class WandbTracker:
+class WandbTracker(Tracker):
     """Tracker that logs to a Weights & Biases run, which is opened when first needed.
 
-    W&B's steps never decrease, so steps that run again after a resume keep their first values. W&B reads the API key
-    from `WANDB_API_KEY` or `wandb login`.
+    W&B writes values in its own process, which survives this one. Its steps never decrease, so steps that run again
+    after a resume keep their first values. W&B reads the API key from `WANDB_API_KEY` or `wandb login`.
     """
 
     def __init__(
@@ -57,9 +58,6 @@ class WandbTracker:
         with tempfile.TemporaryDirectory() as folder:
             logged = {name: _converted(value, Path(folder)) for name, value in values.items()}
             self._get_run().log(logged, step=step)
-
-    def flush(self) -> None:
-        """Do nothing: W&B writes values in its own process, which survives this one."""
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return the run id."""

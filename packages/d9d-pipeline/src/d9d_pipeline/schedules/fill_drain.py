@@ -20,11 +20,10 @@ class ForwardOnly(Schedule):
     placement: StagePlacement = "loop"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward]:
-        """Yield all microbatches through the rank's first stage, then all through its second stage, and so on."""
+        """Return all microbatches through the rank's first stage, then all through its second stage, and so on."""
         holders = ranks_of_stages(self.placement, num_ranks=num_ranks, stages_per_rank=self.stages_per_rank)
-        for stage, holder in enumerate(holders):
-            for microbatch in range(num_microbatches if holder == rank else 0):
-                yield Forward(stage, microbatch)
+        stages = [stage for stage, holder in enumerate(holders) if holder == rank]
+        return (Forward(stage, microbatch) for stage in stages for microbatch in range(num_microbatches))
 
 
 @final
@@ -36,11 +35,8 @@ class GPipe(Schedule):
     """
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
-        """Yield all forwards, then all backwards in the same microbatch order."""
-        for microbatch in range(num_microbatches):
-            yield Forward(rank, microbatch)
-        for microbatch in range(num_microbatches):
-            yield Backward(rank, microbatch)
+        """Return all forwards, then all backwards in the same microbatch order."""
+        return LoopedBreadthFirst(stages_per_rank=1).actions(rank, num_ranks, num_microbatches)
 
 
 @final
@@ -57,9 +53,6 @@ class LoopedBreadthFirst(Schedule):
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
         """Yield all forwards stage by stage, then all backwards stage by stage in reverse."""
         stages = [index * num_ranks + rank for index in range(self.stages_per_rank)]
-        for stage in stages:
-            for microbatch in range(num_microbatches):
-                yield Forward(stage, microbatch)
-        for stage in reversed(stages):
-            for microbatch in range(num_microbatches):
-                yield Backward(stage, microbatch)
+        microbatches = range(num_microbatches)
+        yield from (Forward(stage, microbatch) for stage in stages for microbatch in microbatches)
+        yield from (Backward(stage, microbatch) for stage in reversed(stages) for microbatch in microbatches)
