@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, all_gather_trees
 from d9d_loop.engine.microbatches import MicrobatchAgreement
-from d9d_loop.engine.token_values import TokenValues
 from d9d_loop.evaluation_mode import evaluation_mode
-from d9d_loop.job.forward_runner import ForwardRunner
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import BatchTask, to_inputs
 from d9d_pipeline import Inputs
@@ -35,23 +33,14 @@ class Scorer:
         pipeline: This rank's stages of the model.
         task: Prepares the model's inputs from a batch.
         agree: Agrees with the other ranks on the number of batches.
-        token_values: Joins the values and sends them to all ranks.
         ctx: Distributed context.
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        task: BatchTask,
-        *,
-        agree: MicrobatchAgreement,
-        token_values: TokenValues,
-        ctx: DistributedContext,
+        self, pipeline: Pipeline, task: BatchTask, *, agree: MicrobatchAgreement, ctx: DistributedContext
     ) -> None:
-        self._pipeline, self._task, self._agree, self._token_values = pipeline, task, agree, token_values
+        self._pipeline, self._task, self._agree = pipeline, task, agree
         self._stages = ctx.group_for("regular", "pp") if ctx.size("regular", "pp") > 1 else None
-        self._plain = ForwardRunner(pipeline, task.inputs, ctx)
-        self._scoring = ForwardRunner(pipeline, self._inputs, ctx)
 
     def __call__(
         self, batches: Sequence[Any], read: ReadTokens | None, experts: RecordLayers | None
@@ -61,21 +50,19 @@ class Scorer:
             self._check()
         given = self._agree(batches, lambda number: number)
         values: dict[int, Mapping[str, Tensor]] = {}
-        run = self._scoring if read is None else self._plain
         record = nullcontext({}) if experts is None else experts(self._pipeline.model)
+
+        def take(outputs: Any, index: int, batch: Any) -> None:
+            if index < given.num_own:
+                values[index] = outputs if read is None else read(outputs, batch)
+
         with evaluation_mode(self._pipeline.model), record as found:
-            for start in range(0, len(given.batches), run.batches_per_step):
-                some = given.batches[start : start + run.batches_per_step]
-
-                def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
-                    if start + number < given.num_own:
-                        values[start + number] = outputs if read is None else read(outputs, some[number])
-
-                run(some, take)
+            inputs = self._scoring_inputs if read is None else self._task.inputs
+            self._pipeline.forward(given.batches, len(given.batches), inputs=inputs, on_output=take)
         if experts is not None:
             of_layers = self._joined(found)
             values = {index: {**each, "expert_indices": of_layers[index]} for index, each in values.items()}
-        return self._token_values([values[index] for index in sorted(values)])
+        return self._pipeline.gather_tokens([values[index] for index in sorted(values)])
 
     def _joined(self, found: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         """Return for each batch the records of all layers, [B, L, layers, A]; -1 for layers without any. Collective."""
@@ -91,7 +78,7 @@ class Scorer:
             for index, like in enumerate(first)
         ]
 
-    def _inputs(self, batch: Any) -> Inputs:
+    def _scoring_inputs(self, batch: Any) -> Inputs:
         inputs = to_inputs(self._task.inputs(batch))
         return Inputs(*inputs.first, **{**inputs.shared, "scores": True})
 
