@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from d9d_loop.inference.inference import Inference as Inference
     from d9d_loop.inference.inference import InferenceResult as InferenceResult
     from d9d_loop.job.evaluation import Evaluator as Evaluator
+    from d9d_loop.job.job import Job as Job
     from d9d_loop.job.job import build_job as build_job
-    from d9d_loop.job.job import run_job as run_job
-    from d9d_loop.job.job_parts import Job as Job
+    from d9d_loop.job.job_run import run_job as run_job
     from d9d_loop.job.pipeline import Pipeline as Pipeline
     from d9d_loop.job.plan import JobPlan as JobPlan
     from d9d_loop.job.plan import plan_job as plan_job

@@ -26,7 +26,6 @@ _LATE_IMPORTS = (
     "torch.distributed.run",
     "d9d_loop.job.plan",
     "d9d_loop.job.training",
-    "d9d_loop.job.plan_warning",
 )
 
 

@@ -44,31 +44,41 @@ class EngineCheckpoints:
         events: Events,
     ) -> None:
         self._store, self._ctx, self._open = store, ctx, ExitStack()
-        self._caller = _CallerState()
         self._is_locked = False
+        self._caller_state: JsonValue = None
+        self._num_loads = 0
         self._state = JobState(
             store,
             model=model,
             optimizer=optimizer,
             metrics={},
             config=config,
-            parts={"bad_steps": guard, "caller": self._caller},
+            parts={"bad_steps": guard, "caller": self},
             data_identity=None,
             seed=seed,
             ctx=ctx,
             events=events,
         )
 
+    def state_dict(self) -> JsonValue:
+        """Return the caller's state, which `JobState` saves."""
+        return self._caller_state
+
+    def load_state_dict(self, state: JsonValue) -> None:
+        """Receive the caller's state of a checkpoint from `JobState`."""
+        self._caller_state = state
+        self._num_loads += 1
+
     def save(self, step: int, state: JsonValue, *, background: bool) -> None:
         """Save a checkpoint of a step. Collective."""
         self._lock()
-        self._caller.value = state
+        self._caller_state = state
         self._state.save(Record(step), background=background)
 
     def save_local(self, step: int, state: JsonValue) -> None:
         """Save a step in the local tiers that are due, in the background. Collective."""
         self._lock()
-        self._caller.value = state
+        self._caller_state = state
         self._state.save_local(Record(step))
 
     def delete_local(self) -> None:
@@ -80,9 +90,9 @@ class EngineCheckpoints:
         """Load the newest valid checkpoint; return its step and the caller's state, `None` without one. Collective."""
         self._lock()
         self._store.wait()
-        num_loads = self._caller.num_loads
+        num_loads = self._num_loads
         record = self._state.restore()
-        return (record.step, self._caller.value) if self._caller.num_loads > num_loads else None
+        return (record.step, self._caller_state) if self._num_loads > num_loads else None
 
     def close(self) -> None:
         """Finish a pending save, and unlock the folder. Collective."""
@@ -95,19 +105,3 @@ class EngineCheckpoints:
             self._open.enter_context(self._store.locked(self._ctx))
             self._open.enter_context(self._store)
             self._is_locked = True
-
-
-@final
-class _CallerState:
-    """JSON value of the caller in a checkpoint."""
-
-    def __init__(self) -> None:
-        self.value: JsonValue = None
-        self.num_loads = 0
-
-    def state_dict(self) -> JsonValue:
-        return self.value
-
-    def load_state_dict(self, state: JsonValue) -> None:
-        self.value = state
-        self.num_loads += 1

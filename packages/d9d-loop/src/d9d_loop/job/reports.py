@@ -14,9 +14,9 @@ from pydantic import JsonValue
 from d9d_dist import DistributedContext
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.train_step import StepResult
-from d9d_loop.job.environment import write_environment
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.progress import Progress
+from d9d_loop.job.run_files import write_environment
 from d9d_loop.report.run_report import write_report
 from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracked, Tracker, build_trackers, peak_bytes
 
