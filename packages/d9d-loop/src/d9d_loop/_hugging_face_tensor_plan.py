@@ -22,12 +22,12 @@ from d9d_dist import (
     SequenceParallel,
     TensorStyle,
     UserError,
-    check_token_ids,
     copy_to_axis,
     gather_from_axis,
     reduce_from_axis,
     scatter_to_axis,
 )
+from d9d_dist.vocab_parallel import embed_vocab_shard
 
 
 class TensorPlan(NamedTuple):
@@ -272,11 +272,7 @@ class _SplitEmbedding(TensorStyle):
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         (ids,) = args
         assert isinstance(module, nn.Embedding)
-        check_token_ids(ids, module.num_embeddings, what="token ids")
-        num_rows = module.num_embeddings // mesh.size()
-        local = ids - mesh.get_local_rank() * num_rows
-        is_here = (local >= 0) & (local < num_rows)
-        return reduce_from_axis(inner(local.masked_fill(~is_here, 0)).masked_fill(~is_here.unsqueeze(-1), 0.0), mesh)
+        return reduce_from_axis(embed_vocab_shard(ids, module.num_embeddings // mesh.size(), mesh, inner), mesh)
 
 
 @final

@@ -20,15 +20,7 @@ class EngineCheckpoints:
 
     The run folder is locked from the first save or load until `close`. Nothing is written before the lock.
 
-    Args:
-        store: Checkpoint store of the run.
-        model: This rank's part of the model.
-        optimizer: Optimizer of the model's parameters, as its provider built it.
-        guard: Guard of the engine's steps.
-        config: Resolved configuration, stored in each checkpoint as information only.
-        seed: Seed of the engine.
-        ctx: Distributed context.
-        events: Event bus for `CheckpointSaved`.
+    `guard` is the guard of the engine's steps. The other arguments are those of `JobState`.
     """
 
     def __init__(

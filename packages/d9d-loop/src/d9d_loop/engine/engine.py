@@ -134,11 +134,10 @@ class Engine:
         Args:
             config: The configuration.
             model: A model provider, or a function that builds a pipeline stage of the model.
-            task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
+            task: See `Engine`.
             optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
             pipeline_schedule: Pipeline schedule; by default the one of the configuration.
-            reference: Reference for the method `reference`: `d9d_peft.adapters_off`, or "initial" for a copy of the
-                initial weights in host memory.
+            reference: See `Engine`.
 
         Raises:
             UserError: If the configuration, model or environment is invalid. Most checks run before the process group

@@ -25,12 +25,7 @@ class Microbatches:
 
 @final
 class MicrobatchAgreement:
-    """Agreement of all ranks on a number of microbatches; ranks with fewer batches get stand-ins.
-
-    Args:
-        task: Places batches and builds stand-ins.
-        ctx: Distributed context.
-    """
+    """Agreement of all ranks on a number of microbatches; ranks with fewer batches get stand-ins of the task."""
 
     def __init__(self, task: BatchTask, ctx: DistributedContext) -> None:
         self._task, self._ctx = task, ctx

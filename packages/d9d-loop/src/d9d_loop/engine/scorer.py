@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, all_gather_trees
 from d9d_loop.engine.microbatches import MicrobatchAgreement
-from d9d_loop.evaluation_mode import evaluation_mode
+from d9d_loop.isolation import evaluation_mode
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import BatchTask, to_inputs
 from d9d_pipeline import Inputs
@@ -27,14 +27,7 @@ ReadTokens: TypeAlias = Callable[[Any, Any], Mapping[str, Tensor]]
 
 @final
 class Scorer:
-    """Forward passes of an engine's `score`.
-
-    Args:
-        pipeline: This rank's stages of the model.
-        task: Prepares the model's inputs from a batch.
-        agree: Agrees with the other ranks on the number of batches.
-        ctx: Distributed context.
-    """
+    """Forward passes of an engine's `score`. `agree` agrees with the other ranks on the number of batches."""
 
     def __init__(
         self, pipeline: Pipeline, task: BatchTask, *, agree: MicrobatchAgreement, ctx: DistributedContext

@@ -53,8 +53,6 @@ class TrainStep:
         task: Prepares the model's inputs from a batch.
         max_norm: Maximum global gradient norm; infinity measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have.
-        ctx: Distributed context.
-        events: Event bus for the events of a step.
         guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
     """
 
@@ -121,20 +119,10 @@ class TrainStep:
         values: dict[int, Mapping[str, Tensor]] | None = None,
         measured: bool = False,
     ) -> Timeline | None:
-        """Run forward and backward of all microbatches, and add gradients, losses and weights to those of the step.
+        """Run forward and backward of all microbatches; see `Engine.accumulate`.
 
-        Collectives: those of the model; sends and receives between stages; the gradient reduction.
-
-        Args:
-            number: Number of the step, counted from 1.
-            batches: Microbatches on this rank's device, the same number on all ranks.
-            loss: Function of the model's outputs and the batch.
-            num_own: Number of microbatches that count; the others are stand-ins, whose loss is 0.
-            values: Receives the values per token of the microbatches that count, by index.
-            measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
-
-        Returns:
-            Start and end of every pipeline action, if `measured`.
+        `number` is the number of the step, counted from 1. `values` receives the values per token of the microbatches
+        that count, by index.
 
         Raises:
             UserError: On this rank, if the statistics of batch norms would include its stand-ins; if the result of
@@ -182,11 +170,7 @@ class TrainStep:
             )
 
     def update(self, number: int) -> StepResult:
-        """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
-
-        Collectives: the gradient reduction and norm; the exchange of parameters shared between stages; one all-reduce
-        of loss and weight; the guard's all-reduce.
-        """
+        """Reduce the gradients and run the optimizer step `number`; see `Engine.step`."""
         self._refuse_partial_gradients()
         if self._totals is None:
             raise UserError("got step() without gradients; expected forward_backward() before each step.")
@@ -210,11 +194,7 @@ class TrainStep:
         return StepResult(loss, weight, grad_norm, taken, self._optimizer.param_groups[0]["lr"])
 
     def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:
-        """Repeat forward and backward of prepared microbatches, discard the gradients, and restore all buffers.
-
-        `watch` is called with "the loss" and the loss of each microbatch. Collectives: those of the model and the
-        gradient reduction.
-        """
+        """Repeat forward and backward, discard the gradients, and restore all buffers; see `Engine.replay`."""
 
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
             taken = _checked(loss(outputs, batches[microbatch]))

@@ -25,8 +25,8 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
 from d9d_loop.inference.pace import Pace
 from d9d_loop.inference.results_folder import ResultsFolder
-from d9d_loop.isolated_random import isolated_random
-from d9d_loop.job.job_check import check_data, check_writable
+from d9d_loop.isolation import isolated_random
+from d9d_loop.job.job_check import check_writable
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.progress import Progress
 from d9d_loop.model.model_build import build_pipeline
@@ -131,7 +131,8 @@ class Inference:
         config = self._config
         launch = read_launch()
         mesh = config.mesh.resolve(launch.world_size)
-        check_data(self._data, "data")
+        if len(self._data) == 0:
+            raise UserError("the data are empty; expected at least one sample. Check the path of the data.")
         check_writable(config.run.dir)
         self._results.check()
         if self._weights is None and self._provider.late_init:

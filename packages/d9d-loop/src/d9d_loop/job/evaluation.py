@@ -12,7 +12,7 @@ from d9d_loop.data.evaluation_pass import EvenlySpacedStream, plan_pass
 from d9d_loop.data.sample_reader import SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.evaluation_mode import evaluation_mode
+from d9d_loop.isolation import evaluation_mode
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import Task
 from d9d_metrics import WeightedMean, compute_metrics
@@ -24,12 +24,9 @@ class Evaluator:
     Args:
         model: The model that is trained, or the pipeline of its stages.
         samples: Evaluation dataset, or a stream of samples.
-        task: Provides model inputs, losses and metrics.
-        collate: Builds a batch from a list of samples.
         num_samples: Number of samples to use: evenly spaced in a dataset, or the first samples of a stream. `None`
             uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
-        ctx: Distributed context of the job.
         seed: Seed of the random numbers that the dataset and `collate` draw.
     """
 

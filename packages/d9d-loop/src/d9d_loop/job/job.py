@@ -34,23 +34,12 @@ class Job:
     """Parts of a training job on one rank, restored from the newest checkpoint if there is one.
 
     Attributes:
-        plan: Plan of the job.
-        ctx: Distributed context.
-        events: Event bus for the job's events.
-        engine: Runs forward, backward and the optimizer step of the model.
         guard: Decides on bad steps.
         loss: Loss of a microbatch, which also updates the task's metrics.
         loader: Yields this rank's microbatches of each step, on its device.
         evaluate: Evaluates the model; `None` without evaluation data.
         state: Saves and restores model, optimizer, loader and guard.
-        record: Progress of the job.
-        reports: Passes values to trackers and the progress display.
-        profiler: Profiles the configured steps.
-        journal: Records starts, progress and failures of the run.
-        garbage: Collects Python's garbage at fixed steps.
-        watchdog: Ends the job if a rank hangs.
         stop: Makes ranks agree on stop signals.
-        stragglers: Detects slow ranks.
     """
 
     plan: JobPlan
@@ -76,12 +65,6 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     """Build the parts of a job, and restore the newest checkpoint or load the initial weights. Collective.
 
     Emits `ModelReady` and `OptimizerReady`.
-
-    Args:
-        plan: Plan of the job.
-        store: Checkpoint store of the run.
-        ctx: Distributed context.
-        events: Event bus for the job's events.
 
     Raises:
         UserError: If `parallelize` of the model provider does not fit the mesh, or the checkpoint does not fit the job.
@@ -130,7 +113,15 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         evaluate=_build_evaluator(plan, engine),
         state=state,
         record=record,
-        reports=_build_reports(plan, record, metrics, ctx),
+        reports=Reports(
+            config,
+            plan.resolved,
+            num_steps=plan.steps,
+            record=record,
+            metrics=metrics,
+            weight_unit=task.weight_unit,
+            ctx=ctx,
+        ),
         profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
         journal=journal,
         garbage=GarbageCollection(config.host.collect_garbage_every),
@@ -160,18 +151,6 @@ def build_engine(
         guard=guard,
         polls_guard=False,
         events=events,
-    )
-
-
-def _build_reports(plan: JobPlan, record: Record, metrics: Mapping[str, Metric], ctx: DistributedContext) -> Reports:
-    return Reports(
-        plan.config,
-        plan.resolved,
-        num_steps=plan.steps,
-        record=record,
-        metrics=metrics,
-        weight_unit=plan.task.weight_unit,
-        ctx=ctx,
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from d9d_dist import UserError, refuse_later_writes
 from d9d_loop.engine.train_step import StepResult
-from d9d_loop.evaluation_mode import evaluation_mode
 from d9d_loop.events import (
     BadStepFound,
     CheckpointStarted,
@@ -22,7 +21,7 @@ from d9d_loop.events import (
     StepDone,
     TrainResult,
 )
-from d9d_loop.isolated_random import isolated_random
+from d9d_loop.isolation import evaluation_mode, isolated_random
 from d9d_loop.job.job import Job
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together

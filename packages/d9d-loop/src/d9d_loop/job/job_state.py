@@ -80,15 +80,12 @@ class JobState:
     """Model, optimizer, metrics, random states and `Record` of a job, saved and restored as one checkpoint.
 
     Args:
-        store: Checkpoint store of the run.
         model: This rank's part of the model, materialized and parallelized.
         optimizer: Optimizer of the model's parameters, as its provider built it.
         metrics: This rank's training metrics by name. Their values since the last report are saved.
         config: Resolved configuration, stored in each checkpoint as information only.
         parts: Other components to save, by name. Their state is equal on every rank.
         data_identity: JSON value that determines the order of samples, stored in each checkpoint.
-        seed: The job's seed.
-        ctx: Distributed context.
         events: Event bus for `CheckpointSaved`, emitted at the same point on every rank: at the end of `save`, or for a
             background save in the next `finish`.
         trainable_only: True to save only parameters that require gradients, and a digest of the frozen ones, which keep

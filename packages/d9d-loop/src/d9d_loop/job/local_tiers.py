@@ -23,12 +23,9 @@ def local_tiers(config: LocalTierConfig, run: Path) -> list[LocalTier]:
 
 
 def check_local_tiers(config: LocalTierConfig, *, section: str, every: int | None = None) -> None:
-    """Raise `UserError` if a setting of the local tiers has no effect.
+    """Raise `UserError` if a setting of the local tiers in a section of the configuration has no effect.
 
-    Args:
-        config: Settings of the tiers.
-        section: Name of the configuration section, for messages.
-        every: Steps between checkpoints; `None` if the caller decides when to save.
+    `every` is the number of steps between checkpoints; `None` if the caller decides when to save.
     """
     if (config.local_every is None) != (config.local_folder is None):
         given, missing = ("local_folder", "local_every")[:: 1 if config.local_every is None else -1]

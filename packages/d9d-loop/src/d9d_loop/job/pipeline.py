@@ -38,7 +38,6 @@ class Pipeline:
 
     Args:
         stages: This rank's stage modules by global stage index, parallelized and materialized.
-        ctx: Distributed context.
         schedule: Pipeline schedule; 1F1B by default.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
         messages: Metadata of all messages between stages; by default, ranks send it with the first message.

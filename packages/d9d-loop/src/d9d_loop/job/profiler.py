@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from d9d_dist import DistributedContext, gather_json
-from d9d_loop.config.profile_config import ProfileConfig
+from d9d_loop.config.trainer_config import ProfileConfig
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import DataReady, StepDone
 from d9d_loop.job.time_breakdown import TimeBreakdown, break_down, spans_of

@@ -24,7 +24,6 @@ class Progress:
         num_steps: Number of steps of the whole job.
         done: Number of steps completed before this run.
         visible: If True, show progress; True only on the main process.
-        device: Device of the job, whose peak memory the bar shows.
         bar: If True and standard error is a terminal, draw a bar; otherwise print the values as lines.
         line_seconds: Minimum time between two lines without a bar, except those of the first and the last step.
     """

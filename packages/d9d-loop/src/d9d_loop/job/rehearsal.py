@@ -7,17 +7,15 @@ Code that depends on values, such as `.item()`, cannot be rehearsed; its errors 
 
 import gc
 import inspect
-import json
 import math
 import os
-import select
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, final
+from multiprocessing import Pipe
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +31,9 @@ from d9d_loop.task import Loss, Task, to_inputs
 from d9d_loop.user_frames import describe_frame, user_frames
 from d9d_pipeline import Inputs
 from d9d_state import CheckpointStore
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
@@ -66,28 +67,27 @@ def rehearse(plan: JobPlan) -> None:
 
 def _in_fork(function: Callable[[], str]) -> str:
     """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
-    receiver, sender = os.pipe()
+    receiver, sender = Pipe(duplex=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork of a multi-threaded process
         child = os.fork()
     if child == 0:
         _run_and_exit(function, sender)
-    os.close(sender)
-    answer, deadline = b"", time.monotonic() + _SECONDS
-    with open(receiver, "rb", buffering=0) as stream:  # noqa: PTH123 - a file descriptor
-        while select.select([stream], [], [], max(deadline - time.monotonic(), 0.0))[0] and (part := stream.read(4096)):
-            answer += part
-    if time.monotonic() >= deadline:
+    sender.close()
+    try:
+        return receiver.recv_bytes().decode() if receiver.poll(_SECONDS) else ""
+    except EOFError:  # the process crashed
+        return ""
+    finally:
+        receiver.close()
         os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    return json.loads(answer) if status == 0 else ""
+        os.waitpid(child, 0)
 
 
-def _run_and_exit(function: Callable[[], str], sender: int) -> None:
-    """Write the result of a function to a pipe as JSON, and end this process without any clean-up."""
+def _run_and_exit(function: Callable[[], str], sender: "Connection") -> None:
+    """Send the result of a function, and end this process without any clean-up."""
     gc.disable()  # never destroy the parent's process groups here: their threads were not forked
     torch.set_num_threads(1)  # a thread pool does not survive a fork
-    code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -95,12 +95,9 @@ def _run_and_exit(function: Callable[[], str], sender: int) -> None:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the process ends
-        answer = json.dumps(function()).encode()
-        while answer:
-            answer = answer[os.write(sender, answer) :]
-        code = 0
+        sender.send_bytes(function().encode())
     finally:
-        os._exit(code)
+        os._exit(0)
 
 
 @final

@@ -35,7 +35,7 @@ from d9d_dist import (
     written_tensors,
 )
 from d9d_dist.consensus import name_ranks
-from d9d_loop.isolated_random import isolated_random
+from d9d_loop.isolation import isolated_random
 from d9d_loop.model._skipped_draws import SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
 
