@@ -28,7 +28,7 @@ from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.task import Loss, Task, to_inputs
-from d9d_loop.user_frames import describe_frame, user_frames
+from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_pipeline import Inputs
 from d9d_state import CheckpointStore
 
@@ -168,10 +168,9 @@ class _Rehearsal:
         return next(iter(inspect.signature(self._model.forward).parameters), "x")
 
     def _describe(self, failure: "_UserCodeError") -> str:
-        error, frames = failure.error, user_frames(failure.error)
+        error = failure.error
         what = f"{type(error).__name__}: {error}".rstrip(". \n")
-        lines = [f"the first batch fails in {failure.phase}: {what}."]
-        lines += [f"  {describe_frame(frame)}" for frame in reversed(frames)]
+        lines = [f"the first batch fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
         if hasattr(self, "_batch"):
             lines.append(f"The batch is {self._batch}. {self._remedy(failure)}")
         else:
