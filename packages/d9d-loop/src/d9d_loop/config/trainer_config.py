@@ -27,8 +27,7 @@ TrainingPrecision: TypeAlias = Annotated[
     ),
 ]
 InitialWeights: TypeAlias = Annotated[
-    Path | None,
-    Field(description="Folder in the Hugging Face layout with the initial weights; null: random weights."),
+    Path | None, Field(description="Folder in the Hugging Face layout with the initial weights; null: random weights.")
 ]
 
 
@@ -141,9 +140,7 @@ class LocalTierConfig(Section):
         default=None, description="Folder on a local disk of each host, for the saves of `local_every`."
     )
     replicas: int = Field(
-        default=1,
-        ge=0,
-        description="Number of other hosts that store a copy of each rank's part of these saves.",
+        default=1, ge=0, description="Number of other hosts that store a copy of each rank's part of these saves."
     )
 
 
@@ -182,10 +179,7 @@ class CheckpointConfig(LocalTierConfig):
     def retention(self) -> Retention:
         """Retention rules for the checkpoint store."""
         return Retention(
-            last=self.keep_last,
-            every=self.keep_every,
-            best=self.keep_best,
-            higher_is_better=self.higher_is_better,
+            last=self.keep_last, every=self.keep_every, best=self.keep_best, higher_is_better=self.higher_is_better
         )
 
 
@@ -224,8 +218,7 @@ class LoggingConfig(Section):
     progress: bool = Field(default=True, description="Show a progress bar if the output is a terminal.")
     report: bool = Field(default=True, description="Write `report.html` at the end, from the values in metrics.jsonl.")
     draw_lr_schedule: bool = Field(
-        default=False,
-        description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step.",
+        default=False, description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step."
     )
 
 

@@ -21,7 +21,7 @@ from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.microbatches import MicrobatchAgreement
 from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.reference import Reference, reference_context
-from d9d_loop.engine.scorer import ReadTokens, RecordLayers, Scorer
+from d9d_loop.engine.scores import ReadTokens, RecordLayers, score
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
@@ -95,7 +95,8 @@ class Engine:
         self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
         self.events = Events() if events is None else events
         self.num_steps = 0
-        self._polls_guard, self._checkpoints, self._state_mapper = polls_guard, checkpoints, state_mapper
+        self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
+        self._state_mapper = state_mapper
         self._initial_rates = [group["lr"] for group in optimizer.param_groups]
         self._step = TrainStep(
             self.pipeline,
@@ -112,7 +113,6 @@ class Engine:
         self._offloader, self._is_offloaded = ModuleOffloader(self._whole, optimizer), False
         self._reference, self._in_reference = reference_context(reference, self.model, whole=self._whole), False
         self._first_steps = FirstSteps(self.model, ctx)
-        self._scorer = Scorer(self.pipeline, task, agree=self._agree, ctx=ctx)
 
     @classmethod
     def open(
@@ -171,9 +171,9 @@ class Engine:
                 numbers of batches.
         """
         self._require_training("forward_backward()")
-        given = self._agree(batches, self._step.supported)
+        placed = self._agree(batches, self._step.supported)
         values: dict[int, Mapping[str, Tensor]] = {}
-        self._step.forward_backward(self.num_steps + 1, given.batches, loss, num_own=given.num_own, values=values)
+        self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
         return self.pipeline.gather_tokens([values[index] for index in sorted(values)])
 
     def score(
@@ -199,7 +199,8 @@ class Engine:
             UserError: If the model has no argument `scores` and there is no `read`. Also as for `forward_backward`.
         """
         self._require_onloaded("score()")
-        return self._scorer(batches, read, experts)
+        placed = self._agree(batches, lambda number: number)
+        return score(placed, len(batches), pipeline=self.pipeline, task=self._task, read=read, experts=experts)
 
     @contextmanager
     def reference(self) -> Generator[None]:

@@ -1,26 +1,11 @@
 """Microbatches of a call: placed on the device, the same number on all ranks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 from d9d_dist import DistributedContext, UserError, all_gather_trees, gather_json
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.task import BatchTask
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Microbatches:
-    """This rank's microbatches of a call: its own batches, then stand-ins, whose losses are 0.
-
-    Attributes:
-        batches: Batches on the device, the same number on all ranks.
-        num_own: Number of batches that are not stand-ins.
-    """
-
-    batches: Sequence[Any]
-    num_own: int
 
 
 @final
@@ -33,7 +18,7 @@ class MicrobatchAgreement:
         self._example: Any = None
         self._has_example = False
 
-    def __call__(self, batches: Sequence[Any], supported: Callable[[int], int]) -> Microbatches:
+    def __call__(self, batches: Sequence[Any], supported: Callable[[int], int]) -> list[Any]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
 
         Args:
@@ -61,7 +46,7 @@ class MicrobatchAgreement:
         if len(placed) < number:
             stand_in = self._place(self._task.stand_in(self._example))
             placed.extend([stand_in] * (number - len(placed)))
-        return Microbatches(placed, len(batches))
+        return placed
 
     def _check(self, counts: Sequence[tuple[int, int, bool]]) -> None:
         if not any(count for _, count, _ in counts):

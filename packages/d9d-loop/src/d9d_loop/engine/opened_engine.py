@@ -98,7 +98,7 @@ def opened_engine(
 def _plan(config: EngineConfig, provider: ModelProvider, task: BatchTask, schedule: Schedule) -> ModelPlan:
     launch = read_launch()
     mesh = config.mesh.resolve(launch.world_size)
-    plan = plan_model(
+    return plan_model(
         provider,
         launch=launch,
         mesh=mesh,
@@ -108,9 +108,7 @@ def _plan(config: EngineConfig, provider: ModelProvider, task: BatchTask, schedu
         seed=config.seed,
         task=task,
         first_batch=None,
-    )
-    weights = config.initial_weights or provider.initial_weights
-    return plan if weights is None else plan.with_weights("initial_weights", weights)
+    ).with_weights("initial_weights", config.initial_weights or provider.initial_weights)
 
 
 def _check_bad_steps(config: EngineConfig) -> None:

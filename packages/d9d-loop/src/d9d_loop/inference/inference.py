@@ -128,9 +128,7 @@ class Inference:
             ctx.barrier()
 
     def _plan(self) -> ModelPlan:
-        config = self._config
-        launch = read_launch()
-        mesh = config.mesh.resolve(launch.world_size)
+        config, launch = self._config, read_launch()
         if len(self._data) == 0:
             raise UserError("the data are empty; expected at least one sample. Check the path of the data.")
         check_writable(config.run.dir)
@@ -142,17 +140,16 @@ class Inference:
                 "weights."
             )
         size = min(config.batch_size, len(self._data))
-        plan = plan_model(
+        return plan_model(
             self._provider,
             launch=launch,
-            mesh=mesh,
+            mesh=config.mesh.resolve(launch.world_size),
             schedule=OneForwardOneBackward(),
             num_microbatches=1,
             seed=config.seed,
             task=self._task,
             first_batch=lambda: self._collate([self._data[index] for index in range(size)]),
-        )
-        return plan if self._weights is None else plan.with_weights("weights", self._weights)
+        ).with_weights("weights", self._weights)
 
     def _build(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
         pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)

@@ -14,7 +14,6 @@ from d9d_loop.engine.engine import Engine
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ModelReady, OptimizerReady
 from d9d_loop.job.evaluation import Evaluator
-from d9d_loop.job.garbage import GarbageCollection
 from d9d_loop.job.job_state import JobState, Record
 from d9d_loop.job.journal import Journal
 from d9d_loop.job.pipeline import Pipeline
@@ -55,7 +54,6 @@ class Job:
     reports: Reports
     profiler: Profiler
     journal: Journal
-    garbage: GarbageCollection
     watchdog: HangWatchdog
     stop: StopSignals
     stragglers: StragglerWatch
@@ -124,7 +122,6 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         ),
         profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
         journal=journal,
-        garbage=GarbageCollection(config.host.collect_garbage_every),
         watchdog=watchdog,
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
         stragglers=StragglerWatch(config.resilience.health, ctx),

@@ -22,6 +22,7 @@ from d9d_loop.events import (
     TrainResult,
 )
 from d9d_loop.isolation import evaluation_mode, isolated_random
+from d9d_loop.job.garbage import garbage_collection
 from d9d_loop.job.job import Job
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
@@ -45,7 +46,8 @@ def run_job(job: Job) -> TrainResult | Stopped:
     ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
     events.emit(ready)
     _write_start(job)
-    with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
+    garbage = garbage_collection(config.host.collect_garbage_every)
+    with job.reports, job.loader, garbage as collect_garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         batches: list[Any] = []
         while record.step < plan.steps:
@@ -66,9 +68,9 @@ def run_job(job: Job) -> TrainResult | Stopped:
             offload = partial(_offloaded, job)
             done = StepDone(record.step, result.loss, result.grad_norm, result.learning_rate, offload)
             events.emit(done)
-            # Call these directly: the event bus saves and restores random and module states around each handler.
+            # Call it directly: the event bus saves and restores random and module states around each handler.
             job.profiler.step(done)
-            job.garbage.collect(done)
+            collect_garbage(record.step)
             job.reports.step(result)
             job.journal.progress(record.step)
             if timeline is not None and job.ctx.is_main_process:
@@ -142,11 +144,7 @@ def _end_startup(job: Job, result: StepResult) -> None:
 def _offloaded(job: Job) -> Generator[None]:
     """Offload training state for the body, with the watchdog paused and the time excluded from the throughput."""
     unlimited = timedelta(days=365)
-    with (
-        job.reports.not_training(),
-        job.watchdog.phase("offloading", timeout=unlimited),
-        job.engine.offloaded(),
-    ):
+    with job.reports.not_training(), job.watchdog.phase("offloading", timeout=unlimited), job.engine.offloaded():
         yield
 
 

@@ -113,7 +113,7 @@ class JobState:
         self._trainable_only, self._is_digest_checked = trainable_only, False
         self._frozen_digest: str | None = None
         self._built_groups = group_values(optimizer)
-        self._built_values = [_values_of(group) for group in optimizer.param_groups]
+        self._built_values = [dict(group) for group in optimizer.param_groups]
         self._being_written: int | None = None
 
     def restore(self, *, is_rollback: bool = False) -> Record:
@@ -272,10 +272,6 @@ def frozen_digest_of(info: CheckpointInfo) -> str | None:
     """Return the digest of the frozen parameters that a checkpoint omits; `None` if it has all parameters."""
     state: Any = info.state
     return state.get("frozen_digest")
-
-
-def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _metric_states(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:

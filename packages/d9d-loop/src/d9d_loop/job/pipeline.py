@@ -34,6 +34,7 @@ class Pipeline:
     Attributes:
         model: This rank's part of the model, for the optimizer, checkpoints and export.
         stages: This rank's stage modules by global stage index.
+        group: Process group of the pipeline; `None` for one rank.
         shared: Sums the gradients and copies the values of parameters that several stages share.
 
     Args:
@@ -59,7 +60,7 @@ class Pipeline:
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
-        self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
+        self.group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
         is_whole = self._num_ranks == self._schedule.stages_per_rank == 1
@@ -67,7 +68,7 @@ class Pipeline:
         self.model = self.stages[0] if is_whole else RankStages(self.stages, copies=copies)
         stage_ranks = self._program(1, trains=False).stage_ranks
         self._last_rank = stage_ranks[-1]
-        self.shared = SharedParameters(shared, self.stages, stage_ranks=stage_ranks, group=self._group)
+        self.shared = SharedParameters(shared, self.stages, stage_ranks=stage_ranks, group=self.group)
 
     @property
     def num_stages(self) -> int:
@@ -140,20 +141,20 @@ class Pipeline:
         mine: list[Mapping[str, Tensor]] = [{name: value.detach() for name, value in each.items()} for each in values]
         if self._split is not None and self.has_last_stage:
             mine = self._split.join(mine)
-        if self._group is None:
+        if self.group is None:
             return mine
-        return broadcast_tree(mine, self._group, source=self._last_rank, device=self._device)
+        return broadcast_tree(mine, self.group, source=self._last_rank, device=self._device)
 
     @property
     def has_last_stage(self) -> bool:
         """True if this rank has the last stage, whose outputs are the model's outputs."""
-        return self._group is None or self._group.rank() == self._last_rank
+        return self.group is None or self.group.rank() == self._last_rank
 
     def callable(self) -> PipelinedModel:
         """Return a callable that runs the whole model; calls are collective over the pipeline ranks."""
         return PipelinedModel(
             self.stages,
-            group=self._group,
+            group=self.group,
             device=self._device,
             stages_per_rank=self._schedule.stages_per_rank,
             placement=self._schedule.placement,
@@ -174,7 +175,7 @@ class Pipeline:
             self._executors[key] = Executor(
                 self._program(num_microbatches, trains=trains),
                 self.stages,
-                group=self._group,
+                group=self.group,
                 device=self._device,
                 messages=self._messages,
                 reduce_each_microbatch=self._reduces_each_microbatch and trains,

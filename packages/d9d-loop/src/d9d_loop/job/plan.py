@@ -134,13 +134,12 @@ def plan_job(
     check_trainable(whole)
     if optimizer is None:
         config.optimizer.check(whole)
-    weights = config.initial_weights or model.initial_weights
     needs_weights, changes = check_checkpoint(
         config, whole, steps=steps, data_identity=stream.identity(), has_optimizer=optimizer is not None
     )
     export_mapper = export_mapper_of(model, whole) if config.export else None
-    if weights is not None and needs_weights:
-        layout = layout.with_weights("initial_weights", weights)
+    if needs_weights:
+        layout = layout.with_weights("initial_weights", config.initial_weights or model.initial_weights)
     return JobPlan(
         config=config,
         resolved=config.model_dump(mode="json"),

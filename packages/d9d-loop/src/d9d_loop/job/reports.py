@@ -43,14 +43,8 @@ class Reports:
         weight_unit: str,
         ctx: DistributedContext,
     ) -> None:
-        self._config, self._resolved, self._num_steps, self._record, self._ctx = (
-            config,
-            resolved,
-            num_steps,
-            record,
-            ctx,
-        )
-        self._metrics = metrics
+        self._config, self._resolved, self._num_steps = config, resolved, num_steps
+        self._record, self._metrics, self._ctx = record, metrics, ctx
         self._throughput_name = f"{weight_unit}_per_second"
         self._open = ExitStack()
         self._tracker: Tracker = MultiTracker([])
@@ -95,7 +89,7 @@ class Reports:
         """Count a step, and report its values if a report is due (collective). No host-device synchronization."""
         self.progress.step()
         self._clock.add(result.weight)
-        step, every = self._record.step, self._config.logging.every
+        step, every, device = self._record.step, self._config.logging.every, self._ctx.device
         if step % every and step not in (1, self._num_steps):
             return
         values = {
@@ -103,7 +97,7 @@ class Reports:
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             self._throughput_name: self._clock.lap(),
-            "peak_memory_gib": _peak_memory_of(self._ctx.device),
+            "peak_memory_gib": torch.full((), peak_bytes(device) / 2**30, dtype=torch.float64, device=device),
         }
         self._collector.collect(step, values)
 
@@ -192,8 +186,3 @@ class _Clock:
         now = time.perf_counter()
         self._lap_seconds += now - self._since
         self._since = now
-
-
-def _peak_memory_of(device: torch.device) -> torch.Tensor:
-    """Return the peak memory of this process so far in GiB, as a device tensor."""
-    return torch.full((), peak_bytes(device) / 2**30, dtype=torch.float64, device=device)

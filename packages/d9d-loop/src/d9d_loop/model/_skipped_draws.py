@@ -49,10 +49,7 @@ class SkippedDraws(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
         self._reads.__exit__(exc_type, exc_val, exc_tb)
