@@ -56,17 +56,13 @@ class QuickAgent(LocalElasticAgent):
         """Run torch's agent. If a spare node still waits when the job ends, return success without ranks."""
         return super().run(role) or RunResult(WorkerState.SUCCEEDED)
 
-    @property
-    def _rendezvous_handler(self) -> QuickRendezvous | None:
-        handler = self._worker_group.spec.rdzv_handler
-        return handler if isinstance(handler, QuickRendezvous) else None
-
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
             return super()._invoke_run(role)
         except RendezvousConnectionError:
             # This agent ends, so its ranks must not wait for a host that does not answer.
-            host = "another host" if self._rendezvous_handler is None else self._rendezvous_handler.host
+            rendezvous = self._worker_group.spec.rdzv_handler
+            host = rendezvous.host if isinstance(rendezvous, QuickRendezvous) else "another host"
             write_lost_host(f"the rendezvous on {host} does not answer: the host is down or cut off.")
             self._end_ranks()
             raise
@@ -78,18 +74,21 @@ class QuickAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if any(code not in _STOPS for code in self._exit_codes()):
             self._end_ranks()
-        if self._rendezvous_handler is not None:
-            write_spare(waits=self._remaining_restarts > 0 and self._rendezvous_handler.has_spare())
+        rendezvous = worker_group.spec.rdzv_handler
+        if isinstance(rendezvous, QuickRendezvous):
+            write_spare(waits=self._remaining_restarts > 0 and rendezvous.has_spare())
         return super()._monitor_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if take_slow_host() and self._rendezvous_handler is not None:
-            self._rendezvous_handler.yield_to_spare()
+        rendezvous = worker_group.spec.rdzv_handler
+        if take_slow_host() and isinstance(rendezvous, QuickRendezvous):
+            rendezvous.yield_to_spare()
         super()._rendezvous(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **named: Any) -> None:
-        rendezvous = self._rendezvous_handler
-        lost, is_broken = ([], False) if rendezvous is None else (rendezvous.lost_nodes(), rendezvous.is_broken())
+        rendezvous = worker_group.spec.rdzv_handler
+        is_quick = isinstance(rendezvous, QuickRendezvous)
+        lost, is_broken = (rendezvous.lost_nodes(), rendezvous.is_broken()) if is_quick else ([], False)
         if lost:
             rank, host = lost[0]
             write_lost_host(describe_lost_host(rank * worker_group.spec.local_world_size, host))

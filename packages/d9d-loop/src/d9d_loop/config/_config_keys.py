@@ -22,12 +22,14 @@ class Key:
         name: Name of the field; `all_keys` prefixes it with the names of the enclosing sections, separated by dots.
         default: Default as text: a string as is, other values as JSON, "computed" for a default factory. `None` if the
             key is required.
+        kind: Kind of the section that declares the key; empty if the section has a single kind.
     """
 
     name: str
     annotation: Any
     default: str | None
     description: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from d9d_loop.events import (
 from d9d_loop.isolation import evaluation_mode, isolated_random
 from d9d_loop.job.garbage import garbage_collection
 from d9d_loop.job.job import Job
-from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
@@ -62,7 +61,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             if record.step == ready.step + 1:
                 _end_startup(job, result)
             is_saved = plan.is_saved_after(record.step) or plan.is_saved_locally_after(record.step)
-            if apply_decisions(job, batches, before, settle=is_saved):
+            if _apply_decisions(job, batches, before, settle=is_saved):
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
             offload = partial(_offloaded, job)
@@ -78,7 +77,10 @@ def run_job(job: Job) -> TrainResult | Stopped:
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
                     draw_measured(timeline, config.run.dir, title=title)
             is_last = record.step == plan.steps
-            check_updates(job, since=ready.step)
+            if is_last and not job.guard.has_applied:
+                raise BadStepError(
+                    f"no update was applied in the steps {ready.step + 1} to {record.step}: all were bad steps."
+                )
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
             if is_evaluated:
                 _evaluate(job)
@@ -91,7 +93,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 return Stopped(cause, step=record.step)
         with job.watchdog.phase("a save"):
             job.state.store.clear_tiers(job.ctx)
-        return finish_job(job)
+        return _finish(job)
 
 
 def evaluate_job(job: Job) -> TrainResult:
@@ -102,27 +104,21 @@ def evaluate_job(job: Job) -> TrainResult:
     assert job.evaluate is not None
     with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         job.record.evaluation = job.evaluate()
-    return train_result(job, export_dir=None)
+    return _result_of(job, export_dir=None)
 
 
 def _write_start(job: Job) -> None:
     """Write the configuration and the plots to the run folder, and record the start in the journal. Collective."""
-    folder = job.plan.config.run.dir
+    plan, config, folder = job.plan, job.plan.config, job.plan.config.run.dir
     with writes_together(folder, job.ctx):
         if job.ctx.is_main_process:
-            write_config(job.plan.resolved, folder)
-            _draw_plans(job.plan)
+            write_config(plan.resolved, folder)
+            if config.pipeline.draw and plan.model.is_pipelined:
+                draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
+            if config.logging.draw_lr_schedule:
+                peak = config.optimizer.learning_rate
+                draw_lr_schedule(plan.lr_schedule, folder, num_steps=plan.steps, peak=peak)
     job.journal.started(job.record.step)
-
-
-def _draw_plans(plan: JobPlan) -> None:
-    """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables them."""
-    config, folder = plan.config, plan.config.run.dir
-    if config.pipeline.draw and plan.model.is_pipelined:
-        draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
-    if config.logging.draw_lr_schedule:
-        peak = config.optimizer.learning_rate
-        draw_lr_schedule(plan.lr_schedule, folder, num_steps=plan.steps, peak=peak)
 
 
 def _end_startup(job: Job, result: StepResult) -> None:
@@ -205,7 +201,7 @@ def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool 
 
 def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
     """Make sure that a checkpoint of the last step is complete before the job stops. Collective."""
-    if apply_decisions(job, batches, batches, settle=True):
+    if _apply_decisions(job, batches, batches, settle=True):
         return  # rolled back to a checkpoint
     if not job.plan.is_saved_after(job.record.step):
         _save(job, result, background=False)
@@ -214,7 +210,7 @@ def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
         job.state.store.clear_tiers(job.ctx)
 
 
-def apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
+def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
     """Apply the decisions on bad steps that are known by now; return True if the job rolled back. Collective.
 
     `batches` and `before` are the microbatches of the last step and of the step before it. With `settle`, wait for the
@@ -232,12 +228,6 @@ def apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: 
             _roll_back(job)
             return True
     return False
-
-
-def check_updates(job: Job, *, since: int) -> None:
-    """After the last step, raise `BadStepError` on every rank if all updates since step `since` were skipped."""
-    if job.record.step == job.plan.steps and not job.guard.has_applied:
-        raise BadStepError(f"no update was applied in the steps {since + 1} to {job.record.step}: all were bad steps.")
 
 
 def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
@@ -259,7 +249,7 @@ def _roll_back(job: Job) -> None:
     job.profiler.on_rollback(restored.step)
 
 
-def finish_job(job: Job) -> TrainResult:
+def _finish(job: Job) -> TrainResult:
     """Export the model, and emit `Finished` with the result. Collective.
 
     Raises:
@@ -270,14 +260,14 @@ def finish_job(job: Job) -> TrainResult:
     # The export and the handlers of `Finished` may take longer than a step.
     job.ctx.set_timeout(limit + job.watchdog.margin)
     with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
-        result = train_result(job, export_dir=_export(job) if job.plan.config.export else None)
+        result = _result_of(job, export_dir=_export(job) if job.plan.config.export else None)
         forward = job.engine.pipeline.callable()
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))
     job.journal.ended(job.record.step, "finished")
     return result
 
 
-def train_result(job: Job, *, export_dir: Path | None) -> TrainResult:
+def _result_of(job: Job, *, export_dir: Path | None) -> TrainResult:
     """Return the result of a job after its last completed step."""
     record = job.record
     return TrainResult(
