@@ -273,18 +273,9 @@ def _is_limit(error: BaseException) -> bool:
 
 def _make_fake(model: nn.Module) -> bool:
     """Replace the parameters and buffers of a module by fake ones on the CPU; return False for tensor subclasses."""
-    fakes: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for values in (module._parameters, module._buffers):
-            for name, value in values.items():
-                if value is None:
-                    continue
-                if type(value) not in {Tensor, nn.Parameter, nn.Buffer}:
-                    return False
-                if value not in fakes:
-                    fake: Tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    fakes[value] = nn.Parameter(fake, value.requires_grad) if values is module._parameters else fake
-                values[name] = fakes[value]  # ty: ignore[invalid-assignment] - a dict of parameters or of buffers
+    if any(type(each) not in {Tensor, nn.Parameter, nn.Buffer} for each in (*model.parameters(), *model.buffers())):
+        return False
+    model.to_empty(device="cpu")
     return True
 
 
