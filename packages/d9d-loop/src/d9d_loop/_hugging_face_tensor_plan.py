@@ -202,7 +202,6 @@ def _takes_sorted_tokens(experts: nn.Module) -> bool:
 
 
 def _is_loop(experts: nn.Module) -> bool:
-    """Return True if a module of `transformers` computes its experts in a loop."""
     return getattr(getattr(experts, "config", None), "_experts_implementation", "eager") == "eager"
 
 
@@ -244,11 +243,7 @@ def _has_whole_output(style: TensorStyle | None) -> bool:
 
 @dataclass(frozen=True)
 class _Split(TensorStyle):
-    """Module whose own parameters are split.
-
-    Attributes:
-        by_name: Placements of the parameters.
-    """
+    """Module whose own parameters are split. `by_name` has their placements."""
 
     by_name: Mapping[str, Placement]
 

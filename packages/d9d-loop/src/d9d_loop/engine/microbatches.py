@@ -21,10 +21,8 @@ class MicrobatchAgreement:
     def __call__(self, batches: Sequence[Any], supported: Callable[[int], int]) -> list[Any]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
 
-        Args:
-            batches: This rank's batches, any number; equal on the ranks of one data-parallel coordinate. Tensors may be
-                on the CPU; sequences are not yet split for context parallelism.
-            supported: Returns the smallest supported number of microbatches that is at least its argument.
+        For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
+        that is at least its argument.
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different

@@ -59,7 +59,6 @@ class Inference:
         config: Configuration of the job.
         model: Model provider, a module, or a function that builds a pipeline stage of the model.
         data: Samples to compute results for.
-        task: Provides model inputs and results.
         collate: Builds a batch from a list of samples.
     """
 

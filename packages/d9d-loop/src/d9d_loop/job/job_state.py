@@ -37,7 +37,6 @@ class Record:
     """Progress of a training job. The learning rate is a function of the step and is not stored.
 
     Attributes:
-        step: Number of completed steps.
         train_loss: Training loss of the last step that was saved; `None` before the first save.
         evaluation: Results of the last evaluation, by name; empty before the first one.
         weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.

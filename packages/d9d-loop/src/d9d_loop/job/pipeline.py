@@ -131,12 +131,8 @@ class Pipeline:
     def gather_tokens(self, values: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """Return values per token as whole rows on every rank. Collective over the context-parallel and pipeline ranks.
 
-        Args:
-            values: Values of each batch by name, [B, L] for this rank's part of the rows. Ranks without the last stage
-                pass an empty list.
-
-        Raises:
-            UserError: If a value is not a tensor with a token dim.
+        `values` are those of each batch by name, [B, L] for this rank's part of the rows. Ranks without the last stage
+        pass an empty list. Raises `UserError` if a value is not a tensor with a token dim.
         """
         mine: list[Mapping[str, Tensor]] = [{name: value.detach() for name, value in each.items()} for each in values]
         if self._split is not None and self.has_last_stage:

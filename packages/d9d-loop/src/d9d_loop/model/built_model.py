@@ -46,7 +46,7 @@ class BuiltModel:
 
     Attributes:
         module: Module on `meta`; on the CPU with its values if `build_model` was called with `keep_values`.
-        tensors: Parameters and buffers of the module on `meta`, by canonical name.
+        tensors: Parameters and buffers on `meta`, by canonical name.
         without_values: Names of the tensors that `build` left on `meta`, to be read from `initial_weights`.
         digests: CRC-32 of the values of all other tensors, or of the skipped operators that define them. Empty if
             `module` holds its values; None if `reset_parameters` will draw them.

@@ -20,7 +20,6 @@ class ModelPlan:
 
     Attributes:
         mesh: Degrees of parallelism, with -1 resolved.
-        program: The schedule's program for this number of pipeline ranks and microbatches.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
         weights: Folder of the initial weights, if any.
         load_mapper: State mapper from the tensors in `weights` to the whole model's tensors; `None` if the names are
