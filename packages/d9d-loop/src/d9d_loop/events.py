@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -130,8 +129,8 @@ class StepDone(Event):
         offloaded: `with event.offloaded():` offloads all training state to host memory for the body.
     """
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
+    loss: Tensor
+    grad_norm: Tensor
     learning_rate: float
     offloaded: Callable[[], AbstractContextManager[None]]
 

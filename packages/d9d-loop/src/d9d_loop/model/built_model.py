@@ -36,7 +36,7 @@ from d9d_dist import (
 )
 from d9d_dist.consensus import name_ranks
 from d9d_loop.isolation import isolated_random
-from d9d_loop.model._skipped_draws import SkippedDraws
+from d9d_loop.model._skipped_draws import RefusedReads, SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
 
 
@@ -130,7 +130,7 @@ def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -
     """Build a model and digest its tensors. Large random draws are skipped unless the model's code needs the values."""
     draws = SkippedDraws()
     try:
-        with draws:
+        with draws, RefusedReads(draws):
             module, values = build_with_values(provider, stage, seed=seed)
         if not draws.failed and not draws.has_others(values.values()):
             skipped = {name: draws.digest(value) for name, value in values.items()}

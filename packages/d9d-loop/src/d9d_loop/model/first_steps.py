@@ -58,11 +58,9 @@ class FirstSteps:
         if self._num_steps == 1:
             check_same_parameters(self._model, self._parameters)
             self._parameters.clear()
-        if self._num_steps > 2 or self._ctx.world_size == 1:
-            return
-        if self._num_steps == 1:
+        if self._num_steps == 1 and self._ctx.world_size > 1:
             self._watch_differences()
-        else:
+        elif self._num_steps == 2 and self._ctx.world_size > 1:
             self._refuse_reads()
 
     def _watch_differences(self) -> None:
