@@ -100,17 +100,14 @@ class Events:
                     with _read_only(event), isolated_random(self._seed, kind, event.step, place, device=True):
                         handler(event)
                 except Exception as error:
-                    error.add_note(f"raised by the handler {_name_of(handler)} of {kind}")
+                    name = getattr(handler, "__qualname__", repr(handler))
+                    error.add_note(f"raised by the handler {name} of {kind}")
                     raise
 
 
 def _check_kind(kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Event)):
         raise UserError(f"got {kind!r}; expected an event class such as StepDone.")
-
-
-def _name_of(handler: _Handler) -> str:
-    return getattr(handler, "__qualname__", repr(handler))
 
 
 @contextmanager

@@ -49,18 +49,14 @@ class Engine:
     over all microbatches, calls and ranks, divided once by the sum of all weights.
 
     Attributes:
-        ctx: Distributed context.
         events: Event bus for StepStarted, BackwardDone, GradientsReady and OptimizerDone of each step.
         pipeline: This rank's stages of the model.
         model: This rank's part of the model.
-        optimizer: Optimizer of the model's trainable parameters.
-        guard: Runs the optimizer and skips bad steps; `None` if only steps without weight are skipped.
         num_steps: Number of completed optimizer steps.
 
     Args:
         model: The model, materialized and parallelized, or the pipeline of its stages.
         optimizer: Optimizer of the model's trainable parameters.
-        ctx: Distributed context.
         task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
         max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have on a rank; other numbers are supported too.

@@ -39,7 +39,9 @@ class MicrobatchAgreement:
         self._check(counts)
         number = supported(max(count for _, count, _ in counts))
         if any(count < number and not has_example for _, count, has_example in counts):
-            self._take_example(batches)
+            found = all_gather_trees([batches[-1]] if batches else [], None)
+            if not self._has_example:
+                self._example, self._has_example = next(tree for tree in found if tree)[0], True
         placed = [self._place(batch) for batch in batches]
         if len(placed) < number:
             stand_in = self._place(self._task.stand_in(self._example))
@@ -57,9 +59,3 @@ class MicrobatchAgreement:
                     f"{expected[dp_rank]}; expected the same batches on all pipeline-, context- and tensor-parallel "
                     "ranks of a coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp')."
                 )
-
-    def _take_example(self, batches: Sequence[Any]) -> None:
-        """Take a batch of another rank as the example if this rank has none. Collective over all ranks."""
-        found = all_gather_trees([batches[-1]] if batches else [], None)
-        if not self._has_example:
-            self._example, self._has_example = next(tree for tree in found if tree)[0], True

@@ -119,7 +119,11 @@ class Inference:
         if is_complete:
             return
         if missing:
-            self._compute(missing, self._build(plan, ctx), ctx, watchdog)
+            pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
+            pipeline.shared.copy_values()
+            pipeline.model.eval()
+            self.events.emit(ModelReady(0, pipeline.model, ctx))
+            self._compute(missing, pipeline, ctx, watchdog)
         ctx.set_timeout(ctx.timeouts.startup + watchdog.margin)
         with watchdog.phase("writing the results", timeout=ctx.timeouts.startup):
             if ctx.is_main_process:
@@ -149,13 +153,6 @@ class Inference:
             task=self._task,
             first_batch=lambda: self._collate([self._data[index] for index in range(size)]),
         ).with_weights("weights", self._weights)
-
-    def _build(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
-        pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
-        pipeline.shared.copy_values()
-        pipeline.model.eval()
-        self.events.emit(ModelReady(0, pipeline.model, ctx))
-        return pipeline
 
     def _compute(
         self, missing: Sequence[int], pipeline: Pipeline, ctx: DistributedContext, watchdog: HangWatchdog

@@ -132,9 +132,10 @@ class _Rehearsal:
             return ""
         given = _call(f"{self._name}.inputs", self._task.inputs, batch)
         if not isinstance(given, Inputs | Mapping):
+            first = next(iter(inspect.signature(self._model.forward).parameters), "x")
             raise UserError(
                 f"{self._name}.inputs returned {_type_of(given)}; expected a dict with the arguments of "
-                f'{self._signature()}, or Inputs. Name each argument: return {{"{self._first_argument()}": ...}}.'
+                f'{self._signature()}, or Inputs. Name each argument: return {{"{first}": ...}}.'
             )
         inputs = to_inputs(given)
         self._check_arguments(inputs)
@@ -163,9 +164,6 @@ class _Rehearsal:
         signature = inspect.signature(self._model.forward).replace(return_annotation=inspect.Signature.empty)
         bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
         return f"{type(self._model).__name__}.forward{signature.replace(parameters=bare)}"
-
-    def _first_argument(self) -> str:
-        return next(iter(inspect.signature(self._model.forward).parameters), "x")
 
     def _describe(self, failure: "_UserCodeError") -> str:
         error = failure.error

@@ -2,7 +2,7 @@
 
 Random draws take most of the time of a build. Inside `SkippedDraws` and `RefusedReads`, the first large draw, all later
 draws and the operators on their results are skipped. The memory of skipped tensors is never touched. An operation that
-needs their values, such as `torch.equal` or `tolist`, raises and sets `failed`; the caller then builds without the modes.
+needs their values, such as `torch.equal` or `tolist`, raises and sets `failed`; the caller then builds without modes.
 """
 
 import gc
