@@ -8,46 +8,50 @@ from torch import nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
+from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.event_bus import Events
 from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.resilience import StepGuard
-from d9d_state import CheckpointStore
+from d9d_metrics import redact_secrets
+from d9d_state import CheckpointStore, Retention
 
 
 @final
 class EngineCheckpoints:
     """Checkpoints of an engine: model, optimizer, random states, step, and a JSON value of the caller.
 
-    The run folder is locked from the first save or load until `close`. Nothing is written before the lock.
-
-    `guard` is the guard of the engine's steps. The other arguments are those of `JobState`.
+    The run folder is locked from the first save or load until `close`. Nothing is written before the lock. `guard` is
+    the guard of the engine's steps.
     """
 
     def __init__(
         self,
-        store: CheckpointStore,
+        config: EngineConfig,
         *,
         model: nn.Module,
         optimizer: Optimizer,
         guard: StepGuard,
-        config: JsonValue,
-        seed: int,
         ctx: DistributedContext,
         events: Events,
     ) -> None:
-        self._store, self._ctx, self._open = store, ctx, ExitStack()
-        self._is_locked = False
+        self._ctx, self._open, self._is_locked = ctx, ExitStack(), False
         self._caller_state: JsonValue = None
         self._num_loads = 0
+        self._store = CheckpointStore(
+            config.run.dir / "checkpoints",
+            retention=Retention(last=config.keep_last),
+            tiers=local_tiers(config.tiers, config.run.dir),
+        )
         self._state = JobState(
-            store,
+            self._store,
             model=model,
             optimizer=optimizer,
             metrics={},
-            config=config,
+            config=redact_secrets(config.model_dump(mode="json")),
             parts={"bad_steps": guard, "caller": self},
             data_identity=None,
-            seed=seed,
+            seed=config.seed,
             ctx=ctx,
             events=events,
         )
