@@ -23,27 +23,25 @@ from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, St
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
     """Raise `UserError` if a dataset is smaller than the global batch, so that a step would repeat samples."""
-    if config.epochs is not None:
-        return  # the last step of finite data has the remaining samples
-    if not (isinstance(data, DatasetProvider) and 0 < data.num_samples < config.batch.global_size):
-        return  # for an empty dataset, another check raises
-    raise UserError(
-        f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, so "
-        "each step would repeat samples; expected at most the size of the data. Use --batch.global_size "
-        f"{data.num_samples} or less, or more data."
-    )
+    # With epochs, the last step has the remaining samples. For an empty dataset, another check raises.
+    repeats = config.epochs is None and isinstance(data, DatasetProvider)
+    if repeats and 0 < data.num_samples < config.batch.global_size:
+        raise UserError(
+            f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, "
+            "so each step would repeat samples; expected at most the size of the data. Use --batch.global_size "
+            f"{data.num_samples} or less, or more data."
+        )
 
 
 def check_trainable(model: nn.Module) -> None:
     """Raise `UserError` if no parameter requires a gradient."""
     parameters = list(model.parameters())
-    if any(parameter.requires_grad for parameter in parameters):
-        return
-    found = f"all {len(parameters)} parameters are frozen" if parameters else "it has no parameters"
-    raise UserError(
-        f"the model {type(model).__name__} has nothing to train: {found}; expected trainable parameters. Set "
-        "requires_grad, register submodules as attributes or in nn.ModuleList, or inject adapters."
-    )
+    if not any(parameter.requires_grad for parameter in parameters):
+        found = f"all {len(parameters)} parameters are frozen" if parameters else "it has no parameters"
+        raise UserError(
+            f"the model {type(model).__name__} has nothing to train: {found}; expected trainable parameters. Set "
+            "requires_grad, register submodules as attributes or in nn.ModuleList, or inject adapters."
+        )
 
 
 def check_evaluation_only(config: TrainerConfig, *, evaluates: bool) -> None:
@@ -57,12 +55,12 @@ def check_evaluation_only(config: TrainerConfig, *, evaluates: bool) -> None:
 
 def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:
     """Raise `UserError` if a pipeline schedule with several stages per rank is chosen without pipeline ranks."""
-    if mesh.pipeline_parallel > 1 or schedule.stages_per_rank == 1:
-        return
-    raise UserError(
-        f"pipeline.schedule = {name} has {schedule.stages_per_rank} stages on each rank, but mesh.pipeline_parallel = "
-        "1; expected several pipeline ranks. Set --mesh.pipeline_parallel, or remove pipeline.schedule."
-    )
+    if mesh.pipeline_parallel == 1 and schedule.stages_per_rank > 1:
+        raise UserError(
+            f"pipeline.schedule = {name} has {schedule.stages_per_rank} stages on each rank, but "
+            "mesh.pipeline_parallel = 1; expected several pipeline ranks. Set --mesh.pipeline_parallel, or remove "
+            "pipeline.schedule."
+        )
 
 
 def check_writable(folder: Path) -> None:

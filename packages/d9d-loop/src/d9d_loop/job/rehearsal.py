@@ -106,7 +106,7 @@ class _Rehearsal:
 
     def __init__(self, plan: JobPlan) -> None:
         self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
-        self._name = type(plan.task).__name__
+        self._name, self._batch = type(plan.task).__name__, ""  # the description of the batch, when it is read
 
     def message(self) -> str:
         """Run the microbatch and return the message about its first mistake; empty if there is none."""
@@ -169,11 +169,8 @@ class _Rehearsal:
         error = failure.error
         what = f"{type(error).__name__}: {error}".rstrip(". \n")
         lines = [f"the first batch fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
-        if hasattr(self, "_batch"):
-            lines.append(f"The batch is {self._batch}. {self._remedy(failure)}")
-        else:
-            lines.append(_remedy_of_data(failure))
-        return "\n".join(lines)
+        remedy = f"The batch is {self._batch}. {self._remedy(failure)}" if self._batch else _remedy_of_data(failure)
+        return "\n".join([*lines, remedy])
 
     def _remedy(self, failure: "_UserCodeError") -> str:
         if "dtype" in str(failure.error):
