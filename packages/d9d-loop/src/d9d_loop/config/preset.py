@@ -15,23 +15,23 @@ from d9d_loop.config.trainer_config import JobConfig, TrainerConfig
 class _Components(JobConfig):
     """Components that training and inference jobs name by import path."""
 
-    model: Component = Field(description="Builds the model provider.")
-    task: Component = Field(description="Builds the task.")
-    dataset: Component = Field(description="Builds the data: a dataset, or in training a data provider.")
-    collate: Component | None = Field(default=None, description="Builds the collate function.")
-    subscribers: tuple[Component, ...] = Field(default=(), description="Build objects whose methods handle events.")
+    model: Component = Field(description="Component that builds the model provider.")
+    task: Component = Field(description="Component that builds the task.")
+    dataset: Component = Field(description="Component that builds the data: a dataset, or in training a data provider.")
+    collate: Component | None = Field(default=None, description="Component that builds the collate function.")
+    subscribers: tuple[Component, ...] = Field(default=(), description="Components that build event subscribers.")
 
 
 class PresetConfig(_Components, TrainerConfig):
     """Configuration of a training job that also names its model, task and data."""
 
-    evaluation_dataset: Component | None = Field(default=None, description="Builds the evaluation data.")
+    evaluation_dataset: Component | None = Field(default=None, description="Component that builds the evaluation data.")
     optimizer_provider: Component | None = Field(
-        default=None, description="Builds the optimizer provider, which replaces `optimizer`."
+        default=None, description="Component that builds the optimizer provider, which replaces `optimizer`."
     )
     lr_schedule_provider: Component | None = Field(
         default=None,
-        description="Builds the learning rate schedule, a function of the step, which replaces `lr_schedule`.",
+        description="Component that builds the learning-rate schedule, a function of the step; replaces `lr_schedule`.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Inference over a dataset. Each result is written once, in sample order, also after restarts."""
+"""Inference over a dataset. Each result is written once, in sample order, even after restarts."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +59,7 @@ class Inference:
         config: Configuration of the job.
         model: Model provider, a module, or a function that builds a pipeline stage of the model.
         data: Samples to compute results for.
-        collate: Builds a batch from a list of samples.
+        collate: Function that builds a batch from a list of samples.
     """
 
     def __init__(

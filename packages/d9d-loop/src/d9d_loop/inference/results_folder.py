@@ -1,4 +1,4 @@
-"""Results of an inference job on disk: each result is written once and in order, also after restarts.
+"""Results of an inference job on disk: each result is written once and in order, even after restarts.
 
 Each part is a file with the results of a fixed number of consecutive samples, created by an atomic rename. A restarted
 job computes the parts whose files are missing. At the end, all parts are concatenated into one file.

@@ -46,7 +46,7 @@ class JobPlan:
         resolved: The configuration as JSON.
         steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
-        lr_schedule: Function of the step that returns the factor of the peak learning rate.
+        lr_schedule: Function of the step that returns the learning rate relative to the peak.
         microbatch_size: Samples of a microbatch on one data-parallel rank.
         num_microbatches: Microbatches of a step on one data-parallel rank.
         stream: Training samples in the order of training.

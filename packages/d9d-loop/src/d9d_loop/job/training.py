@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def train(plan: JobPlan, *, plan_with: "PlanWith", events: Events) -> TrainResult:
     """Run a planned job to its last step; see `Trainer.train`.
 
-    `plan_with` plans the job with another mesh and batch, for the warning about a job that is too large.
+    The function `plan_with` plans the job with another mesh and batch, for the warning about a job that is too large.
     """
     _warn_if_too_large(plan, plan_with)
     if plan.config.rehearsal:

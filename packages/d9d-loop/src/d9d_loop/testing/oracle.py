@@ -92,7 +92,7 @@ def trace_layout(
     Args:
         experiment: The training job.
         layout: The layout, which determines the number of processes.
-        around: See `Around`.
+        around: Function that returns a context manager around the training of each rank.
         device: "cpu", or "accelerator" to give each rank one of the machine's accelerators.
 
     Returns:
