@@ -14,17 +14,17 @@ from engine_rows import Row, adapter_rows, by_hand, run_rows
 from mutants import collectives_replaced
 from torch import Tensor
 
-import d9d_loop.engine.model_weights
+import d9d_loop.engine.engine
 import d9d_loop.engine.step_totals
-import d9d_loop.engine.token_values
+import d9d_loop.job.pipeline
 import d9d_modules.vocabulary_scores
 import d9d_peft
 from d9d_dist import Region
 from d9d_dist.testing import differences, run_ranks
 from d9d_loop.engine.reference import ReferenceWeights
 from d9d_loop.engine.step_totals import StepTotals
-from d9d_loop.engine.token_values import TokenValues
 from d9d_loop.engine.train_step import TrainStep
+from d9d_loop.job.pipeline import Pipeline
 from d9d_state.model_stream import gathered_weights
 
 RTOL = 1e-9
@@ -215,12 +215,12 @@ def _the_weight_is_that_of_the_last_call() -> AbstractContextManager[object]:
 
 
 def _scores_are_in_another_order() -> AbstractContextManager[object]:
-    real = TokenValues.__call__
+    real = Pipeline.gather_tokens
 
-    def swapped(self: TokenValues, values: Any) -> Any:
+    def swapped(self: Pipeline, values: Any) -> Any:
         return [{name: value.flip(0) for name, value in each.items()} for each in real(self, values)]
 
-    return mock.patch.object(TokenValues, "__call__", swapped)
+    return mock.patch.object(Pipeline, "gather_tokens", swapped)
 
 
 @contextmanager
@@ -235,7 +235,7 @@ def _rows_are_joined_in_rank_order() -> Generator[None]:
 
         return [{name: gather(value) for name, value in each.items()} for each in tree]
 
-    with mock.patch.object(d9d_loop.engine.token_values.ContextSplit, "join", joined):
+    with mock.patch.object(d9d_loop.job.pipeline.ContextSplit, "join", joined):
         yield
 
 
@@ -276,19 +276,19 @@ def _weights_yields_values_before_the_step() -> Generator[None]:
 
     with (
         mock.patch.object(TrainStep, "update", remembering),
-        mock.patch.object(d9d_loop.engine.model_weights, "gathered_weights", stale),
+        mock.patch.object(d9d_loop.engine.engine, "gathered_weights", stale),
     ):
         yield
 
 
 def _shards_are_placed_by_their_local_offsets() -> AbstractContextManager[object]:
-    real = d9d_loop.engine.model_weights.weight_shards
+    real = d9d_loop.engine.engine.weight_shards
 
     def placed(*args: Any) -> Any:
         for name, shard, region in real(*args):
             yield name, shard, Region((0,) * len(region.sizes), region.sizes)
 
-    return mock.patch.object(d9d_loop.engine.model_weights, "weight_shards", placed)
+    return mock.patch.object(d9d_loop.engine.engine, "weight_shards", placed)
 
 
 MUTANTS: dict[Callable[[], AbstractContextManager[object]], str] = {

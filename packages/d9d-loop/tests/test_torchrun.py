@@ -70,7 +70,7 @@ def test_warm_ranks_are_forked_from_a_process_with_their_imports(monkeypatch: py
     with (
         mock.patch.object(run, "run") as torchrun,
         mock.patch("d9d_loop.torchrun.forkserver") as server,
-        mock.patch("d9d_loop.torchrun._wait_until_warm"),
+        mock.patch("d9d_loop.torchrun.multiprocessing"),
     ):
         main(["--warm", "--nproc-per-node", "2", "-m", "train", "--steps", "2"])
     options = torchrun.call_args.args[0]

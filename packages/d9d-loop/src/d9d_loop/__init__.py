@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from d9d_loop.config.inference_config import InferenceConfig as InferenceConfig
     from d9d_loop.config.preset import InferencePresetConfig as InferencePresetConfig
     from d9d_loop.config.preset import PresetConfig as PresetConfig
-    from d9d_loop.config.profile_config import ProfileConfig as ProfileConfig
     from d9d_loop.config.schedule_config import ScheduleConfig as ScheduleConfig
     from d9d_loop.config.section import Section as Section
     from d9d_loop.config.trainer_config import BatchConfig as BatchConfig
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from d9d_loop.config.trainer_config import LocalTierConfig as LocalTierConfig
     from d9d_loop.config.trainer_config import LoggingConfig as LoggingConfig
     from d9d_loop.config.trainer_config import PipelineConfig as PipelineConfig
+    from d9d_loop.config.trainer_config import ProfileConfig as ProfileConfig
     from d9d_loop.config.trainer_config import RunConfig as RunConfig
     from d9d_loop.config.trainer_config import TrainerConfig as TrainerConfig
     from d9d_loop.config.trainer_config import WorkerConfig as WorkerConfig
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from d9d_loop.inference.inference import Inference as Inference
     from d9d_loop.inference.inference import InferenceResult as InferenceResult
     from d9d_loop.job.evaluation import Evaluator as Evaluator
+    from d9d_loop.job.job import Job as Job
     from d9d_loop.job.job import build_job as build_job
-    from d9d_loop.job.job import run_job as run_job
-    from d9d_loop.job.job_parts import Job as Job
+    from d9d_loop.job.job_run import run_job as run_job
     from d9d_loop.job.pipeline import Pipeline as Pipeline
     from d9d_loop.job.plan import JobPlan as JobPlan
     from d9d_loop.job.plan import plan_job as plan_job

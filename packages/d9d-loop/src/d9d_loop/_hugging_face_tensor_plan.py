@@ -22,12 +22,12 @@ from d9d_dist import (
     SequenceParallel,
     TensorStyle,
     UserError,
-    check_token_ids,
     copy_to_axis,
     gather_from_axis,
     reduce_from_axis,
     scatter_to_axis,
 )
+from d9d_dist.vocab_parallel import embed_vocab_shard
 
 
 class TensorPlan(NamedTuple):
@@ -118,15 +118,15 @@ def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -
     style: TensorStyle | None = None
     match rule:
         case "moe_tp_experts" if inside == _SORTED_EXPERTS and _takes_sorted_tokens(module):
-            style = _SplitSortedExperts()
+            style = _SplitSortedExperts(dict.fromkeys(inside, Shard(0)))
         case "moe_tp_experts" if _is_loop(module) and _computes_absent_experts(module):
             pass
         case "moe_tp_experts" if (
             inside == _SORTED_EXPERTS or model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts"
         ):
-            style = _SplitExperts(tuple(key for key, _ in module.named_parameters(recurse=False)))
+            style = _SplitExperts({key: Shard(0) for key, _ in module.named_parameters(recurse=False)})
         case "local_params" if set(inside.values()) <= {"colwise"}:
-            style = _SplitParameters(tuple(inside))
+            style = _SplitParameters(dict.fromkeys(inside, Shard(0)))
         case "all_reduce" if set(inside.values()) == {"colwise", "rowwise"} and _is_batched(module, inside):
             style = _SplitMatrices({key: Shard(1 if each == "colwise" else 2) for key, each in inside.items()})
         case _ if inside:
@@ -202,7 +202,6 @@ def _takes_sorted_tokens(experts: nn.Module) -> bool:
 
 
 def _is_loop(experts: nn.Module) -> bool:
-    """Return True if a module of `transformers` computes its experts in a loop."""
     return getattr(getattr(experts, "config", None), "_experts_implementation", "eager") == "eager"
 
 
@@ -242,6 +241,16 @@ def _has_whole_output(style: TensorStyle | None) -> bool:
     return isinstance(style, _SplitEmbedding) or (isinstance(style, ColumnParallel) and style.output == Replicate())
 
 
+@dataclass(frozen=True)
+class _Split(TensorStyle):
+    """Module whose own parameters are split. `by_name` has their placements."""
+
+    by_name: Mapping[str, Placement]
+
+    def placements(self) -> Mapping[str, Placement]:
+        return self.by_name
+
+
 @final
 @dataclass(frozen=True)
 class _SplitInput(TensorStyle):
@@ -256,11 +265,8 @@ class _SplitInput(TensorStyle):
 
 @final
 @dataclass(frozen=True)
-class _SplitEmbedding(TensorStyle):
+class _SplitEmbedding(_Split):
     """Embedding with split rows, and optionally a padding index and scaled rows."""
-
-    def placements(self) -> Mapping[str, Placement]:
-        return {"weight": Shard(0)}
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(module, nn.Embedding)
@@ -272,11 +278,7 @@ class _SplitEmbedding(TensorStyle):
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         (ids,) = args
         assert isinstance(module, nn.Embedding)
-        check_token_ids(ids, module.num_embeddings, what="token ids")
-        num_rows = module.num_embeddings // mesh.size()
-        local = ids - mesh.get_local_rank() * num_rows
-        is_here = (local >= 0) & (local < num_rows)
-        return reduce_from_axis(inner(local.masked_fill(~is_here, 0)).masked_fill(~is_here.unsqueeze(-1), 0.0), mesh)
+        return reduce_from_axis(embed_vocab_shard(ids, module.num_embeddings // mesh.size(), mesh, inner), mesh)
 
 
 @final
@@ -298,24 +300,16 @@ class _LatentProjection(TensorStyle):
 
 @final
 @dataclass(frozen=True)
-class _SplitParameters(TensorStyle):
-    """Module whose own parameters (`names`) are split on dim 0, and whose submodules have their own styles."""
+class _SplitParameters(_Split):
+    """Module whose own parameters are split, and whose submodules have their own styles."""
 
     has_partial_gradients: ClassVar[bool] = False
-    names: tuple[str, ...]
-
-    def placements(self) -> Mapping[str, Placement]:
-        return dict.fromkeys(self.names, Shard(0))
 
 
 @final
 @dataclass(frozen=True)
 class _ReadsParameters(TensorStyle):
-    """Replicated module that reads the parameters of submodules, such as the weight of a causal convolution.
-
-    Attributes:
-        names: Names of the submodules.
-    """
+    """Replicated module that reads the parameters of submodules (`names`), such as those of a causal convolution."""
 
     has_partial_gradients: ClassVar[bool] = False
     names: tuple[str, ...]
@@ -338,21 +332,13 @@ class _ReadsParameters(TensorStyle):
 
 @final
 @dataclass(frozen=True)
-class _SplitExperts(TensorStyle):
+class _SplitExperts(_Split):
     """Experts distributed over ranks. Each rank computes its own experts for all tokens; the outputs are summed.
 
     The plan of `transformers` splits each expert instead, which needs a strided split of fused gates and projections.
     This style relies on a property of expert parallelism in `transformers`: experts skip tokens with the expert index
-    `num_experts`.
-
-    Attributes:
-        names: Names of the parameters, whose dim 0 is the expert dim.
+    `num_experts`. Dim 0 of the parameters is the expert dim.
     """
-
-    names: tuple[str, ...]
-
-    def placements(self) -> Mapping[str, Placement]:
-        return dict.fromkeys(self.names, Shard(0))
 
     def prepare(self, module: Any, mesh: DeviceMesh) -> None:
         module.num_experts //= mesh.size()
@@ -367,7 +353,7 @@ class _SplitExperts(TensorStyle):
         output = inner(x, local, weights, *rest, **kwargs)
         # Adding zero lets backward reach the collectives of copy_to_axis on ranks whose experts get no tokens. The loop
         # over experts ("eager") must also give their parameters gradients of zero, as in a job of one process.
-        used = (x, weights, *(getattr(module, name) for name in self.names if _is_loop(module)))
+        used = (x, weights, *(getattr(module, name) for name in self.by_name if _is_loop(module)))
         return reduce_from_axis(sum((tensor[:0].sum() for tensor in used), output), mesh)
 
 
@@ -377,11 +363,8 @@ _SORTED_EXPERTS = {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}
 
 @final
 @dataclass(frozen=True)
-class _SplitSortedExperts(TensorStyle):
+class _SplitSortedExperts(_Split):
     """Experts distributed over ranks, for an input [num_experts * num_tokens, hidden] that is sorted by expert."""
-
-    def placements(self) -> Mapping[str, Placement]:
-        return dict.fromkeys(_SORTED_EXPERTS, Shard(0))
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = inner(scatter_to_axis(args[0], mesh, dim=0), *args[1:], **kwargs)
@@ -390,17 +373,8 @@ class _SplitSortedExperts(TensorStyle):
 
 @final
 @dataclass(frozen=True)
-class _SplitMatrices(TensorStyle):
-    """Module of batched matrices, split by outputs or inputs, whose result is a sum over the split features.
-
-    Attributes:
-        by_name: Placements of the parameters.
-    """
-
-    by_name: Mapping[str, Placement]
-
-    def placements(self) -> Mapping[str, Placement]:
-        return self.by_name
+class _SplitMatrices(_Split):
+    """Module of batched matrices, split by outputs or inputs, whose result is a sum over the split features."""
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inputs, options = pytree.tree_map_only(torch.Tensor, lambda x: copy_to_axis(x, mesh), (args, kwargs))
@@ -416,7 +390,7 @@ _LINEAR_STYLES: Mapping[str | None, TensorStyle] = {
     "replicate": Replicated(),
 }
 _EMBEDDING_STYLES: Mapping[str | None, TensorStyle] = {
-    "embedding_rowwise": _SplitEmbedding(),
+    "embedding_rowwise": _SplitEmbedding({"weight": Shard(0)}),
     "replicate": Replicated(),
 }
 _OTHER_STYLES: Mapping[str | None, TensorStyle] = {

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from d9d_dist import StartupTimeoutError, UserError
 from d9d_loop.data import DataError
 from d9d_loop.resilience import ExitCode, Stopped
-from d9d_loop.user_frames import describe_frame, user_frames
+from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_state import StateError
 
 
@@ -57,8 +57,8 @@ def cli_main() -> Generator[None]:
             _say(str(error), everywhere=True)
             raise SystemExit(ExitCode.USER_ERROR) from None
         if frames := user_frames(error):
-            lines = [f"{type(error).__name__}: {error}", *(f"  {describe_frame(each)}" for each in reversed(frames))]
-            _say("\n".join([*lines, "The whole traceback:"]), everywhere=True)
+            lines = [f"{type(error).__name__}: {error}", *describe_frames(frames), "The whole traceback:"]
+            _say("\n".join(lines), everywhere=True)
         raise
 
 

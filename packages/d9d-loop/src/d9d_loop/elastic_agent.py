@@ -107,7 +107,6 @@ class QuickAgent(LocalElasticAgent):
                 return []
 
     def _running(self) -> list[int]:
-        """Return the process ids of the ranks that run."""
         processes = [] if self._pcontext is None else self._pcontext.pids().values()
         return [process for process, code in zip(processes, self._exit_codes(), strict=True) if code is None]
 

@@ -57,13 +57,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 @final
 class QuickRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous with shorter waits.
-
-    Args:
-        torchs: Handler that torch has created, whose settings are used.
-        backend: Backend of that handler.
-        host: Host of the store, for messages.
-    """
+    """torch's rendezvous with shorter waits and the settings of `torchs`; `host` is that of the store, for messages."""
 
     def __init__(self, torchs: DynamicRendezvousHandler, backend: C10dRendezvousBackend, *, host: str) -> None:
         self.host = host

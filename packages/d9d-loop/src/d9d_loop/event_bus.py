@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Any, TypeVar, final
 
 import torch
@@ -12,43 +11,29 @@ from torch import Tensor, nn
 
 from d9d_dist import UserError
 from d9d_loop.events import Event
-from d9d_loop.isolated_random import isolated_random
+from d9d_loop.isolation import isolated_random
 
 E = TypeVar("E", bound=Event)
+M = TypeVar("M", bound=Callable[..., None])
 _Handler = Callable[[Any], object]
+_KINDS = "__d9d_events__"
 
 
-@final
-class on_event:  # noqa: N801  (a decorator)
-    """Decorator that marks a method as an event handler, for `Events.subscribe`.
+def on_event(*kinds: type[Event]) -> Callable[[M], M]:
+    """Mark a method as a handler of event classes, for `Events.subscribe`.
 
-        class Watcher:
-            @on_event(StepDone)
-            def look(self, event: StepDone) -> None: ...
-
-    Args:
-        kinds: Event classes that the method handles.
+    class Watcher:
+        @on_event(StepDone)
+        def look(self, event: StepDone) -> None: ...
     """
+    for kind in kinds:
+        _check_kind(kind)
 
-    def __init__(self, *kinds: type[Event]) -> None:
-        for kind in kinds:
-            _check_kind(kind)
-        self._kinds = kinds
+    def mark(method: M) -> M:
+        vars(method)[_KINDS] = kinds
+        return method
 
-    def __call__(self, method: Callable[[Any, Any], None]) -> "_MarkedMethod":
-        """Return the method marked with the event classes."""
-        return _MarkedMethod(method, self._kinds)
-
-
-@final
-class _MarkedMethod:
-    """Descriptor of a method and its event classes; on an instance, the bound method."""
-
-    def __init__(self, method: Callable[[Any, Any], None], kinds: tuple[type[Event], ...]) -> None:
-        self.method, self.kinds = method, kinds
-
-    def __get__(self, instance: object | None, owner: type) -> Any:
-        return self if instance is None else MethodType(self.method, instance)
+    return mark
 
 
 @final
@@ -78,18 +63,17 @@ class Events:
         """Register the methods marked by `on_event`. An object without a marked method raises `UserError`."""
         for subscriber in subscribers:
             marked = [
-                (name, method)
-                for name, method in inspect.getmembers_static(type(subscriber))
-                if isinstance(method, _MarkedMethod)
+                (kind, name)
+                for name, method in inspect.getmembers_static(type(subscriber), inspect.isfunction)
+                for kind in vars(method).get(_KINDS, ())
             ]
             if not marked:
                 raise UserError(
                     f"{type(subscriber).__name__} has no event handlers; expected at least one method "
                     "decorated with @on_event(StepDone), or another kind of event."
                 )
-            for _, method in marked:
-                for kind in method.kinds:
-                    self.on(kind, method.__get__(subscriber, type(subscriber)))
+            for kind, name in marked:
+                self.on(kind, getattr(subscriber, name))
 
     def watch(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Set the context manager that handlers run in, such as `HangWatchdog.phase`.
@@ -116,17 +100,14 @@ class Events:
                     with _read_only(event), isolated_random(self._seed, kind, event.step, place, device=True):
                         handler(event)
                 except Exception as error:
-                    error.add_note(f"raised by the handler {_name_of(handler)} of {kind}")
+                    name = getattr(handler, "__qualname__", repr(handler))
+                    error.add_note(f"raised by the handler {name} of {kind}")
                     raise
 
 
 def _check_kind(kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Event)):
         raise UserError(f"got {kind!r}; expected an event class such as StepDone.")
-
-
-def _name_of(handler: _Handler) -> str:
-    return getattr(handler, "__qualname__", repr(handler))
 
 
 @contextmanager

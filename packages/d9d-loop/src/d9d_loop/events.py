@@ -3,7 +3,8 @@
 A training job emits ConfigReady, ModelReady, OptimizerReady, DataReady, the events of each step, ModelExported and
 Finished, in this order. The events of a step are StepStarted, BackwardDone, GradientsReady, OptimizerDone, StepDone.
 Steps with an evaluation or a checkpoint then emit EvaluationStarted, EvaluationDone, CheckpointStarted,
-CheckpointSaved. A job that ends with an exception emits Failed.
+CheckpointSaved. A job that ends with an exception emits Failed. With pipeline parallelism, the attribute `model` of an
+event has only this rank's stages.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,11 +48,7 @@ class ConfigReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelReady(Event):
-    """Event after the model is parallelized and holds its initial weights or those of the checkpoint of `step`.
-
-    Attributes:
-        model: The model; with pipeline parallelism, this rank's stages.
-    """
+    """Event after the model is parallelized and holds its initial weights or those of the checkpoint of `step`."""
 
     model: nn.Module
     ctx: DistributedContext
@@ -113,7 +109,6 @@ class OptimizerDone(Event):
     """Event after the optimizer has updated the parameters or skipped a bad step; gradients are not yet cleared.
 
     Attributes:
-        model: The model; with pipeline parallelism, this rank's stages.
         taken: True if the parameters were updated, False if the step was skipped; 0-dim bool tensor on the device.
     """
 
@@ -134,8 +129,8 @@ class StepDone(Event):
         offloaded: `with event.offloaded():` offloads all training state to host memory for the body.
     """
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
+    loss: Tensor
+    grad_norm: Tensor
     learning_rate: float
     offloaded: Callable[[], AbstractContextManager[None]]
 
@@ -243,7 +238,6 @@ class Finished(Event):
     """Event at the end of a job, while all ranks run: a handler may call the model and issue collectives.
 
     Attributes:
-        model: Trained model; with pipeline parallelism, this rank's stages.
         forward: Calls the model over all pipeline stages, without gradients. Collective over the pipeline; every rank
             gets the output.
     """

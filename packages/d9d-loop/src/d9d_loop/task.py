@@ -46,8 +46,8 @@ class BatchTask(ABC):
     def inputs(self, batch: Any) -> Inputs | Mapping[str, Any]:
         """Return the arguments of the model's forward for a microbatch: keyword arguments, or `Inputs`.
 
-        Args:
-            batch: Output of the collate function, on the job's device; under context parallelism, of `split_sequence`.
+        `batch` is the output of the collate function, on the job's device; under context parallelism, of
+        `split_sequence`.
         """
 
     def stand_in(self, batch: Any) -> Any:
@@ -67,12 +67,8 @@ class BatchTask(ABC):
 
             return {**split.split(batch), "position_ids": split.positions(batch["input_ids"].shape[1])}
 
-        Args:
-            batch: Output of the collate function, on the job's device.
-            split: Splits trees of tensors along the sequence dim, load-balanced over the context-parallel ranks.
-
-        Raises:
-            UserError: If the task does not override this method.
+        `split` splits trees of tensors along the sequence dim, load-balanced over the context-parallel ranks. Raises
+        `UserError` if the task does not override this method.
         """
         raise UserError(
             f"{type(self).__name__} cannot split a batch for context parallelism; expected a method "
@@ -120,14 +116,7 @@ class InferenceTask(BatchTask):
         """Gather outputs along the sequence dim from all context-parallel ranks. Collective over them.
 
         Called only with several context-parallel ranks. For a tensor with a value per token, return
-        `split.join(outputs)`.
-
-        Args:
-            outputs: Return value of the model's forward for this rank's shard.
-            split: The split that was passed to `split_sequence`.
-
-        Raises:
-            UserError: If the task does not override this method.
+        `split.join(outputs)`. Raises `UserError` if the task does not override this method.
         """
         raise UserError(
             f"{type(self).__name__} cannot join outputs under context parallelism; expected a "

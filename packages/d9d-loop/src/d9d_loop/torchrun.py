@@ -75,11 +75,7 @@ def _warm_up(options: Namespace, parser: ArgumentParser) -> None:
     options.start_method, options.run_path, options.module = "forkserver", True, False
     options.training_script = warm_rank.__file__
     options.training_script_args = [*command, *options.training_script_args]
-    _wait_until_warm()
-
-
-def _wait_until_warm() -> None:
-    """Wait until the fork server has imported the modules: a spare node must not replace another node before that."""
+    # Wait until the fork server has imported the modules: a spare node must not replace another node before that.
     first = multiprocessing.get_context("forkserver").Process(target=int)
     first.start()
     first.join()

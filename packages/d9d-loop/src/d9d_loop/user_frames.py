@@ -3,7 +3,7 @@
 import sys
 import sysconfig
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,10 +28,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def explained(what: str) -> Generator[None]:
     """Convert exceptions of the user's code in the body to a `UserError` that names the user's lines.
 
-    Exceptions without a frame of the user's code propagate unchanged.
-
-    Args:
-        what: Start of the message, such as "the job cannot be built".
+    Exceptions without a frame of the user's code propagate unchanged. `what` is the start of the message.
     """
     try:
         yield
@@ -41,29 +38,24 @@ def explained(what: str) -> Generator[None]:
         frames = user_frames(error)
         if not frames:
             raise
-        lines = [f"{what}: {type(error).__name__}: {error}"]
-        lines += [f"  {describe_frame(frame)}" for frame in reversed(frames)]
-        raise UserError("\n".join(lines)) from error
+        raise UserError("\n".join([f"{what}: {type(error).__name__}: {error}", *describe_frames(frames)])) from error
+
+
+def describe_frames(frames: Sequence[traceback.FrameSummary]) -> list[str]:
+    """Return an indented line for each frame, innermost first."""
+    return [f"  {describe_frame(frame)}" for frame in reversed(frames)]
 
 
 def describe_frame(frame: traceback.FrameSummary) -> str:
-    """Return file, line, function and source line of a frame."""
-    return f"{shown_path(frame.filename)}, line {frame.lineno}, in {frame.name}: {frame.line}"
-
-
-def shown_path(name: str) -> str:
-    """Return a path relative to the current folder, if it lies below."""
-    path = Path(name)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
+    """Return file, line, function and source line of a frame. Files below the current folder have relative paths."""
+    path = Path(frame.filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}, line {frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def _is_d9d(name: str) -> bool:
-    return any(Path(name).is_relative_to(folder) for folder in _d9d_folders())
-
-
-def _d9d_folders() -> list[Path]:
-    files = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith("d9d_")]
-    return [Path(file).parent for file in files if file is not None and file.endswith("__init__.py")]
+    files = [str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith("d9d_")]
+    return any(Path(name).is_relative_to(Path(file).parent) for file in files if file.endswith("__init__.py"))
 
 
 def _is_users(name: str) -> bool:

@@ -21,13 +21,7 @@ COMMAND = "D9D_WARM_COMMAND"
 """Environment variable with the command of the ranks for the fork server, without arguments, as a JSON list."""
 
 # Modules that a job imports after its start, in addition to the imports of its script.
-_LATE_IMPORTS = (
-    "torch._dynamo",
-    "torch.distributed.run",
-    "d9d_loop.job.plan",
-    "d9d_loop.job.training",
-    "d9d_loop.job.plan_warning",
-)
+_LATE_IMPORTS = ("torch._dynamo", "torch.distributed.run", "d9d_loop.job.plan", "d9d_loop.job.training")
 
 
 def import_for(command: Sequence[str]) -> None:

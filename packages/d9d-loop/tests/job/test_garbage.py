@@ -1,13 +1,10 @@
 import gc
 import weakref
 from collections.abc import Generator
-from contextlib import nullcontext
 
 import pytest
-import torch
 
-from d9d_loop import Events, StepDone
-from d9d_loop.job.garbage import GarbageCollection
+from d9d_loop.job.garbage import garbage_collection
 
 
 class _Cycle:
@@ -26,51 +23,44 @@ def _python_collects() -> Generator[None]:
         gc.disable()
 
 
-def _done(step: int) -> StepDone:
-    return StepDone(step, torch.ones(()), torch.ones(()), 0.1, nullcontext)
-
-
 @pytest.mark.slow
 def test_garbage_is_collected_only_at_fixed_steps() -> None:
-    garbage, events = GarbageCollection(3), Events()
-    events.subscribe(garbage)
-    with garbage:
+    with garbage_collection(3) as collect:
         assert not gc.isenabled()
         for step, is_alive in ((1, True), (2, True), (3, False)):
             cycle = weakref.ref(_Cycle())
-            events.emit(_done(step))
+            collect(step)
             assert (cycle() is not None) == is_alive
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
 
 def test_initial_objects_are_frozen() -> None:
-    with GarbageCollection(1):
+    with garbage_collection(1):
         assert gc.get_freeze_count() > 0
 
 
 def test_previously_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with GarbageCollection(1):
+    with garbage_collection(1):
         pass
     assert gc.get_freeze_count() > 0.9 * frozen  # except objects without references
 
 
 def test_python_may_collect_by_itself() -> None:
-    garbage = GarbageCollection(None)
-    with garbage:
+    with garbage_collection(None) as collect:
         assert gc.isenabled()
         assert gc.get_freeze_count() == 0
         cycle = weakref.ref(_Cycle())
         gc.disable()
-        garbage.collect(_done(1))
+        collect(1)
         assert cycle() is not None
         gc.enable()
 
 
 def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
-    with GarbageCollection(1):
+    with garbage_collection(1):
         assert gc.get_freeze_count() == 0
     assert not gc.isenabled()

@@ -51,7 +51,7 @@ def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_log_file_gets_a_line_at_most_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=4, done=0, visible=True, device=CPU, bar=False, line_seconds=3600)
+    progress = Progress(num_steps=4, done=0, visible=True, device=CPU, bar=False)
     for step in range(1, 5):
         progress.values(step, {"loss": float(step)})
     progress.close()

@@ -1,5 +1,6 @@
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -52,15 +53,9 @@ class _Run:
         self.config, self.time = config, time
         self.record = Record(step)
         self.total = Sum()
-        self.reports = Reports(
-            config,
-            {"steps": 10},
-            record=self.record,
-            num_steps=config.steps or 0,
-            metrics={"total": self.total},
-            weight_unit="tokens",
-            ctx=ctx,
-        )
+        task = SimpleNamespace(weight_unit="tokens")
+        plan: Any = SimpleNamespace(config=config, resolved={"steps": 10}, steps=config.steps or 0, task=task)
+        self.reports = Reports(plan, record=self.record, metrics={"total": self.total}, ctx=ctx)
 
     def steps(self, count: int) -> StepResult:
         outcome = _outcome(1)

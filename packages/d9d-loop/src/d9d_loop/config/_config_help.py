@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -10,14 +10,6 @@ from pydantic import BaseModel
 
 from d9d_dist import UserError
 from d9d_loop.config._config_keys import Key, arms_of, keys_of, sections_of
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """Declaration of a key by one kind of its section; `kind` is empty if the section has a single kind."""
-
-    kind: str
-    key: Key
 
 
 def describe_fields(model: type[BaseModel], *, section: str = "") -> str:
@@ -42,9 +34,9 @@ def describe_fields(model: type[BaseModel], *, section: str = "") -> str:
         group, _, key = name.rpartition(".")
         if "[]" in name or not _is_of_default_kind(group, shown, entries):
             continue
-        default = "required" if shown.key.default is None else f"= {shown.key.default}"
+        default = "required" if shown.default is None else f"= {shown.default}"
         types = _types(variants) if key == "kind" else _shortened(_types(variants[:1]), 30)
-        description = shown.key.description.partition(". ")[0].rstrip(".")
+        description = shown.description.partition(". ")[0].rstrip(".")
         line = f"  {key:<22} {types} {_shortened(default, 24)}".rstrip()
         groups.setdefault(group, []).append(f"{line}  {description}".rstrip())
     lines = ["usage: [FILE] [--section.key VALUE ...]", "       --help SECTION for all keys, kinds and descriptions"]
@@ -53,7 +45,7 @@ def describe_fields(model: type[BaseModel], *, section: str = "") -> str:
     return "\n".join(lines)
 
 
-def _details(entries: dict[str, list[_Variant]], section: str) -> list[str]:
+def _details(entries: dict[str, list[Key]], section: str) -> list[str]:
     """Return a line for each key of a section with its types and defaults, followed by its descriptions."""
     chosen = {
         name: each
@@ -72,10 +64,10 @@ def _details(entries: dict[str, list[_Variant]], section: str) -> list[str]:
     return lines
 
 
-def _is_of_default_kind(group: str, variant: _Variant, entries: dict[str, list[_Variant]]) -> bool:
+def _is_of_default_kind(group: str, key: Key, entries: dict[str, list[Key]]) -> bool:
     """Return True if a key belongs to the first kind of its section, which is the default."""
     kinds = entries.get(f"{group}.kind", [])
-    return not variant.kind or not kinds or variant.kind == kinds[0].kind
+    return not key.kind or not kinds or key.kind == kinds[0].kind
 
 
 def _shortened(text: str, length: int) -> str:
@@ -98,19 +90,19 @@ def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None =
     return "\n".join(lines)
 
 
-def _entries(model: type[BaseModel]) -> dict[str, list[_Variant]]:
+def _entries(model: type[BaseModel]) -> dict[str, list[Key]]:
     """Return, by dotted name, all keys that are not sections, each with one variant per kind that declares it."""
-    entries: dict[str, list[_Variant]] = {}
+    entries: dict[str, list[Key]] = {}
     for name, variant in _walk(model, "", "", ()):
         entries.setdefault(name, []).append(variant)
     return entries
 
 
-def _walk(section: type, prefix: str, kind: str, above: tuple[type, ...]) -> Iterator[tuple[str, _Variant]]:
+def _walk(section: type, prefix: str, kind: str, above: tuple[type, ...]) -> Iterator[tuple[str, Key]]:
     for key in keys_of(section):
         name, sections = f"{prefix}{key.name}", sections_of(key.annotation)
         if not sections:
-            yield name, _Variant(kind, key)
+            yield name, replace(key, kind=kind)
             items = [below for arm in arms_of(key.annotation) for part in get_args(arm) for below in sections_of(part)]
             sections, name = items, f"{name}[]"
         for below in sections:
@@ -124,30 +116,30 @@ def _kind(section: type) -> str:
     return str(get_args(literals[0].annotation)[0]) if literals else section.__name__
 
 
-def _only_for(variants: list[_Variant]) -> str:
+def _only_for(variants: list[Key]) -> str:
     kinds = [variant.kind for variant in variants if variant.kind]
-    is_kind_itself = variants[0].key.name == "kind"
+    is_kind_itself = variants[0].name == "kind"
     return f" [{', '.join(dict.fromkeys(kinds))}]" if kinds and not is_kind_itself else ""
 
 
-def _types(variants: list[_Variant]) -> str:
-    return " | ".join(dict.fromkeys(name for variant in variants for name in _type_names(variant.key.annotation)))
+def _types(variants: list[Key]) -> str:
+    return " | ".join(dict.fromkeys(name for variant in variants for name in _type_names(variant.annotation)))
 
 
-def _defaults(variants: list[_Variant]) -> str:
+def _defaults(variants: list[Key]) -> str:
     found: dict[str | None, list[str]] = {}
     for variant in variants:
-        found.setdefault(variant.key.default, []).append(variant.kind)
+        found.setdefault(variant.default, []).append(variant.kind)
     if len(found) == 1:
         (default,) = found
         return "required" if default is None else f"default {default}"
-    if variants[0].key.name == "kind":
-        return f"default {variants[0].key.default}"
+    if variants[0].name == "kind":
+        return f"default {variants[0].default}"
     return "default " + "; ".join(f"{default} for {', '.join(kinds)}" for default, kinds in found.items())
 
 
-def _descriptions(variants: list[_Variant]) -> list[str]:
-    return list(dict.fromkeys(variant.key.description for variant in variants if variant.key.description))
+def _descriptions(variants: list[Key]) -> list[str]:
+    return list(dict.fromkeys(variant.description for variant in variants if variant.description))
 
 
 def _type_names(annotation: Any) -> list[str]:

@@ -22,12 +22,14 @@ class Key:
         name: Name of the field; `all_keys` prefixes it with the names of the enclosing sections, separated by dots.
         default: Default as text: a string as is, other values as JSON, "computed" for a default factory. `None` if the
             key is required.
+        kind: Kind of the section that declares the key; empty if the section has a single kind.
     """
 
     name: str
     annotation: Any
     default: str | None
     description: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +57,15 @@ def all_keys(section: type, prefix: str = "") -> Iterator[Key]:
 
 def keys_of(section: type) -> list[Key]:
     """Return the keys of one section, a pydantic model or a dataclass."""
+    described = _attribute_descriptions(section)
     if issubclass(section, BaseModel):
-        fields = section.model_fields.items()
-        described = _attribute_descriptions(section)
         return [
             Key(name, field.annotation, _default(field), field.description or described.get(name, ""))
-            for name, field in fields
+            for name, field in section.model_fields.items()
         ]
     assert dataclasses.is_dataclass(section)
-    described = _attribute_descriptions(section)
-    return [
-        Key(field.name, field.type, _default(field), described.get(field.name, ""))
-        for field in dataclasses.fields(section)
-    ]
+    fields = dataclasses.fields(section)
+    return [Key(field.name, field.type, _default(field), described.get(field.name, "")) for field in fields]
 
 
 def _attribute_descriptions(section: type) -> dict[str, str]:

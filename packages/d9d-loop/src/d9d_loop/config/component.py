@@ -52,8 +52,7 @@ class Component(Section):
                 annotations.
         """
         factory = self._import(key)
-        arguments = self._arguments(factory, key)
-        return factory(**arguments)
+        return factory(**self._arguments(factory, key))
 
     def _import(self, key: str) -> Callable[..., Any]:
         module_name, _, path = self.use.partition(":")

@@ -131,11 +131,7 @@ def _parse_value(text: str) -> Any:
     if text == "null":
         return None
     if text.startswith(("[", "{")):
-        for parse in (_parse_toml, json.loads):
+        for parse in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads):
             with suppress(ValueError):
                 return parse(text)
     return text
-
-
-def _parse_toml(text: str) -> Any:
-    return tomllib.loads(f"value = {text}")["value"]

@@ -9,17 +9,23 @@ from pydantic import Field
 from d9d_loop.config.component import Component
 from d9d_loop.config.config_source import split_words
 from d9d_loop.config.inference_config import InferenceConfig
-from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.config.trainer_config import JobConfig, TrainerConfig
 
 
-class PresetConfig(TrainerConfig):
-    """Configuration of a training job that also names its model, task and data."""
+class _Components(JobConfig):
+    """Components that training and inference jobs name by import path."""
 
     model: Component = Field(description="Component that builds the model provider.")
     task: Component = Field(description="Component that builds the task.")
-    dataset: Component = Field(description="Component that builds the training data: a dataset, or a data provider.")
-    evaluation_dataset: Component | None = Field(default=None, description="Component that builds the evaluation data.")
+    dataset: Component = Field(description="Component that builds the data: a dataset, or in training a data provider.")
     collate: Component | None = Field(default=None, description="Component that builds the collate function.")
+    subscribers: tuple[Component, ...] = Field(default=(), description="Components that build event subscribers.")
+
+
+class PresetConfig(_Components, TrainerConfig):
+    """Configuration of a training job that also names its model, task and data."""
+
+    evaluation_dataset: Component | None = Field(default=None, description="Component that builds the evaluation data.")
     optimizer_provider: Component | None = Field(
         default=None, description="Component that builds the optimizer provider, which replaces `optimizer`."
     )
@@ -27,17 +33,10 @@ class PresetConfig(TrainerConfig):
         default=None,
         description="Component that builds the learning-rate schedule, a function of the step; replaces `lr_schedule`.",
     )
-    subscribers: tuple[Component, ...] = Field(default=(), description="Components that build event subscribers.")
 
 
-class InferencePresetConfig(InferenceConfig):
+class InferencePresetConfig(_Components, InferenceConfig):
     """Configuration of an inference job that also names its model, task and data."""
-
-    model: Component = Field(description="Component that builds the model provider.")
-    task: Component = Field(description="Component that builds the inference task.")
-    dataset: Component = Field(description="Component that builds the data.")
-    collate: Component | None = Field(default=None, description="Component that builds the collate function.")
-    subscribers: tuple[Component, ...] = Field(default=(), description="Components that build event subscribers.")
 
 
 def look_beside_preset(arguments: Sequence[str] | None = None) -> None:

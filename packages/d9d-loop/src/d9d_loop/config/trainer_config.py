@@ -11,7 +11,6 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.config_source import parse_command_line
-from d9d_loop.config.profile_config import ProfileConfig
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.section import Section
 from d9d_loop.lr.lr_schedule import LrScheduleConfig, WarmupCosineConfig
@@ -28,8 +27,7 @@ TrainingPrecision: TypeAlias = Annotated[
     ),
 ]
 InitialWeights: TypeAlias = Annotated[
-    Path | None,
-    Field(description="Folder in the Hugging Face layout with the initial weights; null: random weights."),
+    Path | None, Field(description="Folder in the Hugging Face layout with the initial weights; null: random weights.")
 ]
 
 
@@ -142,9 +140,7 @@ class LocalTierConfig(Section):
         default=None, description="Folder on a local disk of each host, for the saves of `local_every`."
     )
     replicas: int = Field(
-        default=1,
-        ge=0,
-        description="Number of other hosts that store a copy of each rank's part of these saves.",
+        default=1, ge=0, description="Number of other hosts that store a copy of each rank's part of these saves."
     )
 
 
@@ -183,10 +179,7 @@ class CheckpointConfig(LocalTierConfig):
     def retention(self) -> Retention:
         """Retention rules for the checkpoint store."""
         return Retention(
-            last=self.keep_last,
-            every=self.keep_every,
-            best=self.keep_best,
-            higher_is_better=self.higher_is_better,
+            last=self.keep_last, every=self.keep_every, best=self.keep_best, higher_is_better=self.higher_is_better
         )
 
 
@@ -225,9 +218,29 @@ class LoggingConfig(Section):
     progress: bool = Field(default=True, description="Show a progress bar if the output is a terminal.")
     report: bool = Field(default=True, description="Write `report.html` at the end, from the values in metrics.jsonl.")
     draw_lr_schedule: bool = Field(
-        default=False,
-        description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step.",
+        default=False, description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step."
     )
+
+
+class ProfileConfig(Section):
+    """Selection of the steps to profile, and options of the traces."""
+
+    first_step: PositiveInt | None = Field(
+        default=None, description="First step to profile; null disables the profiler."
+    )
+    steps: PositiveInt = Field(default=2, description="Number of consecutive steps per profile.")
+    every: PositiveInt | None = Field(
+        default=None, description="Steps from the start of one profile to the next; null: one profile."
+    )
+    record_shapes: bool = Field(default=False, description="Record the shapes of operator arguments.")
+    profile_memory: bool = Field(default=False, description="Record memory allocations.")
+
+    def begins_after(self, step: int) -> bool:
+        """Return True if step `step + 1` is the first of a range of profiled steps."""
+        if self.first_step is None:
+            return False
+        since = step + 1 - self.first_step
+        return since == 0 or (self.every is not None and since > 0 and since % self.every == 0)
 
 
 class HostConfig(Section):

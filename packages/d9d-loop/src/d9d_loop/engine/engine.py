@@ -4,30 +4,29 @@ The Trainer uses the engine. Post-training methods with their own outer loop, su
 engine directly.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, Self, final, overload
+from typing import Any, Literal, Self, TypeVar, final, overload
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, Region, StageInfo, UserError, refuse_later_writes
+from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError, refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
-from d9d_loop.engine.learning_rates import LearningRates
 from d9d_loop.engine.microbatches import MicrobatchAgreement
-from d9d_loop.engine.model_weights import ModelWeights
-from d9d_loop.engine.offloading import StateOffloading
 from d9d_loop.engine.opened_engine import opened_engine
-from d9d_loop.engine.reference import Reference, ReferenceModel
-from d9d_loop.engine.scorer import ReadTokens, RecordLayers, Scorer
-from d9d_loop.engine.token_values import TokenValues
+from d9d_loop.engine.reference import Reference, reference_context
+from d9d_loop.engine.scores import ReadTokens, RecordLayers, score
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
-from d9d_loop.events import BadStepFound
+from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
 from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
@@ -37,7 +36,9 @@ from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
-from d9d_state import StateMapper
+from d9d_state import StateMapper, gathered_weights, weight_shards
+
+W = TypeVar("W")
 
 
 @final
@@ -48,18 +49,14 @@ class Engine:
     over all microbatches, calls and ranks, divided once by the sum of all weights.
 
     Attributes:
-        ctx: Distributed context.
         events: Event bus for StepStarted, BackwardDone, GradientsReady and OptimizerDone of each step.
         pipeline: This rank's stages of the model.
         model: This rank's part of the model.
-        optimizer: Optimizer of the model's trainable parameters.
-        guard: Runs the optimizer and skips bad steps; `None` if only steps without weight are skipped.
         num_steps: Number of completed optimizer steps.
 
     Args:
         model: The model, materialized and parallelized, or the pipeline of its stages.
         optimizer: Optimizer of the model's trainable parameters.
-        ctx: Distributed context.
         task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
         max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have on a rank; other numbers are supported too.
@@ -94,8 +91,9 @@ class Engine:
         self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
         self.events = Events() if events is None else events
         self.num_steps = 0
-        self._polls_guard, self._checkpoints = polls_guard, checkpoints
-        self._rates = LearningRates(optimizer)
+        self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
+        self._state_mapper = state_mapper
+        self._initial_rates = [group["lr"] for group in optimizer.param_groups]
         self._step = TrainStep(
             self.pipeline,
             optimizer,
@@ -107,13 +105,10 @@ class Engine:
             guard=guard,
         )
         self._agree = MicrobatchAgreement(task, ctx)
-        self._token_values = TokenValues(self.pipeline, ctx)
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
-        self._offloading = StateOffloading(self._whole, optimizer, self.events)
-        self._reference = ReferenceModel(self.model, reference, whole=self._whole)
+        self._offloader, self._is_offloaded = ModuleOffloader(self._whole, optimizer), False
+        self._reference, self._in_reference = reference_context(reference, self.model, whole=self._whole), False
         self._first_steps = FirstSteps(self.model, ctx)
-        self._weights = ModelWeights(self.model, state_mapper, ctx, version=self._weight_version)
-        self._scorer = Scorer(self.pipeline, task, agree=self._agree, token_values=self._token_values, ctx=ctx)
 
     @classmethod
     def open(
@@ -135,11 +130,10 @@ class Engine:
         Args:
             config: The configuration.
             model: A model provider, or a function that builds a pipeline stage of the model.
-            task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
+            task: See `Engine`.
             optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
             pipeline_schedule: Pipeline schedule; by default the one of the configuration.
-            reference: Reference for the method `reference`: `d9d_peft.adapters_off`, or "initial" for a copy of the
-                initial weights in host memory.
+            reference: See `Engine`.
 
         Raises:
             UserError: If the configuration, model or environment is invalid. Most checks run before the process group
@@ -173,10 +167,10 @@ class Engine:
                 numbers of batches.
         """
         self._require_training("forward_backward()")
-        given = self._agree(batches, self._step.executors.supported)
+        placed = self._agree(batches, self._step.supported)
         values: dict[int, Mapping[str, Tensor]] = {}
-        self._step.forward_backward(self.num_steps + 1, given.batches, loss, num_own=given.num_own, values=values)
-        return self._token_values([values[index] for index in sorted(values)])
+        self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
+        return self.pipeline.gather_tokens([values[index] for index in sorted(values)])
 
     def score(
         self, batches: Sequence[Any], read: ReadTokens | None = None, *, experts: RecordLayers | None = None
@@ -201,7 +195,8 @@ class Engine:
             UserError: If the model has no argument `scores` and there is no `read`. Also as for `forward_backward`.
         """
         self._require_onloaded("score()")
-        return self._scorer(batches, read, experts)
+        placed = self._agree(batches, lambda number: number)
+        return score(placed, len(batches), pipeline=self.pipeline, task=self._task, read=read, experts=experts)
 
     @contextmanager
     def reference(self) -> Generator[None]:
@@ -211,8 +206,17 @@ class Engine:
             UserError: If the engine has no reference, `reference` is already active, or the body trains or saves.
         """
         self._require_training("reference()")
-        with self._reference.active():
-            yield
+        if self._reference is None:
+            raise UserError(
+                'this engine has no reference; expected one. Pass reference=d9d_peft.adapters_off, or "initial" for a '
+                "copy of the initial weights."
+            )
+        with self._reference():
+            self._in_reference = True
+            try:
+                yield
+            finally:
+                self._in_reference = False
 
     @overload
     def weights(self, *, shards: Literal[False] = False, base_only: bool = False) -> Iterator[tuple[str, Tensor]]: ...
@@ -242,19 +246,31 @@ class Engine:
         """
         self._require_onloaded("weights()")
         free_gathered_parameters(self._whole)
-        return self._weights.shards(base_only=base_only) if shards else self._weights.gathered(base_only=base_only)
+        mapper = disk_mapper(self._state_mapper, self.model, base_only=base_only)
+        if shards:
+            return self._unchanged(weight_shards(self.model, self._state_mapper))
+        return self._unchanged(gathered_weights(self.model, mapper, self.ctx))
 
-    def _weight_version(self) -> object:
-        return self.num_steps, self._offloading.is_offloaded, self._reference.is_active
+    def _unchanged(self, weights: Iterator[W]) -> Iterator[W]:
+        """Yield weights; raise `UserError` if the weights change during the iteration."""
+        version = self.num_steps, self._is_offloaded, self._in_reference
+        for each in weights:
+            yield each
+            del each  # this view may keep its group in memory while the next one is gathered
+            if version != (self.num_steps, self._is_offloaded, self._in_reference):
+                raise UserError(
+                    "the weights changed while weights() was iterated, so the result would mix two steps; expected no "
+                    "step(), offload() or reference() during the iteration. Consume the iterator first."
+                )
 
     def _require_onloaded(self, call: str) -> None:
-        if self._offloading.is_offloaded:
+        if self._is_offloaded:
             raise UserError(f"got {call} while the training state is offloaded; call onload() first.")
 
     def _require_training(self, call: str) -> None:
         """Raise `UserError` if the training state is offloaded, or inside `reference()`. `call` is for the message."""
         self._require_onloaded(call)
-        if self._reference.is_active:
+        if self._in_reference:
             raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
 
     def accumulate(
@@ -296,7 +312,9 @@ class Engine:
         """
         self._require_training("step()")
         if learning_rate is not None:
-            self._rates.set_all(learning_rate)
+            _check_rate("learning_rate", learning_rate)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
         result = self._step.update(self.num_steps + 1)
         self.num_steps += 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
@@ -320,16 +338,27 @@ class Engine:
         Emits `StateOffloaded` after offloading, and `StateOnloaded` after onloading unless the body raises. Raises
         `UserError` if the state is already offloaded.
         """
-        with self._offloading.offloaded(self.num_steps):
+        self.offload()
+        try:
             yield
+        finally:
+            self._offloader.onload()
+            self._is_offloaded = False
+        self.events.emit(StateOnloaded(self.num_steps))
 
     def offload(self) -> None:
         """Offload parameters, buffers, gradients and optimizer state to host memory, until `onload`. No collectives."""
-        self._offloading.offload(self.num_steps)
+        self._offloader.offload()
+        self._is_offloaded = True
+        if torch.accelerator.is_available():
+            torch.accelerator.memory.empty_cache()
+        self.events.emit(StateOffloaded(self.num_steps))
 
     def onload(self) -> None:
         """Restore the offloaded state on the device: the same tensors, with bitwise equal values. No collectives."""
-        self._offloading.onload(self.num_steps)
+        self._offloader.onload()
+        self._is_offloaded = False
+        self.events.emit(StateOnloaded(self.num_steps))
 
     @contextmanager
     def evaluation_weights(self) -> Generator[None]:
@@ -412,7 +441,9 @@ class Engine:
 
     def set_learning_rates(self, factor: float) -> None:
         """Set the learning rate of each parameter group to `factor` times its initial learning rate."""
-        self._rates.scale(factor)
+        _check_rate("factor", factor)
+        for group, initial in zip(self.optimizer.param_groups, self._initial_rates, strict=True):
+            group["lr"] = initial * factor
 
     def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:
         """Repeat forward and backward of prepared microbatches, discard the gradients, and restore all buffers.
@@ -421,3 +452,8 @@ class Engine:
         gradient reduction.
         """
         self._step.replay(batches, loss, watch)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0.0 <= value < math.inf:
+        raise UserError(f"{name} = {value}; expected a finite number, 0 or more.")

@@ -1,7 +1,6 @@
 """Microbatches of a call: placed on the device, the same number on all ranks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 from d9d_dist import DistributedContext, UserError, all_gather_trees, gather_json
@@ -10,27 +9,8 @@ from d9d_loop.task import BatchTask
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Microbatches:
-    """This rank's microbatches of a call: its own batches, then stand-ins, whose losses are 0.
-
-    Attributes:
-        batches: Batches on the device, the same number on all ranks.
-        num_own: Number of batches that are not stand-ins.
-    """
-
-    batches: Sequence[Any]
-    num_own: int
-
-
-@final
 class MicrobatchAgreement:
-    """Agreement of all ranks on a number of microbatches; ranks with fewer batches get stand-ins.
-
-    Args:
-        task: Places batches and builds stand-ins.
-        ctx: Distributed context.
-    """
+    """Agreement of all ranks on a number of microbatches; ranks with fewer batches get stand-ins of the task."""
 
     def __init__(self, task: BatchTask, ctx: DistributedContext) -> None:
         self._task, self._ctx = task, ctx
@@ -38,14 +18,11 @@ class MicrobatchAgreement:
         self._example: Any = None
         self._has_example = False
 
-    def __call__(self, batches: Sequence[Any], supported: Callable[[int], int]) -> Microbatches:
+    def __call__(self, batches: Sequence[Any], supported: Callable[[int], int]) -> list[Any]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
 
-        Args:
-            batches: This rank's batches, any number; equal on the ranks of one data-parallel coordinate. Tensors may be
-                on the CPU; sequences are not yet split for context parallelism.
-            supported: Function that returns the smallest supported number of microbatches that is at least its
-                argument.
+        For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
+        that is at least its argument.
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different
@@ -62,12 +39,14 @@ class MicrobatchAgreement:
         self._check(counts)
         number = supported(max(count for _, count, _ in counts))
         if any(count < number and not has_example for _, count, has_example in counts):
-            self._take_example(batches)
+            found = all_gather_trees([batches[-1]] if batches else [], None)
+            if not self._has_example:
+                self._example, self._has_example = next(tree for tree in found if tree)[0], True
         placed = [self._place(batch) for batch in batches]
         if len(placed) < number:
             stand_in = self._place(self._task.stand_in(self._example))
             placed.extend([stand_in] * (number - len(placed)))
-        return Microbatches(placed, len(batches))
+        return placed
 
     def _check(self, counts: Sequence[tuple[int, int, bool]]) -> None:
         if not any(count for _, count, _ in counts):
@@ -80,9 +59,3 @@ class MicrobatchAgreement:
                     f"{expected[dp_rank]}; expected the same batches on all pipeline-, context- and tensor-parallel "
                     "ranks of a coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp')."
                 )
-
-    def _take_example(self, batches: Sequence[Any]) -> None:
-        """Take a batch of another rank as the example if this rank has none. Collective over all ranks."""
-        found = all_gather_trees([batches[-1]] if batches else [], None)
-        if not self._has_example:
-            self._example, self._has_example = next(tree for tree in found if tree)[0], True

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -13,16 +13,14 @@ from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.event_bus import Events
 from d9d_loop.job.job_check import check_writable
-from d9d_loop.job.local_tiers import check_local_tiers, local_tiers
+from d9d_loop.job.local_tiers import check_local_tiers
 from d9d_loop.model.model_build import build_pipeline
-from d9d_loop.model.model_plan import ModelPlan, plan_model
+from d9d_loop.model.model_plan import plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, check_health
 from d9d_loop.task import BatchTask
-from d9d_metrics import redact_secrets
 from d9d_pipeline import Schedule
-from d9d_state import CheckpointStore, Retention
 
 E = TypeVar("E")
 
@@ -45,16 +43,27 @@ def opened_engine(
     _check_bad_steps(config)
     check_local_tiers(config.tiers, section="tiers")
     check_writable(config.run.dir)
-    plan = _plan(config, provider, task, pipeline_schedule or config.pipeline_schedule.build())
+    launch, schedule = read_launch(), pipeline_schedule or config.pipeline_schedule.build()
+    mesh = config.mesh.resolve(launch.world_size)
+    plan = plan_model(
+        provider,
+        launch=launch,
+        mesh=mesh,
+        schedule=schedule,
+        # Any supported number: the engine builds programs for other numbers when they are first used.
+        num_microbatches=2 * mesh.pipeline_parallel * schedule.stages_per_rank if mesh.pipeline_parallel > 1 else 1,
+        seed=config.seed,
+        task=task,
+        first_batch=None,
+    ).with_weights("initial_weights", config.initial_weights or provider.initial_weights)
     if optimizer is None:
         config.optimizer.check(plan.built.module)
         # A stage need not match every parameter group: the groups were checked on the whole model.
         optimizer = partial(config.optimizer.build, whole=False)
     mapper = provider.state_mapper(plan.built.module)
-    resolved = config.model_dump(mode="json")
     timeouts = config.timeouts.timeouts
-    with plan.mesh.build(launch=plan.launch, timeouts=timeouts, precision=config.precision) as ctx:
-        agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
+    with mesh.build(launch=launch, timeouts=timeouts, precision=config.precision) as ctx:
+        agree(same={"the configuration": json.dumps(config.model_dump(mode="json"), sort_keys=True)})
         health = check_health(config.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
@@ -65,20 +74,9 @@ def opened_engine(
         pipeline.shared.copy_values()
         guard, events = StepGuard(built, config=config.bad_steps, ctx=ctx), Events(seed=config.seed)
         checkpoints = EngineCheckpoints(
-            CheckpointStore(
-                config.run.dir / "checkpoints",
-                retention=Retention(last=config.keep_last),
-                tiers=local_tiers(config.tiers, config.run.dir),
-            ),
-            model=pipeline.model,
-            optimizer=built,
-            guard=guard,
-            config=redact_secrets(resolved),
-            seed=config.seed,
-            ctx=ctx,
-            events=events,
+            config, model=pipeline.model, optimizer=built, guard=guard, ctx=ctx, events=events
         )
-        try:
+        with closing(checkpoints):
             yield build(
                 pipeline,
                 built,
@@ -91,26 +89,6 @@ def opened_engine(
                 state_mapper=mapper,
                 checkpoints=checkpoints,
             )
-        finally:
-            checkpoints.close()
-
-
-def _plan(config: EngineConfig, provider: ModelProvider, task: BatchTask, schedule: Schedule) -> ModelPlan:
-    launch = read_launch()
-    mesh = config.mesh.resolve(launch.world_size)
-    plan = plan_model(
-        provider,
-        launch=launch,
-        mesh=mesh,
-        schedule=schedule,
-        # Any supported number: the engine builds programs for other numbers when they are first used.
-        num_microbatches=2 * mesh.pipeline_parallel * schedule.stages_per_rank if mesh.pipeline_parallel > 1 else 1,
-        seed=config.seed,
-        task=task,
-        first_batch=None,
-    )
-    weights = config.initial_weights or provider.initial_weights
-    return plan if weights is None else plan.with_weights("initial_weights", weights)
 
 
 def _check_bad_steps(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -14,47 +15,23 @@ Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | L
 """Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" to copy the initial weights."""
 
 
-@final
-class ReferenceModel:
-    """Reference of an engine: the engine's model acts as the reference inside `active`.
+def reference_context(
+    reference: Reference | None, model: nn.Module, *, whole: nn.Module
+) -> Callable[[], AbstractContextManager[object]] | None:
+    """Return a function that makes the model act as its reference in a context; `None` without a reference.
 
-    Attributes:
-        is_active: True while the model acts as the reference.
-
-    Args:
-        model: This rank's part of the model.
-        reference: The reference; `None` if there is none. "initial" copies the current values of `whole`.
-        whole: The model with the copies of shared parameters.
+    "initial" copies the current values of `whole`, the model with the copies of shared parameters. Raises `UserError`
+    for an unknown reference.
     """
-
-    def __init__(self, model: nn.Module, reference: Reference | None, *, whole: nn.Module) -> None:
-        if not (reference is None or reference == "initial" or callable(reference)):
-            raise UserError(
-                f'reference = {reference!r}; expected None, "initial", or a function such as d9d_peft.adapters_off.'
-            )
-        self._model = model
-        self._weights = ReferenceWeights(whole) if reference == "initial" else None
-        self._enter = None if reference == "initial" else reference
-        self.is_active = False
-
-    @contextmanager
-    def active(self) -> Generator[None]:
-        """Make the model act as the reference in the body; raise `UserError` without a reference. No collectives."""
-        if self._weights is not None:
-            context: AbstractContextManager[object] = self._weights.swapped_in()
-        elif self._enter is not None:
-            context = self._enter(self._model)
-        else:
-            raise UserError(
-                'this engine has no reference; expected one. Pass reference=d9d_peft.adapters_off, or "initial" for a '
-                "copy of the initial weights."
-            )
-        with context:
-            self.is_active = True
-            try:
-                yield
-            finally:
-                self.is_active = False
+    if reference is None:
+        return None
+    if reference == "initial":
+        return ReferenceWeights(whole).swapped_in
+    if not callable(reference):
+        raise UserError(
+            f'reference = {reference!r}; expected None, "initial", or a function such as d9d_peft.adapters_off.'
+        )
+    return partial(reference, model)
 
 
 @final

@@ -1,8 +1,9 @@
 """One optimizer step: forward, backward, gradient reduction, clipping and update."""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,10 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, UserError, clip_grad_norm_
-from d9d_loop.engine.step_executors import StepExecutors
+from d9d_dist import DistributedContext, GradientSync, UserError, clip_grad_norm_, grad_dtype_of
 from d9d_loop.engine.step_totals import StepTotals
-from d9d_loop.engine.wide_gradients import converted_gradients, wide_gradients
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.job.pipeline import Pipeline
@@ -22,7 +21,7 @@ from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import BatchTask, Loss, LossFunction, to_inputs
-from d9d_pipeline import Timeline
+from d9d_pipeline import Executor, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,12 @@ class StepResult:
 class TrainStep:
     """Forward, backward and update of a model; gradients accumulate between updates. The constructor is collective.
 
-    Attributes:
-        executors: Executors of the pipeline by number of microbatches.
-
     Args:
         pipeline: This rank's stages of the model.
         optimizer: Optimizer of the model's trainable parameters.
         task: Prepares the model's inputs from a batch.
         max_norm: Maximum global gradient norm; infinity measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have.
-        ctx: Distributed context.
-        events: Event bus for the events of a step.
         guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
     """
 
@@ -74,11 +68,17 @@ class TrainStep:
         events: Events,
         guard: StepGuard | None,
     ) -> None:
-        self._model, self._shared, self._optimizer, self._task = pipeline.model, pipeline.shared, optimizer, task
+        self._pipeline, self._model, self._shared = pipeline, pipeline.model, pipeline.shared
+        self._optimizer, self._task = optimizer, task
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._wide = [] if isinstance(optimizer, StochasticAdamW) else wide_gradients(self._parameters)
+        self._wide: list[nn.Parameter] = []  # parameters whose gradients accumulate in another dtype
+        if not isinstance(optimizer, StochasticAdamW):
+            self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype]
         self._max_norm, self._ctx, self._events, self._guard = max_norm, ctx, events, guard
-        self.executors = StepExecutors(pipeline, num_microbatches)
+        self._splits = pipeline.program(num_microbatches).splits
+        self._supported: dict[int, int] = {}
+        pipeline.training(num_microbatches)
+        self._gradient_sync = GradientSync(self._model)
         if ctx.size("regular", "pp") > 1:  # pipeline ranks may have created different numbers of groups
             ctx.align_groups()
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
@@ -90,6 +90,25 @@ class TrainStep:
         """True if gradients were accumulated since the last update."""
         return self._totals is not None
 
+    def supported(self, num_microbatches: int) -> int:
+        """Return the smallest supported number of microbatches that is at least `num_microbatches`.
+
+        Some schedules require, for example, a multiple of the number of pipeline ranks. Either all backward passes are
+        split or none are, because FSDP is configured only once.
+        """
+        if num_microbatches not in self._supported:
+            # Each schedule supports large enough multiples of twice the number of stages. The range has two of them.
+            candidates = range(num_microbatches, num_microbatches + 4 * self._pipeline.num_stages + 1)
+            supports = partial(self._pipeline.supports, splits=self._splits)
+            self._supported[num_microbatches] = next(filter(supports, candidates))
+        return self._supported[num_microbatches]
+
+    def _executor(self, num_microbatches: int) -> Executor:
+        """Return the executor of a step, and prepare the gradient reduction for its backward passes."""
+        # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
+        self._gradient_sync.num_microbatches = None if self._splits else num_microbatches
+        return self._pipeline.training(num_microbatches)
+
     def forward_backward(
         self,
         number: int,
@@ -100,20 +119,10 @@ class TrainStep:
         values: dict[int, Mapping[str, Tensor]] | None = None,
         measured: bool = False,
     ) -> Timeline | None:
-        """Run forward and backward of all microbatches, and add gradients, losses and weights to those of the step.
+        """Run forward and backward of all microbatches; see `Engine.accumulate`.
 
-        Collectives: those of the model; sends and receives between stages; the gradient reduction.
-
-        Args:
-            number: Number of the step, counted from 1.
-            batches: Microbatches on this rank's device, the same number on all ranks.
-            loss: Function of the model's outputs and the batch.
-            num_own: Number of microbatches that count; the others are stand-ins, whose loss is 0.
-            values: Receives the values per token of the microbatches that count, by index.
-            measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
-
-        Returns:
-            Start and end of every pipeline action, if `measured`.
+        `number` is the number of the step, counted from 1. `values` receives the values per token of the microbatches
+        that count, by index.
 
         Raises:
             UserError: On this rank, if the statistics of batch norms would include its stand-ins; if the result of
@@ -126,7 +135,7 @@ class TrainStep:
             self._events.emit(StepStarted(number))
             self._totals = StepTotals(self._ctx.device)
         else:  # finish the reduction of the previous call; later gradients are added to the reduced sum
-            self.executors.gradient_sync.finish()
+            self._gradient_sync.finish()
         totals = self._totals
 
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
@@ -139,7 +148,7 @@ class TrainStep:
             return taken.total
 
         inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
-        executor = self.executors.get(len(batches))
+        executor = self._executor(len(batches))
         self._has_failed = True  # until all microbatches are done
         timeline = executor.measured_step(inputs, take_loss) if measured else executor.step(inputs, take_loss)
         self._has_failed = False
@@ -161,23 +170,19 @@ class TrainStep:
             )
 
     def update(self, number: int) -> StepResult:
-        """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
-
-        Collectives: the gradient reduction and norm; the exchange of parameters shared between stages; one all-reduce
-        of loss and weight; the guard's all-reduce.
-        """
+        """Reduce the gradients and run the optimizer step `number`; see `Engine.step`."""
         self._refuse_partial_gradients()
         if self._totals is None:
             raise UserError("got step() without gradients; expected forward_backward() before each step.")
         totals, self._totals = self._totals, None
         self._events.emit(BackwardDone(number, self._model))
         totals.start_reduction(self._losses_group)
-        self.executors.gradient_sync.finish()
+        self._gradient_sync.finish()
         self._shared.add_gradients()
         loss, weight, per_weight = totals.finish()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
-        with converted_gradients(self._wide) if self._wide else nullcontext():
+        with _converted_gradients(self._wide):
             if self._guard is None:
                 taken = weight != 0
                 step_unless(self._optimizer, (~taken).float())
@@ -189,11 +194,7 @@ class TrainStep:
         return StepResult(loss, weight, grad_norm, taken, self._optimizer.param_groups[0]["lr"])
 
     def replay(self, batches: Sequence[Any], loss: LossFunction, watch: Watch) -> None:
-        """Repeat forward and backward of prepared microbatches, discard the gradients, and restore all buffers.
-
-        `watch` is called with "the loss" and the loss of each microbatch. Collectives: those of the model and the
-        gradient reduction.
-        """
+        """Repeat forward and backward, discard the gradients, and restore all buffers; see `Engine.replay`."""
 
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
             taken = _checked(loss(outputs, batches[microbatch]))
@@ -202,7 +203,7 @@ class TrainStep:
 
         with _buffers_kept(self._model):
             inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
-            self.executors.get(len(batches)).step(inputs, take_loss)
+            self._executor(len(batches)).step(inputs, take_loss)
         self._discard()
 
     def discard(self) -> None:
@@ -212,7 +213,7 @@ class TrainStep:
             self._discard()
 
     def _discard(self) -> None:
-        self.executors.gradient_sync.finish()
+        self._gradient_sync.finish()
         self._shared.add_gradients()  # clears the gradients of copies, which model.parameters() omits
         self._drop_gradients()
 
@@ -239,6 +240,26 @@ def _zero_loss(outputs: Any) -> Tensor:
     if not leaves:
         raise UserError("no output of the model requires gradients; keep some parameters of the model trainable.")
     return sum((leaf * 0.0).sum() for leaf in leaves)
+
+
+@contextmanager
+def _converted_gradients(parameters: Sequence[nn.Parameter]) -> Generator[None]:
+    """Convert gradients to the dtypes of their parameters for an optimizer step, and drop them afterwards.
+
+    Most optimizers do not support gradients whose dtype differs from that of the parameter.
+    """
+    wide = [(parameter, grad_dtype_of(parameter)) for parameter in parameters]
+    with torch.no_grad():
+        for parameter, _ in wide:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+    try:
+        yield
+    finally:
+        for parameter, dtype in wide:
+            parameter.grad = None
+            parameter.grad_dtype = dtype
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """Inference over a dataset. Each result is written once, in sample order, even after restarts."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -26,9 +25,8 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
 from d9d_loop.inference.pace import Pace
 from d9d_loop.inference.results_folder import ResultsFolder
-from d9d_loop.isolated_random import isolated_random
-from d9d_loop.job.forward_runner import ForwardRunner
-from d9d_loop.job.job_check import check_data, check_writable
+from d9d_loop.isolation import isolated_random
+from d9d_loop.job.job_check import check_writable
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.progress import Progress
 from d9d_loop.model.model_build import build_pipeline
@@ -61,7 +59,6 @@ class Inference:
         config: Configuration of the job.
         model: Model provider, a module, or a function that builds a pipeline stage of the model.
         data: Samples to compute results for.
-        task: Provides model inputs and results.
         collate: Function that builds a batch from a list of samples.
     """
 
@@ -122,7 +119,11 @@ class Inference:
         if is_complete:
             return
         if missing:
-            self._compute(missing, self._build(plan, ctx), ctx, watchdog)
+            pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
+            pipeline.shared.copy_values()
+            pipeline.model.eval()
+            self.events.emit(ModelReady(0, pipeline.model, ctx))
+            self._compute(missing, pipeline, ctx, watchdog)
         ctx.set_timeout(ctx.timeouts.startup + watchdog.margin)
         with watchdog.phase("writing the results", timeout=ctx.timeouts.startup):
             if ctx.is_main_process:
@@ -130,10 +131,9 @@ class Inference:
             ctx.barrier()
 
     def _plan(self) -> ModelPlan:
-        config = self._config
-        launch = read_launch()
-        mesh = config.mesh.resolve(launch.world_size)
-        check_data(self._data, "data")
+        config, launch = self._config, read_launch()
+        if len(self._data) == 0:
+            raise UserError("the data are empty; expected at least one sample. Check the path of the data.")
         check_writable(config.run.dir)
         self._results.check()
         if self._weights is None and self._provider.late_init:
@@ -143,40 +143,31 @@ class Inference:
                 "weights."
             )
         size = min(config.batch_size, len(self._data))
-        plan = plan_model(
+        return plan_model(
             self._provider,
             launch=launch,
-            mesh=mesh,
+            mesh=config.mesh.resolve(launch.world_size),
             schedule=OneForwardOneBackward(),
             num_microbatches=1,
             seed=config.seed,
             task=self._task,
             first_batch=lambda: self._collate([self._data[index] for index in range(size)]),
-        )
-        return plan if self._weights is None else plan.with_weights("weights", self._weights)
-
-    def _build(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
-        pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
-        pipeline.shared.copy_values()
-        pipeline.model.eval()
-        self.events.emit(ModelReady(0, pipeline.model, ctx))
-        return pipeline
+        ).with_weights("weights", self._weights)
 
     def _compute(
         self, missing: Sequence[int], pipeline: Pipeline, ctx: DistributedContext, watchdog: HangWatchdog
     ) -> None:
         """Compute the missing parts in rounds, one part per data-parallel rank in each round."""
         dp_size, config = ctx.size("batch", "dp"), self._config
-        forward = _PartForward(pipeline, self._task, ctx)
         pace = Pace(ctx, watchdog)
         # All ranks run the same number of batches, because of the collectives. Padding results are dropped.
         batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
         parts = [dict(enumerate(at_once)).get(ctx.coordinate("batch", "dp")) for at_once in own]
-        indices = [batch for part in parts for batch in self._batches_of(part, batches_of_a_part)]
+        indices = [self._batches_of(part, batches_of_a_part) for part in parts]
         batches = BatchReader(
             SampleReader(EvenlySpacedStream(self._data), self._collate),
-            (ReadJob(batch[0], batch) for batch in indices),
+            (ReadJob(batch[0], batch) for of_a_part in indices for batch in of_a_part),
             seed=config.seed,
             place=BatchPlacement(self._task, ctx),
             device=ctx.device,
@@ -192,13 +183,13 @@ class Inference:
             device=ctx.device,
             bar=config.logging.progress,
         )
+        is_writing = pipeline.has_last_stage and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
         with closing(batches):
             for number, part in enumerate(parts):
                 with torch.no_grad(), isolated_random(config.seed, "part", -1 if part is None else part, device=True):
-                    start = number * batches_of_a_part
-                    sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
-                    results = forward(batches, sizes, each=partial(pace.batch, number + 1))
-                if part is not None and results is not None:
+                    around = partial(pace.batch, number + 1)
+                    results = self._results_of(batches, list(map(len, indices[number])), pipeline, ctx, around)
+                if part is not None and is_writing:
                     # The results after the part's samples belong to padding batches.
                     self._results.write(part, results[: len(self._results.samples_of(part))])
                 for _ in own[number]:
@@ -214,38 +205,31 @@ class Inference:
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         return [*batches, *[[0]] * (num_batches - len(batches))]
 
+    def _results_of(
+        self,
+        batches: Iterable[Any],
+        sizes: Sequence[int],
+        pipeline: Pipeline,
+        ctx: DistributedContext,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> list[JsonValue]:
+        """Return the results of a part in order, padding batches included; none on ranks without the last stage.
 
-@final
-class _PartForward:
-    def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
-        self._task, self._forward = task, ForwardRunner(pipeline, task.inputs, ctx)
-        self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
-        is_last = ctx.coordinate("batch", "pp") == ctx.size("batch", "pp") - 1
-        self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
-
-    def __call__(
-        self, batches: Iterator[Any], sizes: Sequence[int], *, each: Callable[[], AbstractContextManager[None]]
-    ) -> list[JsonValue] | None:
-        """Return the results of a part in order, padding batches included; `None` on ranks that do not write.
-
-        `sizes` has the number of samples of each batch, and `each` returns the context of one executor step. Collective
-        over the ranks of the pipeline, tensor and context parallelism.
+        `sizes` has the number of samples of each batch, and `around` returns the context of one executor step.
+        Collective over the ranks of the pipeline, tensor and context parallelism.
         """
+        split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
         results: list[JsonValue] = []
-        at_a_time = self._forward.batches_per_step
-        for start in range(0, len(sizes), at_a_time):
-            with each():
-                some = list(islice(batches, min(at_a_time, len(sizes) - start)))
 
-                def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
-                    whole = outputs if self._split is None else self._task.join_sequence(outputs, self._split)
-                    found = self._task.results(whole, some[number])
-                    if len(found) != sizes[start + number]:
-                        raise UserError(
-                            f"{type(self._task).__name__}.results returned {len(found)} results for a batch of "
-                            f"{sizes[start + number]} samples; expected one result per sample, in order."
-                        )
-                    results.extend(found)
+        def take(outputs: Any, index: int, batch: Any) -> None:
+            whole = outputs if split is None else self._task.join_sequence(outputs, split)
+            found = self._task.results(whole, batch)
+            if len(found) != sizes[index]:
+                raise UserError(
+                    f"{type(self._task).__name__}.results returned {len(found)} results for a batch of {sizes[index]} "
+                    "samples; expected one result per sample, in order."
+                )
+            results.extend(found)
 
-                self._forward(some, take)
-        return results if self._writes else None
+        pipeline.forward(batches, len(sizes), inputs=self._task.inputs, on_output=take, around=around)
+        return results

@@ -7,9 +7,10 @@ job computes the parts whose files are missing. At the end, all parts are concat
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import final
+from typing import BinaryIO, final
 
 from pydantic import JsonValue
 
@@ -67,7 +68,8 @@ class ResultsFolder:
             shutil.rmtree(self._parts, ignore_errors=True)
             return []
         self._parts.mkdir(parents=True, exist_ok=True)
-        _write(self._plan, json.dumps(self._identity, indent=2) + "\n")
+        with _replaced(self._plan) as out:
+            out.write(f"{json.dumps(self._identity, indent=2)}\n".encode())
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:
@@ -80,34 +82,29 @@ class ResultsFolder:
                 f"a result of the samples {self.samples_of(part)} cannot be written as JSON: {error}. Expected finite "
                 "numbers, text, lists and dictionaries of them; NaN may be written as None."
             ) from None
-        _write(self._part(part), "".join(lines))
+        with _replaced(self._part(part)) as out:
+            out.write("".join(lines).encode())
 
     def finish(self) -> None:
         """Concatenate all parts into `file` and remove them. Call it on the main process when no part is missing."""
-        partial = self.file.with_suffix(".jsonl.partial")
-        with partial.open("wb") as out:
+        with _replaced(self.file) as out:
             for part in range(self.num_parts):
                 with self._part(part).open("rb") as one:
                     shutil.copyfileobj(one, out)
-            out.flush()
-            os.fsync(out.fileno())
-        _replace(partial, self.file)
         shutil.rmtree(self._parts)
 
     def _part(self, part: int) -> Path:
         return self._parts / f"part-{part:08}.jsonl"
 
 
-def _write(file: Path, text: str) -> None:
+@contextmanager
+def _replaced(file: Path) -> Generator[BinaryIO]:
+    """Yield a new file, which is fsynced and renamed to `file` after the body."""
     partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w", encoding="utf-8") as out:
-        out.write(text)
+    with partial.open("wb") as out:
+        yield out
         out.flush()
         os.fsync(out.fileno())
-    _replace(partial, file)
-
-
-def _replace(partial: Path, file: Path) -> None:
     partial.replace(file)
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

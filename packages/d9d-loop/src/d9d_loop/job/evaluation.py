@@ -1,8 +1,6 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
-from collections.abc import Sequence
 from contextlib import closing
-from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -14,8 +12,7 @@ from d9d_loop.data.evaluation_pass import EvenlySpacedStream, plan_pass
 from d9d_loop.data.sample_reader import SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.evaluation_mode import evaluation_mode
-from d9d_loop.job.forward_runner import ForwardRunner
+from d9d_loop.isolation import evaluation_mode
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import Task
 from d9d_metrics import WeightedMean, compute_metrics
@@ -27,12 +24,9 @@ class Evaluator:
     Args:
         model: The model that is trained, or the pipeline of its stages.
         samples: Evaluation dataset, or a stream of samples.
-        task: Provides model inputs, losses and metrics.
-        collate: Function that builds a batch from a list of samples.
         num_samples: Number of samples to use: evenly spaced in a dataset, or the first samples of a stream. `None`
             uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
-        ctx: Distributed context of the job.
         seed: Seed of the random numbers that the dataset and `collate` draw.
     """
 
@@ -60,7 +54,6 @@ class Evaluator:
             dp_size=ctx.size("batch", "dp"),
             num_samples=num_samples,
         )
-        self._forward = ForwardRunner(self._pipeline, task.inputs, ctx)
         self._place = BatchPlacement(task, ctx)
 
     def __call__(self) -> dict[str, float]:
@@ -75,15 +68,13 @@ class Evaluator:
         batches = BatchReader(
             self._reader, iter(self._jobs), seed=self._seed, place=self._place, device=self._ctx.device
         )
+
+        def take(outputs: Any, index: int, batch: Any) -> None:
+            if index < self._num_real:
+                loss = self._task.loss(outputs, batch)
+                mean_loss.update(loss.total, loss.weight)
+                self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
+
         with evaluation_mode(self._pipeline.model), closing(batches):
-            for start in range(0, len(self._jobs), self._forward.batches_per_step):
-                some = list(islice(batches, self._forward.batches_per_step))
-
-                def take_loss(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
-                    if start + number < self._num_real:
-                        loss = self._task.loss(outputs, some[number])
-                        mean_loss.update(loss.total, loss.weight)
-                        self._task.update_metrics(metrics, outputs=outputs, batch=some[number], loss=loss)
-
-                self._forward(some, take_loss)
+            self._pipeline.forward(batches, len(self._jobs), inputs=self._task.inputs, on_output=take)
         return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))

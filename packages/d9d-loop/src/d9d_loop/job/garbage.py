@@ -1,16 +1,13 @@
 """Python garbage collection at fixed steps, on all ranks together."""
 
 import gc
-from types import TracebackType
-from typing import Self, final
-
-from d9d_loop.event_bus import on_event
-from d9d_loop.events import StepDone
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 
-@final
-class GarbageCollection:
-    """Context manager that disables automatic garbage collection and collects after every `every`-th step.
+@contextmanager
+def garbage_collection(every: int | None) -> Generator[Callable[[int], None]]:
+    """Disable automatic garbage collection; yield a function of the step that collects after every `every`-th step.
 
     A collection takes long if many objects are alive, and every rank waits for the slowest rank. With automatic
     collection, at almost any time one of a thousand ranks is collecting. Objects that are alive on entry, such as
@@ -18,31 +15,23 @@ class GarbageCollection:
     disabled automatic collection. `every=None` keeps automatic collection.
     """
 
-    def __init__(self, every: int | None) -> None:
-        self._every = every
-        self._was_enabled, self._freezes = gc.isenabled(), False
-
-    def __enter__(self) -> Self:
-        """Collect, freeze the live objects and disable automatic collection."""
-        if self._every is not None:
-            self._was_enabled = gc.isenabled()
-            gc.disable()
+    def collect(step: int) -> None:
+        if every is not None and step % every == 0:
             gc.collect()
-            self._freezes = self._was_enabled and gc.get_freeze_count() == 0  # counting takes 40 ms for 350k objects
-            if self._freezes:
-                gc.freeze()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Unfreeze the objects and restore automatic collection."""
-        if self._every is not None:
-            if self._freezes:
-                gc.unfreeze()
-            if self._was_enabled:
-                gc.enable()
-
-    @on_event(StepDone)
-    def collect(self, event: StepDone) -> None:
-        """Collect garbage if the step is a multiple of `every`."""
-        if self._every is not None and event.step % self._every == 0:
-            gc.collect()
+    if every is None:
+        yield collect
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    freezes = was_enabled and gc.get_freeze_count() == 0  # counting takes 40 ms for 350k objects
+    if freezes:
+        gc.freeze()
+    try:
+        yield collect
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()

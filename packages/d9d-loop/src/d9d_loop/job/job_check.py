@@ -12,7 +12,6 @@ from d9d_dist import MeshConfig, UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_state import frozen_digest_of
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.model_provider import ModelProvider
@@ -22,35 +21,27 @@ from d9d_pipeline import Schedule
 from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, StateMapper, check_same_model
 
 
-def check_data(data: Samples, what: str) -> None:
-    """Raise `UserError` if a dataset is empty; `what` names it in the message, e.g. "evaluation data"."""
-    if len(data) == 0:
-        raise UserError(f"the {what} are empty; expected at least one sample. Check the path of the data.")
-
-
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
     """Raise `UserError` if a dataset is smaller than the global batch, so that a step would repeat samples."""
-    if config.epochs is not None:
-        return  # the last step of finite data has the remaining samples
-    if not (isinstance(data, DatasetProvider) and 0 < data.num_samples < config.batch.global_size):
-        return  # for an empty dataset, another check raises
-    raise UserError(
-        f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, so "
-        "each step would repeat samples; expected at most the size of the data. Use --batch.global_size "
-        f"{data.num_samples} or less, or more data."
-    )
+    # With epochs, the last step has the remaining samples. For an empty dataset, another check raises.
+    repeats = config.epochs is None and isinstance(data, DatasetProvider)
+    if repeats and 0 < data.num_samples < config.batch.global_size:
+        raise UserError(
+            f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, "
+            "so each step would repeat samples; expected at most the size of the data. Use --batch.global_size "
+            f"{data.num_samples} or less, or more data."
+        )
 
 
 def check_trainable(model: nn.Module) -> None:
     """Raise `UserError` if no parameter requires a gradient."""
     parameters = list(model.parameters())
-    if any(parameter.requires_grad for parameter in parameters):
-        return
-    found = f"all {len(parameters)} parameters are frozen" if parameters else "it has no parameters"
-    raise UserError(
-        f"the model {type(model).__name__} has nothing to train: {found}; expected trainable parameters. Set "
-        "requires_grad, register submodules as attributes or in nn.ModuleList, or inject adapters."
-    )
+    if not any(parameter.requires_grad for parameter in parameters):
+        found = f"all {len(parameters)} parameters are frozen" if parameters else "it has no parameters"
+        raise UserError(
+            f"the model {type(model).__name__} has nothing to train: {found}; expected trainable parameters. Set "
+            "requires_grad, register submodules as attributes or in nn.ModuleList, or inject adapters."
+        )
 
 
 def check_evaluation_only(config: TrainerConfig, *, evaluates: bool) -> None:
@@ -64,12 +55,12 @@ def check_evaluation_only(config: TrainerConfig, *, evaluates: bool) -> None:
 
 def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:
     """Raise `UserError` if a pipeline schedule with several stages per rank is chosen without pipeline ranks."""
-    if mesh.pipeline_parallel > 1 or schedule.stages_per_rank == 1:
-        return
-    raise UserError(
-        f"pipeline.schedule = {name} has {schedule.stages_per_rank} stages on each rank, but mesh.pipeline_parallel = "
-        "1; expected several pipeline ranks. Set --mesh.pipeline_parallel, or remove pipeline.schedule."
-    )
+    if mesh.pipeline_parallel == 1 and schedule.stages_per_rank > 1:
+        raise UserError(
+            f"pipeline.schedule = {name} has {schedule.stages_per_rank} stages on each rank, but "
+            "mesh.pipeline_parallel = 1; expected several pipeline ranks. Set --mesh.pipeline_parallel, or remove "
+            "pipeline.schedule."
+        )
 
 
 def check_writable(folder: Path) -> None:
@@ -169,15 +160,31 @@ def checkpoint_folder(config: TrainerConfig) -> str | Path:
     return f"{config.checkpoint.folder.rstrip('/')}/{config.run.dir.name}"
 
 
-def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue) -> bool:
-    """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
+_FREE = (
+    *("steps", "run", "mesh", "pipeline", "checkpoint", "evaluation", "logging", "host", "profile", "resilience"),
+    *("trackers", "export", "rehearsal", "plan"),
+)
+"""Keys of a configuration that a resumed run may change without an effect on its losses."""
 
-    The initial weights are needed if no checkpoint is readable, or if checkpoints contain only trainable parameters.
-    Raises `UserError` if the checkpoint is of another model or other data, or has more steps than the job.
+
+def check_checkpoint(
+    config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue, has_optimizer: bool
+) -> tuple[bool, list[str]]:
+    """Check the newest readable checkpoint against the job.
+
+    With `has_optimizer`, the caller passed an optimizer, which replaces the configured one.
+
+    Returns:
+        True if the job needs its initial weights: if no checkpoint is readable, or if checkpoints contain only
+        trainable parameters. And a line for each setting that affects the training and differs from the checkpoint's.
+
+    Raises:
+        UserError: If the checkpoint is of another model, other data or another kind of optimizer, or has more steps
+            than the job.
     """
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
-        return True
+        return True, []
     trainable_only = frozen_digest_of(info) is not None
     check_same_model(info, model, trainable_only=trainable_only)
     if info.step > steps and not config.evaluation.only:
@@ -193,43 +200,18 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, steps: int, dat
             + "\n".join(lines)
             + "\nA resumed run must continue the same stream. Use the same data and seed, or --run.name for a new run."
         )
-    return trainable_only or config.checkpoint.trainable_only
-
-
-_FREE = (
-    *("steps", "run", "mesh", "pipeline", "checkpoint", "evaluation", "logging", "host", "profile", "resilience"),
-    *("trackers", "export", "rehearsal", "plan"),
-)
-"""Keys of a configuration that a resumed run may change without an effect on its losses."""
-
-
-def changed_settings(config: TrainerConfig, *, has_optimizer: bool) -> list[str]:
-    """Return a line for each setting that affects the training and differs from the newest checkpoint's setting.
-
-    Args:
-        config: The job's configuration.
-        has_optimizer: True if the caller passed an optimizer, which replaces the configured one.
-
-    Raises:
-        UserError: If the kind of the optimizer differs from the checkpoint's, so the saved state would not fit.
-    """
-    info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
-    if info is None:
-        return []
-    state: Any = info.state
     before: dict[str, Any] = state["config"]
     now: dict[str, Any] = redact_secrets(config.model_dump(mode="json"))
     free = {*_FREE, "optimizer"} if has_optimizer else _FREE
     shared = [key for key in now if key in before and key not in free]
-    lines = [line for key in shared for line in differences(before[key], now[key], key, known_only=True)]
-    kinds = [settings["optimizer"]["kind"] for settings in (before, now)] if "optimizer" in shared else []
-    if len(set(kinds)) > 1:
+    if "optimizer" in shared and (kind := before["optimizer"]["kind"]) != now["optimizer"]["kind"]:
         raise UserError(
-            f"optimizer.kind = {kinds[1]}, but the run in {config.run.dir} has state of {kinds[0]} at step "
-            f"{info.step}; expected the same optimizer. Use --optimizer.kind {kinds[0]}, or --run.name for a new run, "
+            f"optimizer.kind = {now['optimizer']['kind']}, but the run in {config.run.dir} has state of {kind} at step "
+            f"{info.step}; expected the same optimizer. Use --optimizer.kind {kind}, or --run.name for a new run, "
             "which may start from the exported weights (--initial_weights)."
         )
-    return lines
+    changes = [line for key in shared for line in differences(before[key], now[key], key, known_only=True)]
+    return trainable_only or config.checkpoint.trainable_only, changes
 
 
 def _is_readable(info: CheckpointInfo) -> bool:

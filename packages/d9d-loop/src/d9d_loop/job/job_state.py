@@ -37,7 +37,6 @@ class Record:
     """Progress of a training job. The learning rate is a function of the step and is not stored.
 
     Attributes:
-        step: Number of completed steps.
         train_loss: Training loss of the last step that was saved; `None` before the first save.
         evaluation: Results of the last evaluation, by name; empty before the first one.
         weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
@@ -80,15 +79,12 @@ class JobState:
     """Model, optimizer, metrics, random states and `Record` of a job, saved and restored as one checkpoint.
 
     Args:
-        store: Checkpoint store of the run.
         model: This rank's part of the model, materialized and parallelized.
         optimizer: Optimizer of the model's parameters, as its provider built it.
         metrics: This rank's training metrics by name. Their values since the last report are saved.
         config: Resolved configuration, stored in each checkpoint as information only.
         parts: Other components to save, by name. Their state is equal on every rank.
         data_identity: JSON value that determines the order of samples, stored in each checkpoint.
-        seed: The job's seed.
-        ctx: Distributed context.
         events: Event bus for `CheckpointSaved`, emitted at the same point on every rank: at the end of `save`, or for a
             background save in the next `finish`.
         trainable_only: True to save only parameters that require gradients, and a digest of the frozen ones, which keep
@@ -116,7 +112,7 @@ class JobState:
         self._trainable_only, self._is_digest_checked = trainable_only, False
         self._frozen_digest: str | None = None
         self._built_groups = group_values(optimizer)
-        self._built_values = [_values_of(group) for group in optimizer.param_groups]
+        self._built_values = [dict(group) for group in optimizer.param_groups]
         self._being_written: int | None = None
 
     def restore(self, *, is_rollback: bool = False) -> Record:
@@ -275,10 +271,6 @@ def frozen_digest_of(info: CheckpointInfo) -> str | None:
     """Return the digest of the frozen parameters that a checkpoint omits; `None` if it has all parameters."""
     state: Any = info.state
     return state.get("frozen_digest")
-
-
-def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _metric_states(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:

@@ -22,12 +22,7 @@ _LONGEST = 1000  # maximum length of a recorded cause, in characters
 
 @final
 class Journal:
-    """Journal of a run. I/O errors are ignored, because training does not depend on the journal.
-
-    Args:
-        folder: Run folder.
-        ctx: Distributed context. Its main process records the progress.
-    """
+    """Journal in a run folder. I/O errors are ignored, because training does not depend on the journal."""
 
     def __init__(self, folder: Path, ctx: DistributedContext) -> None:
         self._file, self._ctx, self._next = folder / JOURNAL, ctx, 0.0

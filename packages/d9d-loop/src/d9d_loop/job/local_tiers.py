@@ -14,21 +14,17 @@ MEMORY = Path("/dev/shm")  # noqa: S108 - Linux' file system for shared memory
 def local_tiers(config: LocalTierConfig, run: Path) -> list[LocalTier]:
     """Return the configured local tiers of a run, memory first. Each run has its own folder in each tier."""
     name = f"d9d-{os.getuid()}-{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]}"
-    tiers: list[LocalTier] = []
-    if config.memory_every is not None:
-        tiers.append(LocalTier(MEMORY / name, every=config.memory_every, replicas=config.replicas))
-    if config.local_every is not None and config.local_folder is not None:
-        tiers.append(LocalTier(config.local_folder / name, every=config.local_every, replicas=config.replicas))
-    return tiers
+    return [
+        LocalTier(folder / name, every=every, replicas=config.replicas)
+        for folder, every in ((MEMORY, config.memory_every), (config.local_folder, config.local_every))
+        if folder is not None and every is not None
+    ]
 
 
 def check_local_tiers(config: LocalTierConfig, *, section: str, every: int | None = None) -> None:
-    """Raise `UserError` if a setting of the local tiers has no effect.
+    """Raise `UserError` if a setting of the local tiers in a section of the configuration has no effect.
 
-    Args:
-        config: Settings of the tiers.
-        section: Name of the configuration section, for messages.
-        every: Steps between checkpoints; `None` if the caller decides when to save.
+    `every` is the number of steps between checkpoints; `None` if the caller decides when to save.
     """
     if (config.local_every is None) != (config.local_folder is None):
         given, missing = ("local_folder", "local_every")[:: 1 if config.local_every is None else -1]

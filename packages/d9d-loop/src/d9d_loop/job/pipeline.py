@@ -1,16 +1,20 @@
 """This rank's pipeline stages, and the executors that run them together with the other pipeline ranks."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, GradientSync, set_grad_dtype
+from d9d_dist import ContextSplit, DistributedContext, UserError, set_grad_dtype
 from d9d_loop.config.trainer_config import GradientConfig
+from d9d_loop.task import to_inputs
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
+    Inputs,
     Messages,
     OneForwardOneBackward,
     PipelinedModel,
@@ -30,11 +34,11 @@ class Pipeline:
     Attributes:
         model: This rank's part of the model, for the optimizer, checkpoints and export.
         stages: This rank's stage modules by global stage index.
+        group: Process group of the pipeline; `None` for one rank.
         shared: Sums the gradients and copies the values of parameters that several stages share.
 
     Args:
         stages: This rank's stage modules by global stage index, parallelized and materialized.
-        ctx: Distributed context.
         schedule: Pipeline schedule; 1F1B by default.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
         messages: Metadata of all messages between stages; by default, ranks send it with the first message.
@@ -52,17 +56,19 @@ class Pipeline:
         self.stages = dict(stages)
         self._schedule = schedule or OneForwardOneBackward()
         self._messages = messages
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[tuple[bool, int], Program] = {}
+        self._executors: dict[tuple[bool, int], Executor] = {}
         self._reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
-        self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
+        self.group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
+        self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
         is_whole = self._num_ranks == self._schedule.stages_per_rank == 1
-        copies = {index: _copies_of(index, shared) for index in self.stages}
+        copies = {index: [name for name, users in shared.items() if index in users[1:]] for index in self.stages}
         self.model = self.stages[0] if is_whole else RankStages(self.stages, copies=copies)
-        layout = self._program(_forward_only(self._schedule), 1)
-        self._last_rank = layout.stage_ranks[-1]
-        self.shared = SharedParameters(shared, self.stages, stage_ranks=layout.stage_ranks, group=self._group)
+        stage_ranks = self._program(1, trains=False).stage_ranks
+        self._last_rank = stage_ranks[-1]
+        self.shared = SharedParameters(shared, self.stages, stage_ranks=stage_ranks, group=self.group)
 
     @property
     def num_stages(self) -> int:
@@ -74,19 +80,18 @@ class Pipeline:
 
         Programs are cached, because a caller may alternate between numbers of microbatches.
         """
-        if num_microbatches not in self._programs:
-            self._programs[num_microbatches] = self._program(self._schedule, num_microbatches)
-        return self._programs[num_microbatches]
+        return self._program(num_microbatches, trains=True)
+
+    def supports(self, num_microbatches: int, *, splits: bool) -> bool:
+        """Return True if the schedule supports a number of microbatches, and splits all backward passes or none."""
+        try:
+            return self.program(num_microbatches).splits == splits
+        except UserError:
+            return False
 
     def training(self, num_microbatches: int) -> Executor:
-        """Return an executor of training steps."""
-        return self._executor(self.program(num_microbatches), reduce_each_microbatch=self._reduces_each_microbatch)
-
-    def gradient_sync(self, num_microbatches: int) -> GradientSync:
-        """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups."""
-        # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
-        splits = self.program(num_microbatches).splits
-        return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
+        """Return the executor of training steps."""
+        return self._executor(num_microbatches, trains=True)
 
     def set_gradients(self, config: GradientConfig) -> None:
         """Set the dtype in which gradients accumulate, and how often FSDP reduces them, before the first forward."""
@@ -95,51 +100,80 @@ class Pipeline:
             for stage in self.stages.values():
                 set_grad_dtype(stage.parameters(), getattr(torch, config.dtype))
 
-    def evaluation(self, num_microbatches: int) -> Executor:
-        """Return an executor of forward passes."""
-        return self._executor(self._program(_forward_only(self._schedule), num_microbatches))
+    def forward(
+        self,
+        batches: Iterable[Any],
+        num_batches: int,
+        *,
+        inputs: Callable[[Any], Inputs | Mapping[str, Any]],
+        on_output: Callable[[Any, int, Any], object],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run forward passes, several batches in one executor step. Collective over the ranks of the model.
 
-    def all_ranks_get(self, tree: Any) -> Any:
-        """Broadcast a tree from the rank of the last stage to all pipeline ranks. Collective over the pipeline.
-
-        The other ranks pass `None`. The leaves are tensors; their metadata is sent as JSON.
+        Args:
+            batches: Batches on the device.
+            num_batches: Number of batches to take from `batches`, equal on every rank.
+            inputs: Returns the model's inputs for a batch, as `BatchTask.inputs` does.
+            on_output: Receives the outputs, the index of the batch, and the batch, on the ranks of the last stage.
+            around: Returns the context of an executor step and the reads of its batches.
         """
-        if self._group is None:
-            return tree
-        return broadcast_tree(tree, self._group, source=self._last_rank)
+        rest, most = iter(batches), 2 * self._num_ranks if self._num_ranks > 1 else 1
+        for start in range(0, num_batches, most):
+            with around():
+                some = list(islice(rest, min(most, num_batches - start)))
+
+                def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
+                    on_output(outputs, start + number, some[number])
+
+                self._executor(len(some), trains=False).step([to_inputs(inputs(batch)) for batch in some], take)
+
+    def gather_tokens(self, values: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+        """Return values per token as whole rows on every rank. Collective over the context-parallel and pipeline ranks.
+
+        `values` are those of each batch by name, [B, L] for this rank's part of the rows. Ranks without the last stage
+        pass an empty list. Raises `UserError` if a value is not a tensor with a token dim.
+        """
+        mine: list[Mapping[str, Tensor]] = [{name: value.detach() for name, value in each.items()} for each in values]
+        if self._split is not None and self.has_last_stage:
+            mine = self._split.join(mine)
+        if self.group is None:
+            return mine
+        return broadcast_tree(mine, self.group, source=self._last_rank)
 
     @property
     def has_last_stage(self) -> bool:
         """True if this rank has the last stage, whose outputs are the model's outputs."""
-        return self._group is None or self._group.rank() == self._last_rank
+        return self.group is None or self.group.rank() == self._last_rank
 
     def callable(self) -> PipelinedModel:
         """Return a callable that runs the whole model; calls are collective over the pipeline ranks."""
         return PipelinedModel(
             self.stages,
-            group=self._group,
+            group=self.group,
             device=self._device,
             stages_per_rank=self._schedule.stages_per_rank,
             placement=self._schedule.placement,
         )
 
-    def _program(self, schedule: Schedule, num_microbatches: int) -> Program:
-        return build(schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches)
+    def _program(self, num_microbatches: int, *, trains: bool) -> Program:
+        key = trains, num_microbatches
+        if key not in self._programs:
+            schedule = self._schedule
+            if not trains:
+                schedule = ForwardOnly(schedule.stages_per_rank, schedule.placement)
+            self._programs[key] = build(schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches)
+        return self._programs[key]
 
-    def _executor(self, program: Program, *, reduce_each_microbatch: bool = False) -> Executor:
-        return Executor(
-            program,
-            self.stages,
-            group=self._group,
-            device=self._device,
-            messages=self._messages,
-            reduce_each_microbatch=reduce_each_microbatch,
-        )
-
-
-def _forward_only(schedule: Schedule) -> ForwardOnly:
-    return ForwardOnly(schedule.stages_per_rank, schedule.placement)
-
-
-def _copies_of(index: int, shared: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-    return [name for name, stages in shared.items() if index in stages[1:]]
+    def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
+        key = trains, num_microbatches
+        if key not in self._executors:
+            self._executors[key] = Executor(
+                self._program(num_microbatches, trains=trains),
+                self.stages,
+                group=self.group,
+                device=self._device,
+                messages=self._messages,
+                reduce_each_microbatch=self._reduces_each_microbatch and trains,
+            )
+        return self._executors[key]

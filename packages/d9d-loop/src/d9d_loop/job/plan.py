@@ -14,7 +14,6 @@ from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import (
-    changed_settings,
     check_checkpoint,
     check_evaluation_only,
     check_metric_names,
@@ -44,13 +43,9 @@ class JobPlan:
     """Checked plan of a training job: its configuration, the components, and the values derived from them.
 
     Attributes:
-        config: The job's configuration.
         resolved: The configuration as JSON.
         steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
-        task: Prepares inputs and computes the loss.
-        data: Provides training and evaluation data.
-        optimizer: Function that builds the optimizer.
         lr_schedule: Function of the step that returns the learning rate relative to the peak.
         microbatch_size: Samples of a microbatch on one data-parallel rank.
         num_microbatches: Microbatches of a step on one data-parallel rank.
@@ -139,12 +134,12 @@ def plan_job(
     check_trainable(whole)
     if optimizer is None:
         config.optimizer.check(whole)
-    weights = config.initial_weights or model.initial_weights
-    needs_weights = check_checkpoint(config, whole, steps=steps, data_identity=stream.identity())
-    changes = changed_settings(config, has_optimizer=optimizer is not None)
+    needs_weights, changes = check_checkpoint(
+        config, whole, steps=steps, data_identity=stream.identity(), has_optimizer=optimizer is not None
+    )
     export_mapper = export_mapper_of(model, whole) if config.export else None
-    if weights is not None and needs_weights:
-        layout = layout.with_weights("initial_weights", weights)
+    if needs_weights:
+        layout = layout.with_weights("initial_weights", config.initial_weights or model.initial_weights)
     return JobPlan(
         config=config,
         resolved=config.model_dump(mode="json"),

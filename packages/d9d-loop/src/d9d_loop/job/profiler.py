@@ -6,10 +6,10 @@ from types import TracebackType
 from typing import Self, final
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from d9d_dist import DistributedContext, gather_json
-from d9d_loop.config.profile_config import ProfileConfig
+from d9d_loop.config.trainer_config import ProfileConfig
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import DataReady, StepDone
 from d9d_loop.job.time_breakdown import TimeBreakdown, break_down, spans_of
@@ -34,7 +34,6 @@ class Profiler:
         self._step = 0
 
     def __enter__(self) -> Self:
-        """Return this profiler; `step` starts the first range."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -68,8 +67,9 @@ class Profiler:
         self._first_step, self._last_step = first_step, last_step
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
+        names = ("CPU", self._ctx.device.type.upper())
         self._running = profile(
-            activities=self._activities(),
+            activities=[kind for kind in torch.profiler.supported_activities() if kind.name in names],
             record_shapes=self._config.record_shapes,
             profile_memory=self._config.profile_memory,
             acc_events=True,
@@ -88,11 +88,6 @@ class Profiler:
         if self._running is not None:
             self._running.stop()
             self._running = None
-
-    def _activities(self) -> list[ProfilerActivity]:
-        device = {kind.name: kind for kind in torch.profiler.supported_activities()}
-        names = ("CPU", self._ctx.device.type.upper())
-        return [device[name] for name in dict.fromkeys(names) if name in device]
 
     def _write(self, done: profile) -> None:
         folder = self._folder / "profile" / f"step-{self._step:08}"

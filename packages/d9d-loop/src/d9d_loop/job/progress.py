@@ -11,7 +11,7 @@ from d9d_metrics import peak_bytes
 _HIDDEN = ("learning_rate", "grad_norm", "peak_memory_gib")
 """Values that the progress bar omits; the trackers and the report have them."""
 
-_LINE_SECONDS = 10.0
+_LINE_SECONDS = 10.0  # minimum time between two lines without a bar, except those of the first and the last step
 _GIB = 2**30
 
 
@@ -24,9 +24,7 @@ class Progress:
         num_steps: Number of steps of the whole job.
         done: Number of steps completed before this run.
         visible: If True, show progress; True only on the main process.
-        device: Device of the job, whose peak memory the bar shows.
         bar: If True and standard error is a terminal, draw a bar; otherwise print the values as lines.
-        line_seconds: Minimum time between two lines without a bar, except those of the first and the last step.
     """
 
     def __init__(
@@ -37,10 +35,9 @@ class Progress:
         visible: bool,
         device: torch.device,
         bar: bool,
-        line_seconds: float = _LINE_SECONDS,
     ) -> None:
         self._device = device
-        self._visible, self._num_steps, self._line_seconds = visible, num_steps, line_seconds
+        self._visible, self._num_steps = visible, num_steps
         self._printed_at: float | None = None
         self._columns: list[str] = []
         # With disable=None, tqdm draws no bar if standard error is not a terminal.
@@ -82,7 +79,7 @@ class Progress:
 
     def _print_values(self, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
-        is_due = self._printed_at is None or now - self._printed_at >= self._line_seconds
+        is_due = self._printed_at is None or now - self._printed_at >= _LINE_SECONDS
         if is_due or step == self._num_steps:
             self._printed_at = now
             shown = [f"{name} {value:.4g}" for name, value in values.items()]

@@ -7,17 +7,15 @@ Code that depends on values, such as `.item()`, cannot be rehearsed; its errors 
 
 import gc
 import inspect
-import json
 import math
 import os
-import select
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, final
+from multiprocessing import Pipe
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +28,12 @@ from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.task import Loss, Task, to_inputs
-from d9d_loop.user_frames import describe_frame, user_frames
+from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_pipeline import Inputs
 from d9d_state import CheckpointStore
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
@@ -66,28 +67,27 @@ def rehearse(plan: JobPlan) -> None:
 
 def _in_fork(function: Callable[[], str]) -> str:
     """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
-    receiver, sender = os.pipe()
+    receiver, sender = Pipe(duplex=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork of a multi-threaded process
         child = os.fork()
     if child == 0:
         _run_and_exit(function, sender)
-    os.close(sender)
-    answer, deadline = b"", time.monotonic() + _SECONDS
-    with open(receiver, "rb", buffering=0) as stream:  # noqa: PTH123 - a file descriptor
-        while select.select([stream], [], [], max(deadline - time.monotonic(), 0.0))[0] and (part := stream.read(4096)):
-            answer += part
-    if time.monotonic() >= deadline:
+    sender.close()
+    try:
+        return receiver.recv_bytes().decode() if receiver.poll(_SECONDS) else ""
+    except EOFError:  # the process crashed
+        return ""
+    finally:
+        receiver.close()
         os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    return json.loads(answer) if status == 0 else ""
+        os.waitpid(child, 0)
 
 
-def _run_and_exit(function: Callable[[], str], sender: int) -> None:
-    """Write the result of a function to a pipe as JSON, and end this process without any clean-up."""
+def _run_and_exit(function: Callable[[], str], sender: "Connection") -> None:
+    """Send the result of a function, and end this process without any clean-up."""
     gc.disable()  # never destroy the parent's process groups here: their threads were not forked
     torch.set_num_threads(1)  # a thread pool does not survive a fork
-    code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -95,12 +95,9 @@ def _run_and_exit(function: Callable[[], str], sender: int) -> None:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the process ends
-        answer = json.dumps(function()).encode()
-        while answer:
-            answer = answer[os.write(sender, answer) :]
-        code = 0
+        sender.send_bytes(function().encode())
     finally:
-        os._exit(code)
+        os._exit(0)
 
 
 @final
@@ -109,7 +106,7 @@ class _Rehearsal:
 
     def __init__(self, plan: JobPlan) -> None:
         self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
-        self._name = type(plan.task).__name__
+        self._name, self._batch = type(plan.task).__name__, ""  # the description of the batch, when it is read
 
     def message(self) -> str:
         """Run the microbatch and return the message about its first mistake; empty if there is none."""
@@ -135,9 +132,10 @@ class _Rehearsal:
             return ""
         given = _call(f"{self._name}.inputs", self._task.inputs, batch)
         if not isinstance(given, Inputs | Mapping):
+            first = next(iter(inspect.signature(self._model.forward).parameters), "x")
             raise UserError(
                 f"{self._name}.inputs returned {_type_of(given)}; expected a dict with the arguments of "
-                f'{self._signature()}, or Inputs. Name each argument: return {{"{self._first_argument()}": ...}}.'
+                f'{self._signature()}, or Inputs. Name each argument: return {{"{first}": ...}}.'
             )
         inputs = to_inputs(given)
         self._check_arguments(inputs)
@@ -167,19 +165,12 @@ class _Rehearsal:
         bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
         return f"{type(self._model).__name__}.forward{signature.replace(parameters=bare)}"
 
-    def _first_argument(self) -> str:
-        return next(iter(inspect.signature(self._model.forward).parameters), "x")
-
     def _describe(self, failure: "_UserCodeError") -> str:
-        error, frames = failure.error, user_frames(failure.error)
+        error = failure.error
         what = f"{type(error).__name__}: {error}".rstrip(". \n")
-        lines = [f"the first batch fails in {failure.phase}: {what}."]
-        lines += [f"  {describe_frame(frame)}" for frame in reversed(frames)]
-        if hasattr(self, "_batch"):
-            lines.append(f"The batch is {self._batch}. {self._remedy(failure)}")
-        else:
-            lines.append(_remedy_of_data(failure))
-        return "\n".join(lines)
+        lines = [f"the first batch fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
+        remedy = f"The batch is {self._batch}. {self._remedy(failure)}" if self._batch else _remedy_of_data(failure)
+        return "\n".join([*lines, remedy])
 
     def _remedy(self, failure: "_UserCodeError") -> str:
         if "dtype" in str(failure.error):
@@ -277,18 +268,9 @@ def _is_limit(error: BaseException) -> bool:
 
 def _make_fake(model: nn.Module) -> bool:
     """Replace the parameters and buffers of a module by fake ones on the CPU; return False for tensor subclasses."""
-    fakes: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for values in (module._parameters, module._buffers):
-            for name, value in values.items():
-                if value is None:
-                    continue
-                if type(value) not in {Tensor, nn.Parameter, nn.Buffer}:
-                    return False
-                if value not in fakes:
-                    fake: Tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    fakes[value] = nn.Parameter(fake, value.requires_grad) if values is module._parameters else fake
-                values[name] = fakes[value]  # ty: ignore[invalid-assignment] - a dict of parameters or of buffers
+    if any(type(each) not in {Tensor, nn.Parameter, nn.Buffer} for each in (*model.parameters(), *model.buffers())):
+        return False
+    model.to_empty(device="cpu")
     return True
 
 

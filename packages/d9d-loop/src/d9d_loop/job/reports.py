@@ -9,14 +9,13 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 
 from d9d_dist import DistributedContext
-from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.train_step import StepResult
-from d9d_loop.job.environment import write_environment
 from d9d_loop.job.job_state import Record
+from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.progress import Progress
+from d9d_loop.job.run_files import write_environment
 from d9d_loop.report.run_report import write_report
 from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracked, Tracker, build_trackers, peak_bytes
 
@@ -33,25 +32,11 @@ class Reports:
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        resolved: Mapping[str, JsonValue],
-        *,
-        num_steps: int,
-        record: Record,
-        metrics: Mapping[str, Metric],
-        weight_unit: str,
-        ctx: DistributedContext,
+        self, plan: JobPlan, *, record: Record, metrics: Mapping[str, Metric], ctx: DistributedContext
     ) -> None:
-        self._config, self._resolved, self._num_steps, self._record, self._ctx = (
-            config,
-            resolved,
-            num_steps,
-            record,
-            ctx,
-        )
-        self._metrics = metrics
-        self._throughput_name = f"{weight_unit}_per_second"
+        self._plan, self._config = plan, plan.config
+        self._record, self._metrics, self._ctx = record, metrics, ctx
+        self._throughput_name = f"{plan.task.weight_unit}_per_second"
         self._open = ExitStack()
         self._tracker: Tracker = MultiTracker([])
 
@@ -65,9 +50,9 @@ class Reports:
                 opened.callback(self._tracker.close)
                 # Discard values tracked after the checkpoint, or all values if the run has no checkpoint yet.
                 self._tracker.resume(self._record.step, self._record.tracker)
-                self._tracker.log_config(self._resolved)
+                self._tracker.log_config(self._plan.resolved)
             self.progress = Progress(
-                num_steps=self._num_steps,
+                num_steps=self._plan.steps,
                 done=self._record.step,
                 visible=ctx.is_main_process,
                 device=ctx.device,
@@ -95,15 +80,15 @@ class Reports:
         """Count a step, and report its values if a report is due (collective). No host-device synchronization."""
         self.progress.step()
         self._clock.add(result.weight)
-        step, every = self._record.step, self._config.logging.every
-        if step % every and step not in (1, self._num_steps):
+        step, every, device = self._record.step, self._config.logging.every, self._ctx.device
+        if step % every and step not in (1, self._plan.steps):
             return
         values = {
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             self._throughput_name: self._clock.lap(),
-            "peak_memory_gib": _peak_memory_of(self._ctx.device),
+            "peak_memory_gib": torch.full((), peak_bytes(device) / 2**30, dtype=torch.float64, device=device),
         }
         self._collector.collect(step, values)
 
@@ -192,8 +177,3 @@ class _Clock:
         now = time.perf_counter()
         self._lap_seconds += now - self._since
         self._since = now
-
-
-def _peak_memory_of(device: torch.device) -> torch.Tensor:
-    """Return the peak memory of this process so far in GiB, as a device tensor."""
-    return torch.full((), peak_bytes(device) / 2**30, dtype=torch.float64, device=device)

@@ -125,8 +125,7 @@ class Trainer:
     def plan_for(self, launch: Launch) -> "JobPlan":
         """Check and plan the job for the rank and world size of `launch`; do not start it. No collectives or writes.
 
-        Raises:
-            UserError: If a check fails, as in `train`.
+        Raises `UserError` if a check fails, as in `train`.
         """
         return self._plan(self._config, launch=launch)
 

@@ -1,35 +1,33 @@
 """Start and end of a planned training job: rehearsal, process group, lock of the run folder, failure messages."""
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.job import build_job, evaluate_job, run_job
+from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
-from d9d_loop.job.job_parts import Job
+from d9d_loop.job.job_run import evaluate_job, run_job
 from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.resilience import Stopped, check_health
 from d9d_state import CheckpointStore, locked_folder
 
+if TYPE_CHECKING:
+    from d9d_loop.planning import PlanWith
 
-def train(plan: JobPlan, *, plan_with: Callable[..., JobPlan], events: Events) -> TrainResult:
+
+def train(plan: JobPlan, *, plan_with: "PlanWith", events: Events) -> TrainResult:
     """Run a planned job to its last step; see `Trainer.train`.
 
-    Args:
-        plan: Plan of the job.
-        plan_with: Function that plans the job with another mesh and batch, for the warning about a job that is too
-            large.
-        events: Event bus of the job.
+    The function `plan_with` plans the job with another mesh and batch, for the warning about a job that is too large.
     """
-    from d9d_loop.job.plan_warning import warn_if_too_large  # noqa: PLC0415 - imports Triton through torch
-
-    warn_if_too_large(plan, plan_with)
+    _warn_if_too_large(plan, plan_with)
     if plan.config.rehearsal:
         rehearse(plan)
     timeouts = plan.config.resilience.timeouts.timeouts
@@ -75,6 +73,30 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
             notes = getattr(error, "__notes__", ())
             job.journal.failed("\n".join([f"{type(error).__name__}: {error}", *notes]))
         raise
+
+
+def _warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
+    """Print a warning on rank 0 if the job does not fit into the memory of its devices. No collectives.
+
+    Without `plan.hardware`, nothing is checked. If the planner does not support the model, the reason is printed.
+
+    Raises:
+        UserError: On every rank, if `plan.hardware` is neither a known name nor a valid file.
+    """
+    settings, launch = plan.config.plan, plan.model.launch
+    if settings.hardware is None or not settings.warn:
+        return
+    from d9d_loop.planning import Hardware, fit_message, plan_cluster  # noqa: PLC0415 - imports Triton through torch
+
+    hardware = Hardware.load(settings.hardware)
+    if launch.rank != 0:
+        return
+    try:
+        text = fit_message(plan_cluster(plan_with, world_size=launch.world_size, hardware=hardware))
+    except UserError as error:
+        text = f"the memory of the job was not checked: {error}"
+    if text:
+        print(f"d9d: {text}", flush=True)
 
 
 @contextmanager

@@ -1,15 +1,14 @@
 """Build of a model's structure without large random draws, for ranks that receive the values from another rank.
 
-Random draws take most of the time of a build. Inside `SkippedDraws`, the first large draw, all later draws and the
-operators on their results are skipped. The memory of skipped tensors is never touched. An operation that needs their
-values, such as `torch.equal` or `tolist`, raises and sets `failed`; the caller then builds without the mode.
+Random draws take most of the time of a build. Inside `SkippedDraws` and `RefusedReads`, the first large draw, all later
+draws and the operators on their results are skipped. The memory of skipped tensors is never touched. An operation that
+needs their values, such as `torch.equal` or `tolist`, raises and sets `failed`; the caller then builds without modes.
 """
 
 import gc
 import zlib
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Any, NoReturn, Self, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -42,20 +41,6 @@ class SkippedDraws(TorchDispatchMode):
         self.failed = False
         # By storage address: a weak reference and the digest of the skipped operators.
         self._unset: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._reads = _Reads(self)
-
-    def __enter__(self) -> Self:
-        self._reads.__enter__()
-        return super().__enter__()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
-        self._reads.__exit__(exc_type, exc_val, exc_tb)
 
     def digest(self, tensor: Tensor) -> int | None:
         """Return a digest of the skipped operators that write a tensor's storage, and of their seeds.
@@ -149,8 +134,8 @@ class SkippedDraws(TorchDispatchMode):
 
 
 @final
-class _Reads(TorchFunctionMode):
-    """Function mode that intercepts tensor methods that read memory without dispatching an operator."""
+class RefusedReads(TorchFunctionMode):
+    """Function mode beside `SkippedDraws`, for tensor methods that read memory without dispatching an operator."""
 
     def __init__(self, draws: SkippedDraws) -> None:
         super().__init__()

@@ -35,8 +35,8 @@ from d9d_dist import (
     written_tensors,
 )
 from d9d_dist.consensus import name_ranks
-from d9d_loop.isolated_random import isolated_random
-from d9d_loop.model._skipped_draws import SkippedDraws
+from d9d_loop.isolation import isolated_random
+from d9d_loop.model._skipped_draws import RefusedReads, SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
 
 
@@ -46,7 +46,7 @@ class BuiltModel:
 
     Attributes:
         module: Module on `meta`; on the CPU with its values if `build_model` was called with `keep_values`.
-        tensors: Parameters and buffers of the module on `meta`, by canonical name.
+        tensors: Parameters and buffers on `meta`, by canonical name.
         without_values: Names of the tensors that `build` left on `meta`, to be read from `initial_weights`.
         digests: CRC-32 of the values of all other tensors, or of the skipped operators that define them. Empty if
             `module` holds its values; None if `reset_parameters` will draw them.
@@ -130,7 +130,7 @@ def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -
     """Build a model and digest its tensors. Large random draws are skipped unless the model's code needs the values."""
     draws = SkippedDraws()
     try:
-        with draws:
+        with draws, RefusedReads(draws):
             module, values = build_with_values(provider, stage, seed=seed)
         if not draws.failed and not draws.has_others(values.values()):
             skipped = {name: draws.digest(value) for name, value in values.items()}

@@ -1,8 +1,7 @@
 """Compilation of a job's model by `torch.compile`, with a report of the graph breaks."""
 
-import os
-import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -38,13 +37,9 @@ def describe_graph_breaks() -> list[str]:
     """Return a line for each graph break: its place in the user's code, and the reason. No duplicates."""
     from torch._dynamo.utils import graph_break_reasons  # noqa: PLC0415 - takes a second without compile
 
-    lines = {}
+    torch_folder, lines = str(Path(torch.__file__).parent), {}
     for found in graph_break_reasons:
-        frames = [frame for frame in found.user_stack if not _is_torch(frame)] or found.user_stack
+        frames = [each for each in found.user_stack if not each.filename.startswith(torch_folder)] or found.user_stack
         place = describe_frame(frames[-1]) if frames else "unknown place"
         lines[f"  {place} ({found.reason.splitlines()[0]})"] = None
     return list(lines)
-
-
-def _is_torch(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(os.path.dirname(torch.__file__))  # noqa: PTH120 - dirname of a string

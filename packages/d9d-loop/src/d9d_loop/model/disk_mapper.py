@@ -7,12 +7,10 @@ from d9d_state import StateMapper, model_tensors
 
 
 def disk_mapper(mapper: StateMapper | None, model: nn.Module, *, base_only: bool = False) -> StateMapper | None:
-    """Return the mapper from a model's weights to the weights on disk; `None` if the names are equal.
+    """Return the mapper from the weights of a model, or of a part of it, to the weights on disk.
 
-    Args:
-        mapper: Mapper from the weights on disk to the whole model's weights.
-        model: The model or a part of it, on any device.
-        base_only: If True, allow trained parameters that the weights on disk omit.
+    `mapper` is the mapper from the weights on disk to the whole model's weights; `None` if the names are equal. With
+    `base_only`, the weights on disk may omit trained parameters.
 
     Raises:
         UserError: If the mapper has no inverse, or omits trained parameters, such as adapters.

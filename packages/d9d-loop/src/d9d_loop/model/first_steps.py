@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from d9d_dist import (
-    DistributedContext,
-    UserError,
-    canonical_name,
-    digest_values,
-    gather_json,
-    refuse_sparse_gradient,
-)
+from d9d_dist import DistributedContext, UserError, canonical_name, digest_values, gather_json, refuse_sparse_gradient
 from d9d_loop.model.model_check import check_same_parameters
 
 _OWN = frozenset(vars(nn.Module()))
@@ -65,11 +58,9 @@ class FirstSteps:
         if self._num_steps == 1:
             check_same_parameters(self._model, self._parameters)
             self._parameters.clear()
-        if self._num_steps > 2 or self._ctx.world_size == 1:
-            return
-        if self._num_steps == 1:
+        if self._num_steps == 1 and self._ctx.world_size > 1:
             self._watch_differences()
-        else:
+        elif self._num_steps == 2 and self._ctx.world_size > 1:
             self._refuse_reads()
 
     def _watch_differences(self) -> None:

@@ -33,7 +33,8 @@ def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
     tensors = model_tensors(model)
     for name in tensors.keys() - model_tensors(model, trainable_only=True).keys():
         if _is_counted_on_this_rank(tensors[name], ctx, first_rank):
-            total += _name_factor(name.removeprefix("model.")) * _checksum(tensors[name], name)
+            hashed = hashlib.blake2b(name.removeprefix("model.").encode(), digest_size=8).digest()
+            total += (int.from_bytes(hashed, signed=True) | 1) * _checksum(tensors[name], name)
     if ctx.world_size > 1:
         dist.all_reduce(total)
     return f"{total.item() % 2**64:016x}"
@@ -48,11 +49,6 @@ def _is_counted_on_this_rank(tensor: Tensor, ctx: DistributedContext, first_rank
     if not isinstance(tensor, DTensor):
         return ctx.rank == first_rank
     return first_rank in tensor.device_mesh.mesh.flatten().tolist() and is_first_replica(tensor)
-
-
-def _name_factor(name: str) -> int:
-    """Return an odd hash of a name in the range of int64."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True) | 1
 
 
 def _checksum(tensor: Tensor, name: str) -> Tensor:

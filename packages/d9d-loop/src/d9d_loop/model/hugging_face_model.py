@@ -6,7 +6,7 @@ The model is built without weights; each rank then reads only the weights of its
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, final
@@ -94,44 +94,39 @@ def hugging_face_model(
 
 
 @final
+@dataclass(eq=False)
 class _HuggingFaceModel(ModelProvider):
     """Provider of a `transformers` model. If `folder` is None, it starts from the model's initialization."""
 
     late_init = False
 
-    def __init__(
-        self,
-        config: Any,
-        model_class: Any,
-        folder: Path | None,
-        *,
-        new: Sequence[str],
-        unused: Sequence[str],
-        dtype: torch.dtype | None,
-        precision: Precision | Literal["job"] | None,
-        tp_plan: Literal["auto"] | None,
-    ) -> None:
-        self._config, self._class, self._folder = config, model_class, folder
-        self._new, self._unused = new, unused
-        self._dtype, self._precision, self._tp_plan = dtype, precision, tp_plan
-        self._built_config: JsonValue = None
-        self._mappers: dict[Path, StateMapper] = {}
+    config: Any
+    model_class: Any
+    folder: Path | None
+    new: Sequence[str]
+    unused: Sequence[str]
+    dtype: torch.dtype | None
+    precision: Precision | Literal["job"] | None
+    tp_plan: Literal["auto"] | None
+    built_config: JsonValue = None
+    mappers: dict[Path, StateMapper] = field(default_factory=dict)
 
     @property
     def initial_weights(self) -> Path | None:
-        return self._folder
+        return self.folder
 
     def build(self, stage: StageInfo) -> nn.Module:
         if stage.count > 1:
             raise UserError(
-                f"mesh.pipeline_parallel gives {stage.count} stages, but {self._class.__name__} cannot be split into "
-                "stages; expected 1. Set it to 1 and shard with mesh.data_parallel_shard, or write a ModelProvider."
+                f"mesh.pipeline_parallel gives {stage.count} stages, but {self.model_class.__name__} cannot be split "
+                "into stages; expected 1. Set it to 1 and shard with mesh.data_parallel_shard, or write a "
+                "ModelProvider."
             )
-        model = self._build_whole() if self._folder is None else self._build_for(self._folder)
+        model = self._build_whole() if self.folder is None else self._build_for(self.folder)
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
-        self._built_config = json.loads(config.to_json_string(use_diff=True))
+        self.built_config = json.loads(config.to_json_string(use_diff=True))
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
@@ -145,7 +140,7 @@ class _HuggingFaceModel(ModelProvider):
             parallelize_tensor(model, tensor, plan.styles)
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # Do not cast inputs: blocks get float32 rotary tables, and activations already in the compute dtype.
-        precision = ctx.precision if self._precision == "job" else self._precision
+        precision = ctx.precision if self.precision == "job" else self.precision
         inner = precision and replace(precision, cast_inputs=False)
         for block in _blocks(model):
             parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner)
@@ -157,12 +152,12 @@ class _HuggingFaceModel(ModelProvider):
         return released_mapper(model).inverse()
 
     def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
-        if folder not in self._mappers:
+        if folder not in self.mappers:
             self._build_for(folder)
-        return self._mappers[folder]
+        return self.mappers[folder]
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        return {"config.json": self._built_config}
+        return {"config.json": self.built_config}
 
     def _refuse_axes(self, name: str, ctx: DistributedContext) -> None:
         context, tensor = ctx.size("batch", "cp"), ctx.size("dense", "tp")
@@ -171,7 +166,7 @@ class _HuggingFaceModel(ModelProvider):
                 f"the context-parallel degree is {context}, but {name} does not support context parallelism; expected "
                 "1. Shard the model with mesh.data_parallel_shard instead, or write a ModelProvider."
             )
-        if tensor > 1 and self._tp_plan is None:
+        if tensor > 1 and self.tp_plan is None:
             raise UserError(
                 f"mesh.tensor_parallel = {tensor}, and hugging_face_model has no tp_plan; expected 1. Set "
                 f'tp_plan="auto" to shard {name} by its own plan, or shard with mesh.data_parallel_shard.'
@@ -179,17 +174,17 @@ class _HuggingFaceModel(ModelProvider):
 
     def _build_whole(self) -> Any:
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype or self._config.dtype or before)
+        torch.set_default_dtype(self.dtype or self.config.dtype or before)
         try:
-            return self._class(self._config)
+            return self.model_class(self.config)
         finally:
             torch.set_default_dtype(before)
 
     def _build_for(self, folder: Path) -> Any:
         from d9d_loop.model._hugging_face_weights import build_without_weights  # noqa: PLC0415 - needs an optional extra
 
-        model, self._mappers[folder] = build_without_weights(
-            self._class, self._config, folder, dtype=self._dtype or "auto", new=self._new, unused=self._unused
+        model, self.mappers[folder] = build_without_weights(
+            self.model_class, self.config, folder, dtype=self.dtype or "auto", new=self.new, unused=self.unused
         )
         return model
 

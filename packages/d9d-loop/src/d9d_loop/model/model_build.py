@@ -128,10 +128,7 @@ def _make_embeddings_dense(stage: nn.Module, ctx: DistributedContext) -> None:
 
 
 def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedContext) -> None:
-    """Synchronize batch norms, and embeddings with `max_norm` or `scale_grad_by_freq`, over the ranks of the batch.
-
-    Rank 0 prints the number of batch norms.
-    """
+    """Synchronize batch norms, and embeddings with `max_norm` or `scale_grad_by_freq`, over the ranks of the batch."""
     synchronize_embeddings(stage, group)
     names = synchronize_batch_norm(stage, group)
     if names and ctx.is_main_process:

@@ -89,16 +89,13 @@ def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedCo
     num_ranks = ctx.size("expert", "ep_shard")
     if num_ranks == 1:
         return
-    here = any("ep_shard" in _axes(parameter) for stage in stages for parameter in stage.parameters())
+    parameters = [each for stage in stages for each in stage.parameters() if isinstance(each, DTensor)]
+    here = any("ep_shard" in (each.device_mesh.mesh_dim_names or ()) for each in parameters)
     if not any(gather_json(here)):
         raise UserError(
             f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shards no experts; expected a "
             "call of parallelize_moe(model, ctx) of d9d_moe. Add it, or set the degree to 1."
         )
-
-
-def _axes(parameter: torch.Tensor) -> tuple[str, ...]:
-    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 def _num_ranks(parameter: torch.Tensor) -> int:

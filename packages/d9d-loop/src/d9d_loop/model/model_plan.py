@@ -20,7 +20,6 @@ class ModelPlan:
 
     Attributes:
         mesh: Degrees of parallelism, with -1 resolved.
-        program: The schedule's program for this number of pipeline ranks and microbatches.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
         weights: Folder of the initial weights, if any.
         load_mapper: State mapper from the tensors in `weights` to the whole model's tensors; `None` if the names are
@@ -48,13 +47,17 @@ class ModelPlan:
         """True if several ranks shard the model by the `parallelize` of `ModelProvider`."""
         return self.launch.world_size > 1 and type(self.provider).parallelize is ModelProvider.parallelize
 
-    def with_weights(self, key: str, folder: Path) -> "ModelPlan":
-        """Return the plan with initial weights from a folder, set by the configuration key `key`. Reads no tensor data.
+    def with_weights(self, key: str, folder: Path | None) -> "ModelPlan":
+        """Return the plan with initial weights from a folder, if any, which the configuration key `key` sets.
+
+        Reads no tensor data.
 
         Raises:
             UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without
                 values and the folder has none for it.
         """
+        if folder is None:
+            return self
         mapper = self.provider.load_mapper(self.built.module, folder)
         try:
             check_model_state(self.built.module, folder, mapper)

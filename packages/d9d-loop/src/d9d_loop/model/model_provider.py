@@ -87,11 +87,7 @@ class ModelProvider(ABC):
 
 def _widen_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
     """Cast floating-point outputs to float32 (forward hook)."""
-
-    def widen(leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(widen, outputs)
+    return pytree.tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, outputs)
 
 
 @final

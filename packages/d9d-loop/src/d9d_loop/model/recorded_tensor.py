@@ -100,9 +100,9 @@ class RecordedTensor(Tensor):
         if _keeps_values(func, recorded, results):
             same = cls._of(results[0], recorded[0].value_name, recorded[0].move)
             return pytree.tree_unflatten([same], structure)
-        inputs = [value.value_name for value in recorded]
         outputs = [f"#{next(_numbers)}" for _ in results]
-        mapper = _MOVES[func](inputs, outputs, recorded, results, args[1:]) if func in _MOVES else str(func)
+        call = _Call([value.value_name for value in recorded], outputs, recorded, results, args[1:])
+        mapper = _MOVES[func](call) if func in _MOVES else str(func)
         parents = tuple(value.move for value in recorded if value.move is not None)
         is_view = any(returned.alias_info is not None for returned in func._schema.returns)
         move = _Move(mapper, is_view, parents, 1 + max((parent.depth for parent in parents), default=0))
@@ -177,57 +177,59 @@ _COPIES = {
     _aten.constant_pad_nd.default,  # keeps the values only if the shape is unchanged
 }
 
-_Names = Sequence[str]
-_MakeMapper = Callable[[_Names, _Names, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], StateMapper | str]
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Call of an operation: names and tensors of its inputs and outputs, and the arguments after the first one."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    sources: Sequence[Tensor]
+    results: Sequence[Tensor]
+    rest: tuple[Any, ...]
+
+    def dim(self, position: int = 0) -> int:
+        """Return the dim argument, which is 0 by default."""
+        return self.rest[position] if len(self.rest) > position else 0
 
 
-def _dim(rest: tuple[Any, ...], position: int = 0) -> int:
-    return rest[position] if len(rest) > position else 0
+def _split(call: _Call) -> StateMapper:
+    dim = call.dim(1)
+    return split(call.inputs[0], call.outputs, [result.shape[dim] for result in call.results], dim=dim)
 
 
-def _split(
-    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
-) -> StateMapper:
-    dim = _dim(rest, 1)
-    return split(inputs[0], outputs, [result.shape[dim] for result in results], dim=dim)
+def _concat(call: _Call) -> StateMapper:
+    dim = call.dim()
+    return concat(call.inputs, call.outputs[0], dim=dim, sizes=[source.shape[dim] for source in call.sources])
 
 
-def _concat(
-    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
-) -> StateMapper:
-    dim = _dim(rest)
-    return concat(inputs, outputs[0], dim=dim, sizes=[tensor.shape[dim] for tensor in recorded])
+def _reshape(call: _Call) -> StateMapper:
+    shape, source_shape = list(call.results[0].shape), list(call.sources[0].shape)
+    return reshape(call.inputs[0], call.outputs[0], shape, source_shape=source_shape)
 
 
-def _reshape(
-    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
-) -> StateMapper:
-    return reshape(inputs[0], outputs[0], list(results[0].shape), source_shape=list(recorded[0].shape))
-
-
-def _narrow(
-    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
-) -> StateMapper | str:
-    dim: int = rest[0] if rest else 0
-    start, stop, step = slice(*rest[1:]).indices(recorded[0].shape[dim])
+def _narrow(call: _Call) -> StateMapper | str:
+    dim = call.dim()
+    start, stop, step = slice(*call.rest[1:]).indices(call.sources[0].shape[dim])
     if step != 1:
         return f"a slice of step {step}"
-    return narrow(inputs[0], outputs[0], dim=dim, start=start, length=max(stop - start, 0))
+    return narrow(call.inputs[0], call.outputs[0], dim=dim, start=start, length=max(stop - start, 0))
 
 
-_MOVES: Mapping[Any, _MakeMapper] = {
-    _aten.stack.default: lambda ins, outs, _, __, rest: stack(ins, outs[0], dim=_dim(rest)),
-    _aten.unbind.int: lambda ins, outs, _, __, rest: unstack(ins[0], outs, dim=_dim(rest)),
+_MOVES: Mapping[Any, Callable[[_Call], StateMapper | str]] = {
+    _aten.stack.default: lambda call: stack(call.inputs, call.outputs[0], dim=call.dim()),
+    _aten.unbind.int: lambda call: unstack(call.inputs[0], call.outputs, dim=call.dim()),
     _aten.cat.default: _concat,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
-    _aten.transpose.int: lambda ins, outs, _, __, rest: transpose(ins[0], outs[0], dim0=rest[0], dim1=rest[1]),
-    _aten.t.default: lambda ins, outs, _, __, ___: transpose(ins[0], outs[0], dim0=0, dim1=1),
-    _aten.permute.default: lambda ins, outs, _, __, rest: permute(ins[0], outs[0], dims=rest[0]),
+    _aten.transpose.int: lambda call: transpose(call.inputs[0], call.outputs[0], dim0=call.rest[0], dim1=call.rest[1]),
+    _aten.t.default: lambda call: transpose(call.inputs[0], call.outputs[0], dim0=0, dim1=1),
+    _aten.permute.default: lambda call: permute(call.inputs[0], call.outputs[0], dims=call.rest[0]),
     _aten.view.default: _reshape,
     _aten._unsafe_view.default: _reshape,
     _aten.unsqueeze.default: _reshape,
     _aten.squeeze.dim: _reshape,
     _aten.slice.Tensor: _narrow,
-    _aten.select.int: lambda ins, outs, _, __, rest: select(ins[0], outs[0], dim=rest[0], index=rest[1]),
+    _aten.select.int: lambda call: select(call.inputs[0], call.outputs[0], dim=call.rest[0], index=call.rest[1]),
 }

@@ -51,21 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--system needs a chat template, but the tokenizer of {result.folder} has none, or --plain disables it. "
             "Remove --system."
         )
+    opening = [] if options.system is None else [{"role": "system", "content": options.system}]
+    turns = list(opening)
     if options.prompt is not None:
-        _answer(result, _opening(options), options.prompt, options)
+        _answer(result, turns, options.prompt, options)
         return
     if sys.stdin.isatty():
         kind = "continues each line" if result.chat is None or options.plain else "answers; /new starts again"
         print(f"{result.folder} {kind}. /quit ends.", file=sys.stderr)
-    turns = _opening(options)
     while line := _next_line():
         line = line.strip()
         if line == "/quit":
             return
         if line == "/new":
-            turns = _opening(options)
-            continue
-        if line:
+            turns = list(opening)
+        elif line:
             _answer(result, turns, line, options)
 
 
@@ -98,10 +98,6 @@ def choose_device(name: str | None) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name} is not usable: {str(error).splitlines()[0]} Use another device.") from error
-
-
-def _opening(options: argparse.Namespace) -> list[dict[str, str]]:
-    return [] if options.system is None else [{"role": "system", "content": options.system}]
 
 
 def _next_line() -> str:

@@ -110,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     length = min(options.length, result.max_context or options.length)
     score = score_texts(result, texts, length=length)
     figures = {
+        "model": str(result.folder),
+        "data": str(options.data),
         "loss": score.loss,
         "perplexity": score.perplexity,
         "accuracy": score.accuracy,
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "documents": len(texts),
         "length": length,
     }
-    print(json.dumps({"model": str(result.folder), "data": str(options.data), **figures}))
+    print(json.dumps(figures))
 
 
 def _run_tasks(options: argparse.Namespace, device: torch.device) -> dict[str, object]:

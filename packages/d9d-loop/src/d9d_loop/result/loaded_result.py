@@ -32,7 +32,6 @@ class LoadedResult:
     """Language model and tokenizer.
 
     Attributes:
-        folder: Folder of the files.
         model: Model of `transformers`, in evaluation mode.
         tokenizer: Tokenizer of the folder, or `ByteTokenizer`.
         chat: Tokenizer of `transformers` with a chat template; None if there is no template.
@@ -48,11 +47,11 @@ class LoadedResult:
     max_context: int | None
 
 
-def load_result(path: str | Path, *, device: torch.device, dtype: torch.dtype | None = None) -> LoadedResult:
+def load_result(path: str | Path, *, device: torch.device) -> LoadedResult:
     """Load the model and tokenizer of a run folder, whose export is used, or of a folder in Hugging Face layout.
 
     A folder without tokenizer is accepted if the vocabulary has 256 tokens, which are bytes, or 257, with an end token.
-    Nothing is downloaded. `dtype` is the dtype of the parameters; None keeps the dtype of the files.
+    Nothing is downloaded. The parameters have the dtype of the files.
 
     Raises:
         UserError: If the folder has no model, holds only adapters, or has no tokenizer although it needs one.
@@ -67,7 +66,7 @@ def load_result(path: str | Path, *, device: torch.device, dtype: torch.dtype | 
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_tokenizer, chat, stops = _read_tokenizer(folder, vocab_size=config.get_text_config().vocab_size)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     model.to(device).eval()
     ends = model.generation_config.eos_token_id
     stops += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -6,17 +6,16 @@ or a double count causes a difference that is larger by many orders of magnitude
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, StageInfo
 from d9d_dist.testing import Device, assert_trees_close, full_gradients, full_parameters, run_ranks
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.samples import Collate
@@ -25,7 +24,6 @@ from d9d_loop.job.trainer import Trainer
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.testing.layout import Layout, parse_layout
-from d9d_state import JsonValue, StateMapper
 
 Around = Callable[[], AbstractContextManager[object]]
 """Function that returns a context manager around a rank's training, e.g. one that injects a fault."""
@@ -153,7 +151,7 @@ def experiment_trainer(experiment: Experiment, layout: Layout, folder: Path) -> 
     """Return the Trainer of an experiment in a layout, which writes to a folder."""
     return Trainer(
         _config(experiment, layout, folder),
-        model=_InDtype(experiment.model, experiment.dtype),
+        model=_in_dtype(experiment.model, experiment.dtype),
         data=_cast(list(experiment.batch), experiment.dtype),
         task=experiment.task,
         collate=experiment.collate,
@@ -186,29 +184,8 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
-@final
-class _InDtype(ModelProvider):
-    """Provider whose model is converted to another dtype."""
-
-    def __init__(self, provider: ModelProvider, dtype: torch.dtype) -> None:
-        self._provider, self._dtype = provider, dtype
-        self.late_init = provider.late_init
-
-    @property
-    def initial_weights(self) -> Path | None:
-        return self._provider.initial_weights
-
-    def build(self, stage: StageInfo) -> nn.Module:
-        return self._provider.build(stage).to(self._dtype)
-
-    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        self._provider.parallelize(model, ctx)
-
-    def state_mapper(self, model: nn.Module) -> StateMapper | None:
-        return self._provider.state_mapper(model)
-
-    def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper | None:
-        return self._provider.load_mapper(model, folder)
-
-    def export_files(self) -> Mapping[str, JsonValue]:
-        return self._provider.export_files()
+def _in_dtype(provider: ModelProvider, dtype: torch.dtype) -> ModelProvider:
+    """Return a copy of a provider that converts its models to another dtype."""
+    converted = copy(provider)
+    vars(converted)["build"] = lambda stage: provider.build(stage).to(dtype)  # vars, because providers may be frozen
+    return converted

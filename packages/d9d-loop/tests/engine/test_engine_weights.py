@@ -4,10 +4,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from opened_engines import TASK
 from torch import Tensor, nn
 
-from d9d_loop.engine import model_weights
-from d9d_loop.engine.model_weights import ModelWeights
+from d9d_loop import Engine
+from d9d_loop.engine import engine as engine_module
 
 
 def test_no_tensor_is_kept_while_the_next_group_is_gathered(ctx: Any) -> None:
@@ -21,8 +22,9 @@ def test_no_tensor_is_kept_while_the_next_group_is_gathered(ctx: Any) -> None:
             yield f"weight {number}", tensor
             del tensor
 
-    weights = ModelWeights(nn.Linear(2, 2), None, ctx, version=lambda: 0)
-    with mock.patch.object(model_weights, "gathered_weights", gathered):
-        for _name, tensor in weights.gathered(base_only=False):
+    model = nn.Linear(2, 2)
+    engine = Engine(model, torch.optim.SGD(model.parameters()), ctx=ctx, task=TASK)
+    with mock.patch.object(engine_module, "gathered_weights", gathered):
+        for _name, tensor in engine.weights():
             del tensor
     assert len(kept) == 3

@@ -1,4 +1,4 @@
-"""Separate random streams for code such as event handlers, which must not change the training's draws."""
+"""Context managers for code that must not affect the training: event handlers, evaluations, replays."""
 
 import random
 import sys
@@ -6,8 +6,22 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from d9d_dist import stream_key
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Generator[None]:
+    """Switch to evaluation mode without gradients; restore the modules' modes and the random states on exit."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad(), _restored_random(device=True):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager
@@ -19,17 +33,23 @@ def isolated_random(*parts: str | int, device: bool = False) -> Generator[None]:
         device: If True, also seed and restore the accelerator's generator.
     """
     key = stream_key(*parts)
+    with _restored_random(device=device):
+        random.seed(key)
+        torch.default_generator.manual_seed(key)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(key % 2**32)
+        if device and torch.accelerator.is_available():
+            torch.get_device_module().manual_seed(key)
+        yield
+
+
+@contextmanager
+def _restored_random(*, device: bool) -> Generator[None]:
     numpy = sys.modules.get("numpy")
     has_accelerator = device and torch.accelerator.is_available()
     numpy_state = numpy.random.get_state() if numpy else None
     device_state = torch.get_device_module().get_rng_state() if has_accelerator else None
     python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    random.seed(key)
-    torch.default_generator.manual_seed(key)
-    if numpy:
-        numpy.random.seed(key % 2**32)
-    if has_accelerator:
-        torch.get_device_module().manual_seed(key)
     try:
         yield
     finally:

@@ -1,0 +1,305 @@
+"""Steps of a training job, its evaluations and checkpoints, and its end."""
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from d9d_dist import UserError, refuse_later_writes
+from d9d_loop.engine.train_step import StepResult
+from d9d_loop.events import (
+    BadStepFound,
+    CheckpointStarted,
+    DataReady,
+    EvaluationDone,
+    EvaluationStarted,
+    Finished,
+    ModelExported,
+    StepDone,
+    TrainResult,
+)
+from d9d_loop.isolation import evaluation_mode, isolated_random
+from d9d_loop.job.garbage import garbage_collection
+from d9d_loop.job.job import Job
+from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
+from d9d_loop.lr import draw_lr_schedule
+from d9d_loop.model.compiled_model import describe_graph_breaks
+from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_replicas, find_non_finite
+from d9d_loop.resilience.bad_steps import BadStepError
+from d9d_state import save_model_state
+
+
+def run_job(job: Job) -> TrainResult | Stopped:
+    """Run the remaining steps, and export the model. Return `Stopped` if a signal or a slow host ended the job.
+
+    Collective.
+
+    Raises:
+        BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
+    """
+    plan, config, engine, record, events = job.plan, job.plan.config, job.engine, job.record, job.events
+    engine.num_steps = record.step
+    ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
+    events.emit(ready)
+    _write_start(job)
+    garbage = garbage_collection(config.host.collect_garbage_every)
+    with job.reports, job.loader, garbage as collect_garbage, job.watchdog, job.stop, job.profiler:
+        job.profiler.step(ready)
+        batches: list[Any] = []
+        while record.step < plan.steps:
+            job.watchdog.beat(record.step + 1)
+            before, batches = batches, job.stragglers.next(job.loader)
+            # Measure the second step: the first one compiles kernels and creates process groups.
+            is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
+            timeline = engine.accumulate(batches, job.loss, num_own=job.loader.num_own, measured=is_measured)
+            engine.set_learning_rates(plan.lr_schedule(record.step))
+            result = engine.step()
+            record.step = engine.num_steps
+            if record.step == ready.step + 1:
+                _end_startup(job, result)
+            is_saved = plan.is_saved_after(record.step) or plan.is_saved_locally_after(record.step)
+            if _apply_decisions(job, batches, before, settle=is_saved):
+                continue  # rolled back to a checkpoint
+            job.state.store.raise_if_failed()
+            offload = partial(_offloaded, job)
+            done = StepDone(record.step, result.loss, result.grad_norm, result.learning_rate, offload)
+            events.emit(done)
+            # Call it directly: the event bus saves and restores random and module states around each handler.
+            job.profiler.step(done)
+            collect_garbage(record.step)
+            job.reports.step(result)
+            job.journal.progress(record.step)
+            if timeline is not None and job.ctx.is_main_process:
+                with job.reports.not_training():
+                    title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
+                    draw_measured(timeline, config.run.dir, title=title)
+            is_last = record.step == plan.steps
+            if is_last and not job.guard.has_applied:
+                raise BadStepError(
+                    f"no update was applied in the steps {ready.step + 1} to {record.step}: all were bad steps."
+                )
+            is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
+            if is_evaluated:
+                _evaluate(job)
+            _check_replicas(job)
+            slow_host = _check_stragglers(job)
+            _save_if_due(job, result, is_evaluated=is_evaluated)
+            if (cause := job.stop.agreed() or slow_host) is not None and not is_last:
+                _save_to_leave(job, result, batches)
+                job.stop.leave()
+                return Stopped(cause, step=record.step)
+        with job.watchdog.phase("a save"):
+            job.state.store.clear_tiers(job.ctx)
+        return _finish(job)
+
+
+def evaluate_job(job: Job) -> TrainResult:
+    """Evaluate a job's model without training. `build_job` has restored the newest checkpoint, if any. Collective.
+
+    Trackers receive nothing, and nothing is exported.
+    """
+    assert job.evaluate is not None
+    with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
+        job.record.evaluation = job.evaluate()
+    return _result_of(job, export_dir=None)
+
+
+def _write_start(job: Job) -> None:
+    """Write the configuration and the plots to the run folder, and record the start in the journal. Collective."""
+    plan, config, folder = job.plan, job.plan.config, job.plan.config.run.dir
+    with writes_together(folder, job.ctx):
+        if job.ctx.is_main_process:
+            write_config(plan.resolved, folder)
+            if config.pipeline.draw and plan.model.is_pipelined:
+                draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
+            if config.logging.draw_lr_schedule:
+                peak = config.optimizer.learning_rate
+                draw_lr_schedule(plan.lr_schedule, folder, num_steps=plan.steps, peak=peak)
+    job.journal.started(job.record.step)
+
+
+def _end_startup(job: Job, result: StepResult) -> None:
+    """Check the first step, switch to the step timeout, and prepare background saves. Collective."""
+    if result.weight.item() == 0:
+        raise UserError(
+            f"the loss weight of step {job.record.step} is 0 over all samples, so there is no gradient; expected the "
+            f"number of summed items. Check {type(job.plan.task).__name__}.loss, and check that labels are unmasked."
+        )
+    check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
+    if job.plan.config.compile is not None and job.ctx.is_main_process and (breaks := describe_graph_breaks()):
+        print("d9d: torch.compile runs these lines of the model eagerly:", *breaks, sep="\n")
+    job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
+    if job.plan.config.checkpoint.background:
+        job.state.prepare()
+
+
+@contextmanager
+def _offloaded(job: Job) -> Generator[None]:
+    """Offload training state for the body, with the watchdog paused and the time excluded from the throughput."""
+    unlimited = timedelta(days=365)
+    with job.reports.not_training(), job.watchdog.phase("offloading", timeout=unlimited), job.engine.offloaded():
+        yield
+
+
+def _evaluate(job: Job) -> None:
+    assert job.evaluate is not None
+    record = job.record
+    job.events.emit(EvaluationStarted(record.step))
+    with job.reports.not_training(), job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
+        record.evaluation = job.evaluate()
+        job.reports.evaluation()
+        # A copy, so that a handler cannot change the record.
+        values, forward = dict(record.evaluation), job.engine.pipeline.callable()
+        with evaluation_mode(job.engine.model):
+            job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track))
+
+
+def _check_replicas(job: Job) -> None:
+    """Compare replicated tensors over the ranks, if the check is due. Collective."""
+    every, step = job.plan.config.resilience.replicas.every, job.record.step
+    if every is not None and step % every == 0:
+        with job.reports.not_training(), job.watchdog.phase("the replica check"):
+            check_replicas(job.engine.model, job.engine.optimizer, step=step, ctx=job.ctx)
+
+
+def _check_stragglers(job: Job) -> str | None:
+    """Report ranks that have become slow, if the check is due; return the host to replace, if any. Collective."""
+    if not job.stragglers.is_due(job.record.step):
+        return None
+    with job.reports.not_training(), job.watchdog.phase("the health check"):
+        slow, host = job.stragglers.check(job.record.step), job.stragglers.ask_to_replace()
+    if slow and job.ctx.is_main_process:
+        print(f"d9d: stragglers at step {job.record.step}:", *slow, sep="\n")
+        job.journal.slow(job.record.step, slow)
+    return host
+
+
+def _save_if_due(job: Job, result: StepResult, *, is_evaluated: bool) -> None:
+    """Save a checkpoint, and save in the local tiers, if they are due. Collective."""
+    plan, step = job.plan, job.record.step
+    if plan.is_saved_after(step):
+        background = plan.config.checkpoint.background and step != plan.steps
+        _save(job, result, background=background, is_evaluated=is_evaluated)
+    if plan.is_saved_locally_after(step):
+        job.reports.settle(result)
+        with job.watchdog.phase("a local save"):
+            job.state.save_local(job.record)
+
+
+def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool = False) -> None:
+    record = job.record
+    job.reports.settle(result)
+    job.events.emit(CheckpointStarted(record.step))
+    metric = record.quality(job.plan.config.checkpoint.best_by) if is_evaluated else None
+    with job.reports.not_training(), job.watchdog.phase("a save"):
+        check_buffers(job.engine.model, step=record.step, ctx=job.ctx)
+        job.state.save(record, metric=metric, background=background)
+
+
+def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:
+    """Make sure that a checkpoint of the last step is complete before the job stops. Collective."""
+    if _apply_decisions(job, batches, batches, settle=True):
+        return  # rolled back to a checkpoint
+    if not job.plan.is_saved_after(job.record.step):
+        _save(job, result, background=False)
+    with job.watchdog.phase("a save"):
+        job.state.finish()
+        job.state.store.clear_tiers(job.ctx)
+
+
+def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
+    """Apply the decisions on bad steps that are known by now; return True if the job rolled back. Collective.
+
+    `batches` and `before` are the microbatches of the last step and of the step before it. With `settle`, wait for the
+    decision on the last step. Raises `BadStepError` on every rank if a decision is to stop.
+    """
+    while (bad := job.guard.poll(settle=settle)) is not None:
+        why = bad.why
+        if bad.kind == "non-finite":
+            why += _origin_of(job, bad, batches if bad.step == job.record.step else before)
+        job.events.emit(BadStepFound(bad.step, bad.kind, bad.decision, why))
+        job.reports.progress.line(why)
+        if bad.decision == "stop":
+            raise BadStepError(why)
+        if bad.decision == "roll_back":
+            _roll_back(job)
+            return True
+    return False
+
+
+def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
+    """Run a non-finite step again, and describe the first non-finite tensor. Collective."""
+    with isolated_random(job.plan.config.seed, "replay", bad.step, device=True):
+        found = find_non_finite(job.engine.model, partial(job.engine.replay, batches, job.loss), ctx=job.ctx)
+    origin = f" {found}." if found else " In a second run of the step, all tensors are finite."
+    return origin + (" Another update was applied before the second run." if bad.step < job.record.step else "")
+
+
+def _roll_back(job: Job) -> None:
+    with job.watchdog.phase("the rollback to a checkpoint"):
+        restored = job.state.roll_back()
+    job.guard.on_rollback()
+    job.record.take(restored)
+    job.engine.num_steps = restored.step
+    job.engine.pipeline.shared.copy_values()
+    job.reports.on_rollback()
+    job.profiler.on_rollback(restored.step)
+
+
+def _finish(job: Job) -> TrainResult:
+    """Export the model, and emit `Finished` with the result. Collective.
+
+    Raises:
+        UserError: If a forward wrote to sharded parameters.
+    """
+    refuse_later_writes(job.engine.model)
+    limit = job.ctx.timeouts.startup
+    # The export and the handlers of `Finished` may take longer than a step.
+    job.ctx.set_timeout(limit + job.watchdog.margin)
+    with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
+        result = _result_of(job, export_dir=_export(job) if job.plan.config.export else None)
+        forward = job.engine.pipeline.callable()
+        job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))
+    job.journal.ended(job.record.step, "finished")
+    return result
+
+
+def _result_of(job: Job, *, export_dir: Path | None) -> TrainResult:
+    """Return the result of a job after its last completed step."""
+    record = job.record
+    return TrainResult(
+        steps=record.step,
+        train_loss=math.nan if record.train_loss is None else record.train_loss,
+        evaluation=dict(record.evaluation),
+        weight_per_second=record.weight_per_second or 0.0,
+        run_dir=job.plan.config.run.dir,
+        export_dir=export_dir,
+    )
+
+
+def _export(job: Job) -> Path:
+    """Export the model, with the tokenizer and other files of the initial weights. Collective."""
+    config, provider = job.plan.config, job.plan.model.provider
+    folder = config.run.dir / "export"
+    source = config.initial_weights or provider.initial_weights
+    if source is not None and not source.is_dir():  # removed since the first start; an earlier export has the files
+        if not folder.is_dir():
+            job.reports.progress.line(
+                f"the initial weights {source} no longer exist: their tokenizer and other files are not exported."
+            )
+        source = folder if folder.is_dir() else None
+    with job.watchdog.phase("the export"):
+        save_model_state(
+            job.engine.model,
+            folder,
+            job.plan.export_mapper,
+            job.ctx,
+            extra_files=provider.export_files(),
+            source=source,
+            progress=config.logging.progress,
+        )
+    job.events.emit(ModelExported(job.plan.steps, folder))
+    return folder

@@ -1,0 +1,91 @@
+"""Files of a run folder: the configuration, the pipeline's schedule, and the software and hardware of the job."""
+
+import json
+import platform
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+
+from d9d_dist import DistributedContext, agree
+from d9d_loop.report.run_history import read_history
+from d9d_metrics import peak_bytes, redact_secrets
+from d9d_pipeline import Program, Timeline, plot_program, plot_simulation, simulate
+from d9d_state import StateError
+
+_PACKAGES = ("d9d-loop", "d9d-dist", "d9d-modules", "d9d-moe", "d9d-peft", "transformers", "numpy")
+
+
+@contextmanager
+def writes_together(folder: Path, ctx: DistributedContext) -> Generator[None]:
+    """Raise `StateError` on all ranks if the body cannot write to the folder on one rank, e.g. to a full disk.
+
+    Collective over all ranks.
+    """
+    problem = None
+    try:
+        yield
+    except OSError as error:
+        problem = f"{folder} cannot be written: {error}. Free space, or choose another folder with --run.folder."
+    agree(problem, error=StateError)
+
+
+def write_config(resolved: Mapping[str, JsonValue], folder: Path) -> None:
+    """Write the configuration to `config.json`, without secrets. An existing file is replaced atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".config.json.partial"
+    try:
+        partial.write_text(json.dumps(redact_secrets(resolved), indent=2) + "\n", encoding="utf-8")
+        partial.replace(folder / "config.json")
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def draw_program(program: Program, folder: Path, *, title: str) -> None:
+    """Write the simulated timeline to `schedule.txt` and, if matplotlib is installed, the program to `schedule.png`."""
+    (folder / "schedule.txt").write_text(f"{title}\n{simulate(program)}\n", encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        plot_program(program, folder / "schedule.png", title=title)
+
+
+def draw_measured(timeline: Timeline, folder: Path, *, title: str) -> None:
+    """Write a step's timeline to `schedule_measured.txt` and, if matplotlib is installed, `schedule_measured.png`."""
+    (folder / "schedule_measured.txt").write_text(f"{title}\n{timeline}\n", encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        plot_simulation(timeline, folder / "schedule_measured.png", title=title)
+
+
+def write_environment(folder: Path, ctx: DistributedContext, *, started: datetime) -> None:
+    """Write versions, device, number of ranks, times and the peak memory of this process to `environment.json`."""
+    is_accelerator = ctx.device.type != "cpu"
+    described: dict[str, Any] = {
+        "started": started.isoformat(timespec="seconds"),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ranks": ctx.world_size,
+        "device": torch.get_device_module().get_device_name() if is_accelerator else "CPU",
+        "threads": torch.get_num_threads(),
+        "peak_memory_gib": round(peak_bytes(ctx.device) / 2**30, 3),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
+    }
+    if (history := read_history(folder)) is not None:
+        described["history"] = asdict(history)
+    (folder / "environment.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
