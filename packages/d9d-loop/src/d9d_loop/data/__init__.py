@@ -8,12 +8,15 @@ if TYPE_CHECKING:
     from d9d_loop.data.best_fit import best_fit_decreasing as best_fit_decreasing
     from d9d_loop.data.bucketed_stream import BucketedStream as BucketedStream
     from d9d_loop.data.chat_data import ChatData as ChatData
-    from d9d_loop.data.chat_files import tokenize_chats as tokenize_chats
     from d9d_loop.data.chat_stream import ChatStream as ChatStream
+    from d9d_loop.data.chat_stream import PairStream as PairStream
+    from d9d_loop.data.chat_stream import tokenize_chats as tokenize_chats
     from d9d_loop.data.chat_template import ChatTemplate as ChatTemplate
     from d9d_loop.data.chat_template import read_chat_template as read_chat_template
     from d9d_loop.data.chat_tokenizer import ChatTokenizer as ChatTokenizer
     from d9d_loop.data.chat_tokenizer import ChatTokens as ChatTokens
+    from d9d_loop.data.chat_tokenizer import Span as Span
+    from d9d_loop.data.chat_tokenizer import mark_spans as mark_spans
     from d9d_loop.data.chat_tokenizer import read_chat_tokenizer as read_chat_tokenizer
     from d9d_loop.data.conversation import Conversation as Conversation
     from d9d_loop.data.conversation import Message as Message
@@ -32,8 +35,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.iterated_stream import IteratedStream as IteratedStream
     from d9d_loop.data.iterated_stream import StatefulIterable as StatefulIterable
     from d9d_loop.data.json_lines import JsonLines as JsonLines
-    from d9d_loop.data.masked_text import Span as Span
-    from d9d_loop.data.masked_text import mark_spans as mark_spans
     from d9d_loop.data.mixture_stream import MixtureStream as MixtureStream
     from d9d_loop.data.mixture_stream import Phase as Phase
     from d9d_loop.data.mixture_stream import SourceCount as SourceCount
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.packed_stream import pack_row as pack_row
     from d9d_loop.data.padding import PaddingCollate as PaddingCollate
     from d9d_loop.data.padding import pad_sequences as pad_sequences
-    from d9d_loop.data.pair_stream import PairStream as PairStream
     from d9d_loop.data.prefetcher import Prefetcher as Prefetcher
     from d9d_loop.data.sample_stream import Cursor as Cursor
     from d9d_loop.data.sample_stream import Entry as Entry

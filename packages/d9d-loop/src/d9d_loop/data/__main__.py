@@ -13,10 +13,9 @@ from typing import get_args
 
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
-from d9d_loop.data.chat_files import tokenize_chats
-from d9d_loop.data.chat_stream import describe_chat
-from d9d_loop.data.chat_tokenizer import read_chat_tokenizer
-from d9d_loop.data.conversation import TooLong
+from d9d_loop.data.chat_stream import tokenize_chats
+from d9d_loop.data.chat_tokenizer import mark_spans, read_chat_tokenizer
+from d9d_loop.data.conversation import TooLong, read_conversation
 from d9d_loop.data.json_lines import JsonLines
 from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
 
@@ -83,7 +82,8 @@ def _tokenize_chats(options: argparse.Namespace) -> None:
     samples = JsonLines(options.paths)
     for number in range(min(options.show, len(samples))):
         print(f"--- conversation {number}")
-        print(describe_chat(samples[number], tokenizer, in_color=sys.stdout.isatty()))
+        chat = tokenizer(read_conversation(samples[number]))
+        print(mark_spans(chat.text, chat.spans, in_color=sys.stdout.isatty()))
     if options.output is None:
         return
     in_order = (samples[number] for number in range(len(samples)))

@@ -5,13 +5,13 @@ from typing import Any, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
+from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.shuffled_stream import shuffled
-from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.data.windowed_stream import WindowedStream
 
 
 @final
-class BucketedStream(SampleStream):
+class BucketedStream(WindowedStream):
     """Stream whose windows are sorted by length and split into groups, which are shuffled.
 
     Each window is only permuted: no sample is dropped or repeated.
@@ -28,12 +28,8 @@ class BucketedStream(SampleStream):
         for name, value in (("group_size", group_size), ("num_groups", num_groups)):
             if value < 1:
                 raise UserError(f"{name} = {value}; expected at least 1.")
-        self._stream, self._group_size, self._num_groups, self._seed = stream, group_size, num_groups, seed
-        self.is_endless = stream.is_endless
-
-    def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, the whole window is taken and sorted again."""
-        return WindowCursor(self._stream, state, size=self._group_size * self._num_groups, arrange=self._arrange)
+        super().__init__(stream, size=group_size * num_groups)
+        self._group_size, self._num_groups, self._seed = group_size, num_groups, seed
 
     def read(self, entry: Entry) -> Any:
         """Read the sample that `entry` points to."""

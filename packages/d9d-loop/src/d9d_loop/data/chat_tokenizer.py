@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -13,11 +13,15 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template, read_json
 from d9d_loop.data.conversation import Conversation
-from d9d_loop.data.masked_text import Span, mark_spans
 from d9d_loop.data.text_tokens import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+_GREEN, _DIM, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
 @final
@@ -232,6 +236,25 @@ def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) 
     return ChatTokenizer(
         tokenizer, template, stop_tokens=[*stop_tokens, *filter(None, named)], tool_template=tool_template
     )
+
+
+def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:
+    """Return the text with its spans in brackets, or in green with the other parts dimmed.
+
+    Args:
+        text: The text.
+        spans: Parts of the text that contribute to the loss, in ascending order.
+        in_color: If True, use colors of a terminal instead of the brackets ⟦ ⟧.
+    """
+    around, rest = (f"{_GREEN}{{}}{_RESET}", f"{_DIM}{{}}{_RESET}") if in_color else ("⟦{}⟧", "{}")
+    parts: list[str] = []
+    before = 0
+    for start, stop in spans:
+        parts += [rest.format(text[before:start])] if start > before else []
+        parts.append(around.format(text[start:stop]))
+        before = stop
+    parts += [rest.format(text[before:])] if before < len(text) else []
+    return "".join(parts)
 
 
 def _tail(text: str) -> str:

@@ -1,6 +1,5 @@
 """One pass over a finite stream, such as held-out data: the batches of each data-parallel rank."""
 
-from dataclasses import dataclass
 from typing import Any, final
 
 from pydantic import JsonValue
@@ -42,8 +41,7 @@ class EvenlySpacedStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        spacing = _Spacing(len(self._samples), self._num_samples)
-        return OrderCursor(spacing, state, end=self._num_samples)
+        return OrderCursor(self._indices, state, end=self._num_samples)
 
     def read(self, entry: int) -> Any:
         """Read the sample at an index."""
@@ -57,15 +55,8 @@ class EvenlySpacedStream(SampleStream):
         """Return the sizes of the dataset and of the stream."""
         return {"evenly_spaced": [self._num_samples, len(self._samples)]}
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Spacing:
-    data_size: int
-    num_samples: int
-
-    def take(self, start: int, stop: int) -> list[int]:
-        return [number * self.data_size // self.num_samples for number in range(start, stop)]
+    def _indices(self, start: int, stop: int) -> list[int]:
+        return [number * len(self._samples) // self._num_samples for number in range(start, stop)]
 
 
 def plan_pass(

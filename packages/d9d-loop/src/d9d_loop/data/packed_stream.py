@@ -12,16 +12,16 @@ from torch import Tensor
 from d9d_dist import UserError
 from d9d_loop.data.best_fit import best_fit_decreasing
 from d9d_loop.data.document import Document, documents_of
-from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
+from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.shuffled_stream import shuffled
-from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.data.windowed_stream import WindowedStream
 
 IGNORED_LABEL = -100
 """Label of positions without a loss; the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 @final
-class PackedStream(SampleStream):
+class PackedStream(WindowedStream):
     """Stream of rows: each window of documents is packed by best-fit decreasing, and its rows are shuffled.
 
     The rows of a window are a function of its start: all ranks compute the same packing and read only their own rows.
@@ -51,30 +51,25 @@ class PackedStream(SampleStream):
         for name, value in (("row_length", row_length), ("window", window)):
             if value < 1:
                 raise UserError(f"{name} = {value}; expected at least 1.")
-        self._documents, self._row_length, self._window = documents, row_length, window
-        self._seed, self._pad_token = seed, pad_token
-        self.is_endless = documents.is_endless
-
-    def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, that window is packed again."""
-        return WindowCursor(self._documents, state, size=self._window, arrange=self._arrange)
+        super().__init__(documents, size=window)
+        self._row_length, self._seed, self._pad_token = row_length, seed, pad_token
 
     def read(self, entry: tuple[Entry, ...]) -> dict[str, Tensor]:
         """Read the documents of a row and pack them; see `pack_row`."""
-        documents = [document for part in entry for document in documents_of(self._documents.read(part))]
+        documents = [document for part in entry for document in documents_of(self._stream.read(part))]
         return pack_row(documents, self._row_length, pad_token=self._pad_token)
 
     def length(self, entry: tuple[Entry, ...]) -> int:
         """Return the number of positions of a row, excluding padding."""
-        return sum(map(self._documents.length, entry))
+        return sum(map(self._stream.length, entry))
 
     def identity(self) -> JsonValue:
         """Return the row length, the window, the seed, and the identity of the documents."""
-        sizes = {"row_length": self._row_length, "window": self._window}
-        return {"packed": {**sizes, "seed": self._seed, "of": self._documents.identity()}}
+        sizes = {"row_length": self._row_length, "window": self._size}
+        return {"packed": {**sizes, "seed": self._seed, "of": self._stream.identity()}}
 
     def _arrange(self, entries: list[Entry], window: int) -> list[Entry]:
-        lengths = [self._documents.length(entry) for entry in entries]
+        lengths = [self._stream.length(entry) for entry in entries]
         if max(lengths) > self._row_length:
             raise UserError(
                 f"a document of length {max(lengths)} does not fit into a row of length {self._row_length}; expected "

@@ -8,12 +8,8 @@ from torch import Tensor
 from d9d_dist import UserError, mix_bits, stream_key
 
 _ROUNDS = 6
-_MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LARGEST = 1 << 62
-_SCALAR = 128
-"""Largest number of positions that are faster to permute one by one than as a tensor."""
 
 
 @final
@@ -48,14 +44,7 @@ class SampleOrder:
         return self._num_samples
 
     def __getitem__(self, position: int) -> int:
-        epoch, index = divmod(position, self._num_samples)
-        if not self._shuffle:
-            return index
-        keys = self._round_keys(epoch)
-        index = self._permute(index, keys)
-        while index >= self._num_samples:
-            index = self._permute(index, keys)
-        return index
+        return self.take(position, position + 1)[0]
 
     def take(self, start: int, stop: int) -> list[int]:
         """Return the sample indices at positions `start` to `stop - 1`. Much faster than indexing one by one."""
@@ -63,19 +52,15 @@ class SampleOrder:
         while start < stop:
             epoch, first = divmod(start, self._num_samples)
             last = min(first + stop - start, self._num_samples)
-            if not self._shuffle:
-                taken += range(first, last)
-            elif last - first <= _SCALAR:
-                taken += [self[position] for position in range(start, start + last - first)]
-            else:
-                taken += self._permute_range(first, last, self._round_keys(epoch))
+            taken += self._permuted(first, last, epoch) if self._shuffle else range(first, last)
             start += last - first
         return taken
 
-    def _permute_range(self, first: int, last: int, keys: list[int]) -> list[int]:
-        indices = self._permute_all(torch.arange(first, last), keys)
+    def _permuted(self, first: int, last: int, epoch: int) -> list[int]:
+        keys = self._round_keys(epoch)
+        indices = self._permute(torch.arange(first, last, device="cpu"), keys)
         while (outside := (indices >= self._num_samples).nonzero()).numel():
-            indices[outside] = self._permute_all(indices[outside], keys)
+            indices[outside] = self._permute(indices[outside], keys)
         return indices.tolist()
 
     def _round_keys(self, epoch: int) -> list[int]:
@@ -83,30 +68,17 @@ class SampleOrder:
         kept, keys = self._keys
         if kept != epoch:
             key = stream_key(self._seed, "sample order", epoch)
-            keys = [key + number * _GOLDEN & _MASK for number in range(_ROUNDS)]
+            keys = [_int64(key + number * _GOLDEN) for number in range(_ROUNDS)]
             self._keys = (epoch, keys)
         return keys
 
-    def _permute(self, index: int, keys: list[int]) -> int:
-        left, right = index >> self._half_bits, index & self._half_mask
-        for key in keys:
-            left, right = right, left ^ (_hash(right ^ key) & self._half_mask)
-        return left << self._half_bits | right
-
-    def _permute_all(self, indices: Tensor, keys: list[int]) -> Tensor:
+    def _permute(self, indices: Tensor, keys: list[int]) -> Tensor:
         left, right = indices >> self._half_bits, indices & self._half_mask
         for key in keys:
-            left, right = right, left ^ (mix_bits(right ^ _signed(key)) & self._half_mask)
+            left, right = right, left ^ (mix_bits(right ^ key) & self._half_mask)
         return left << self._half_bits | right
 
 
-def _hash(value: int) -> int:
-    """Return the SplitMix64 finalizer of an unsigned 64-bit integer, like `mix_bits` but faster for one number."""
-    value = (value ^ value >> 30) * _FIRST & _MASK
-    value = (value ^ value >> 27) * _SECOND & _MASK
-    return value ^ value >> 31
-
-
-def _signed(value: int) -> int:
-    """Return the int64 that has the same bits as an unsigned 64-bit integer."""
-    return value - (1 << 64) if value >> 63 else value
+def _int64(value: int) -> int:
+    """Return the int64 whose bits are the lower 64 bits of an integer."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -6,8 +6,8 @@ from pydantic import JsonValue
 
 from d9d_dist import UserError, stream_key
 from d9d_loop.data.sample_order import SampleOrder
-from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
-from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.data.sample_stream import Entry, SampleStream
+from d9d_loop.data.windowed_stream import WindowedStream
 
 
 def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> list[Entry]:
@@ -20,7 +20,7 @@ def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> l
 
 
 @final
-class ShuffledStream(SampleStream):
+class ShuffledStream(WindowedStream):
     """Stream whose windows are shuffled.
 
     Unlike with a shuffle buffer, no sample is lost on resume: the window is taken from the stream again.
@@ -32,12 +32,8 @@ class ShuffledStream(SampleStream):
     def __init__(self, stream: SampleStream, *, window: int, seed: int) -> None:
         if window < 1:
             raise UserError(f"window = {window}; expected at least 1 entry to shuffle.")
-        self._stream, self._window, self._seed = stream, window, seed
-        self.is_endless = stream.is_endless
-
-    def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, the whole window is taken and shuffled again."""
-        return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
+        super().__init__(stream, size=window)
+        self._seed = seed
 
     def read(self, entry: Entry) -> Any:
         """Read the sample that `entry` points to."""
@@ -49,7 +45,7 @@ class ShuffledStream(SampleStream):
 
     def identity(self) -> JsonValue:
         """Return the window, the seed, and the identity of the shuffled stream."""
-        return {"shuffled": {"window": self._window, "seed": self._seed, "of": self._stream.identity()}}
+        return {"shuffled": {"window": self._size, "seed": self._seed, "of": self._stream.identity()}}
 
     def _arrange(self, entries: list[Entry], window: int) -> list[Entry]:
         return shuffled(entries, seed=self._seed, purpose="shuffled window", window=window)

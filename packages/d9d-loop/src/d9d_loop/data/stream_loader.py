@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self, final
 
 import torch
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
@@ -42,17 +42,6 @@ class Share:
         """Return the index within the step of the first sample of each of the rank's microbatches."""
         size = self.microbatch_size
         return range(self.dp_rank * size, self.global_size, self.dp_size * size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Number of samples used over all ranks, and the cursor state after them."""
-
-    position: int = 0
-    stream: JsonValue = None
-
-
-_PLACE = TypeAdapter(_Place)
 
 
 @final
@@ -102,9 +91,11 @@ class StreamLoader:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:
                 raise UserError(f"{name} = {value}; expected at least {least}.")
-        self._stream, self._share, self._used = stream, share, _Place()
+        self._stream, self._share = stream, share
+        # Number of samples used over all ranks, and the cursor state after them.
+        self._used: Any = {"position": 0, "stream": None}
         # End of each planned step that was not yet returned, and its number of microbatches without stand-ins.
-        self._places: deque[tuple[_Place, int]] = deque()
+        self._places: deque[tuple[Any, int]] = deque()
         self.num_own = 0
         self._batches: BatchReader | None = None
         self._read: Callable[[Iterator[ReadJob]], BatchReader] = partial(
@@ -121,12 +112,12 @@ class StreamLoader:
 
     def state_dict(self) -> JsonValue:
         """Return the position of the next step; equal on every rank."""
-        return asdict(self._used)
+        return self._used
 
     def load_state_dict(self, state: JsonValue) -> None:
         """Resume from the state of a job with any number of ranks, and drop prefetched batches."""
         self.close()
-        self._used = _PLACE.validate_python(state)
+        self._used = state
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self
@@ -166,14 +157,14 @@ class StreamLoader:
     def _jobs(self) -> Iterator[ReadJob]:
         """Yield this rank's read jobs, step by step, and append the end of each step to `_places`."""
         size, global_size, starts = self._share.microbatch_size, self._share.global_size, self._share.starts()
-        position, cursor = self._used.position, self._stream.cursor(self._used.stream)
+        position, cursor = self._used["position"], self._stream.cursor(self._used["stream"])
         while True:
             entries = cursor.take(global_size)
             if not entries:
                 return
             jobs = [ReadJob(position + start, entries[start : start + size]) for start in starts]
             own = [job for job in jobs if job.entries]
-            self._places.append((_Place(position + len(entries), cursor.state_dict()), len(own)))
+            self._places.append(({"position": position + len(entries), "stream": cursor.state_dict()}, len(own)))
             yield from own
             # In the last step of a finite stream, some ranks have fewer samples. They run stand-ins, because all ranks
             # must issue the same collectives.

@@ -29,7 +29,7 @@ from d9d_loop.data import (
     read_conversation,
 )
 from d9d_loop.data.byte_tokenizer import ByteTokenizer
-from d9d_loop.data.conversation_stream import fit_tokens
+from d9d_loop.data.chat_stream import fit_tokens
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.data.text_tokens import load_tokenizer
