@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from d9d_loop.data.best_fit import best_fit_decreasing as best_fit_decreasing
-    from d9d_loop.data.bucketed_stream import BucketedStream as BucketedStream
     from d9d_loop.data.chat_data import ChatData as ChatData
     from d9d_loop.data.chat_stream import ChatStream as ChatStream
     from d9d_loop.data.chat_stream import PairStream as PairStream
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.conversation import TooLong as TooLong
     from d9d_loop.data.conversation import read_conversation as read_conversation
     from d9d_loop.data.conversation import read_pair as read_pair
-    from d9d_loop.data.data_error import DataError as DataError
     from d9d_loop.data.data_provider import DataProvider as DataProvider
     from d9d_loop.data.data_provider import DatasetProvider as DatasetProvider
     from d9d_loop.data.document import Document as Document
@@ -39,14 +36,17 @@ if TYPE_CHECKING:
     from d9d_loop.data.mixture_stream import Phase as Phase
     from d9d_loop.data.mixture_stream import SourceCount as SourceCount
     from d9d_loop.data.packed_stream import PackedStream as PackedStream
+    from d9d_loop.data.packed_stream import best_fit_decreasing as best_fit_decreasing
     from d9d_loop.data.packed_stream import pack_row as pack_row
     from d9d_loop.data.padding import PaddingCollate as PaddingCollate
     from d9d_loop.data.padding import pad_sequences as pad_sequences
     from d9d_loop.data.prefetcher import Prefetcher as Prefetcher
+    from d9d_loop.data.sample_reader import DataError as DataError
     from d9d_loop.data.sample_stream import Cursor as Cursor
     from d9d_loop.data.sample_stream import Entry as Entry
     from d9d_loop.data.sample_stream import SampleStream as SampleStream
     from d9d_loop.data.sharded_samples import ShardedSamples as ShardedSamples
+    from d9d_loop.data.shuffled_stream import BucketedStream as BucketedStream
     from d9d_loop.data.shuffled_stream import ShuffledStream as ShuffledStream
     from d9d_loop.data.stream_loader import Share as Share
     from d9d_loop.data.stream_loader import StreamLoader as StreamLoader
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from d9d_loop.data.text_tokens import is_held_out as is_held_out
     from d9d_loop.data.text_tokens import tokenize_text as tokenize_text
     from d9d_loop.data.text_tokens import train_tokenizer as train_tokenizer
-    from d9d_loop.data.token_cache import cached_token_file as cached_token_file
     from d9d_loop.data.token_file import TokenFile as TokenFile
     from d9d_loop.data.token_file import TokenManifest as TokenManifest
     from d9d_loop.data.token_file_writer import TokenFileWriter as TokenFileWriter
+    from d9d_loop.data.token_file_writer import cached_token_file as cached_token_file
     from d9d_loop.data.token_samples import PackedSamples as PackedSamples
     from d9d_loop.data.token_samples import TokenWindows as TokenWindows
 else:

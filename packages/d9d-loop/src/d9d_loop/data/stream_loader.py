@@ -55,9 +55,6 @@ class StreamLoader:
     The last step of a finite stream may have fewer samples: some of its microbatches are smaller, and the last ones of
     a rank may be stand-ins, whose losses must be ignored.
 
-    With `draws`, the random numbers of samples and `collate` are a function of the seed and the position of the
-    microbatch's first sample. They do not depend on `num_workers`.
-
     Attributes:
         num_own: Number of microbatches of the last returned step that are not stand-ins.
 
@@ -68,7 +65,8 @@ class StreamLoader:
         num_workers: Number of worker processes. With 0, this process reads each batch on demand.
         prefetch: Number of steps to prefetch in a thread; only used with workers.
         timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
-        draws: If True, samples and `collate` may draw random numbers; see `DataProvider`.
+        draws: If True, samples and `collate` may draw random numbers; see `DataProvider`. These are a function of the
+            seed and the position of the microbatch's first sample, and do not depend on `num_workers`.
 
     Raises:
         UserError: If `num_workers` is negative or `prefetch` is below 1.
@@ -123,10 +121,7 @@ class StreamLoader:
         return self
 
     def __next__(self) -> list[Any]:
-        """Return the microbatches of the next step; raise `StopIteration` at the end of a finite stream.
-
-        Failed samples and workers raise `DataError`.
-        """
+        """Return the microbatches of the next step. Failed samples and workers raise `DataError`."""
         if self._batches is None:
             self._places.clear()
             self._batches = self._read(self._jobs())

@@ -134,7 +134,13 @@ def tokenize_text(
     """
     path = Path(tokenizer)
     encoder = _read_tokenizer(path)
-    ends = [] if end_token is None else [_token_id(encoder, end_token, path)]
+    end = None if end_token is None else encoder.token_to_id(end_token)
+    if end is None and end_token is not None:
+        raise UserError(
+            f"the tokenizer {path} has no end token {end_token!r}; name one of its tokens with "
+            "--end-token, or use --no-end-token."
+        )
+    ends = [] if end is None else [end]
     vocab_size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
     about: dict[str, JsonValue] = {
         "tokenizer": path.name,
@@ -169,16 +175,6 @@ def load_tokenizer(path: Path) -> "Tokenizer":
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise UserError(f"{path} is not a tokenizer.json: {error}. Download it again.") from None
-
-
-def _token_id(tokenizer: "Tokenizer", token: str, path: Path) -> int:
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise UserError(
-            f"the tokenizer {path} has no end token {token!r}; name one of its tokens with "
-            "--end-token, or use --no-end-token."
-        )
-    return number
 
 
 def _check_installed() -> None:

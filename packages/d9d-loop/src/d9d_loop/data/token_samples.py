@@ -5,9 +5,8 @@ from typing import final
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data.best_fit import best_fit_decreasing
 from d9d_loop.data.document import cut
-from d9d_loop.data.packed_stream import pack_row
+from d9d_loop.data.packed_stream import best_fit_decreasing, pack_row
 from d9d_loop.data.token_file import TokenFile
 
 

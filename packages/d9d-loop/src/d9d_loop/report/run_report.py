@@ -8,8 +8,7 @@ from typing import Any
 
 from d9d_loop.report.run_folder import RunFolder, read_run
 from d9d_loop.report.run_history import RunHistory
-from d9d_loop.report.svg_chart import line_chart
-from d9d_loop.report.svg_timeline import timeline
+from d9d_loop.report.svg_chart import line_chart, timeline
 
 _FIRST = ("loss", "learning_rate", "grad_norm")
 _STYLE = Path(__file__).with_name("report.css")

@@ -17,8 +17,7 @@ from d9d_dist.consensus import name_ranks
 from d9d_dist.failures import describe_lost_store, is_victim, name_first_failure, within
 from d9d_dist.peers import Peer
 from d9d_dist.side_channel import SideChannel
-from d9d_loop.resilience.hang_report import describe_hang
-from d9d_loop.resilience.rank_place import RankPlace
+from d9d_loop.resilience.hang_report import RankPlace, describe_hang
 
 _INTERVAL = 0.25  # polling interval in seconds
 _ANSWER_INTERVALS = 3.2  # polling intervals to wait for the locations of other ranks
