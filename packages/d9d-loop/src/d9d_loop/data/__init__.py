@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from d9d_loop.data.mixture_stream import MixtureStream as MixtureStream
     from d9d_loop.data.mixture_stream import Phase as Phase
     from d9d_loop.data.mixture_stream import SourceCount as SourceCount
+    from d9d_loop.data.packed_stream import PackedSamples as PackedSamples
     from d9d_loop.data.packed_stream import PackedStream as PackedStream
+    from d9d_loop.data.packed_stream import TokenWindows as TokenWindows
     from d9d_loop.data.packed_stream import best_fit_decreasing as best_fit_decreasing
     from d9d_loop.data.packed_stream import pack_row as pack_row
     from d9d_loop.data.padding import PaddingCollate as PaddingCollate
@@ -58,7 +60,5 @@ if TYPE_CHECKING:
     from d9d_loop.data.token_file import TokenManifest as TokenManifest
     from d9d_loop.data.token_file_writer import TokenFileWriter as TokenFileWriter
     from d9d_loop.data.token_file_writer import cached_token_file as cached_token_file
-    from d9d_loop.data.token_samples import PackedSamples as PackedSamples
-    from d9d_loop.data.token_samples import TokenWindows as TokenWindows
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

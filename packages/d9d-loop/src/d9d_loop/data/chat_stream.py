@@ -75,7 +75,6 @@ class ChatStream(_ConversationStream):
     Args:
         stream: Stream of samples in a form that `read_conversation` accepts, such as an `IndexedStream` of `JsonLines`
             or of a Hugging Face dataset.
-        tokenizer: Renders and tokenizes conversations, and verifies their masks.
         max_length: Maximum length of a conversation, in positions. For packing, the row length.
         too_long: `refuse` longer conversations with an error, `drop` them, or `truncate` them at the end. A
             conversation without labels after truncation is dropped.
@@ -110,7 +109,6 @@ class PairStream(_ConversationStream):
 
     Args:
         stream: Stream of samples in a form that `read_pair` accepts.
-        tokenizer: Renders and tokenizes conversations, and verifies their masks.
         max_length: Maximum length of a pair, in positions of both conversations together. For packing, the row length.
         too_long: `refuse` longer pairs with an error, `drop` them, or `truncate` their ends: each conversation
             may fill at least half of `max_length`.
@@ -174,12 +172,8 @@ def tokenize_chats(
     Read the file with a `DocumentStream` whose own `max_length` is at least as large. A smaller one splits
     conversations, and their later parts lack the earlier messages.
 
-    Args:
-        samples: Samples in a form that `read_conversation` accepts.
-        folder: Folder to write; must not exist.
-        tokenizer: Renders and tokenizes conversations, and verifies their masks.
-        max_length: Maximum length of a conversation, in positions; None for no limit.
-        too_long: Treatment of longer conversations; see `ChatStream`.
+    Samples are in a form that `read_conversation` accepts. `max_length` is the maximum length of a conversation in
+    positions, None for no limit; for `too_long`, see `ChatStream`.
 
     Raises:
         UserError: If a conversation is invalid or too long; the message has its index. Also if the folder exists,

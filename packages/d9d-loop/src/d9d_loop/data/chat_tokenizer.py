@@ -31,7 +31,6 @@ class ChatTokens:
 
     Attributes:
         mask: True for each token that contributes to the loss as a label. True for the last token.
-        text: The rendered conversation.
         spans: Character ranges [start, stop) of `text` that contribute to the loss.
     """
 
@@ -55,8 +54,6 @@ class ChatTokenizer:
     - Some tokens contribute to the loss, and some do not.
 
     Args:
-        tokenizer: A `tokenizers.Tokenizer`.
-        template: Template of the conversations.
         stop_tokens: Texts of further tokens that may end a turn, if the tokenizer does not list them as special.
         thinking: Text that opens a thinking block, and text that closes it.
 
@@ -98,17 +95,13 @@ class ChatTokenizer:
         parts = (self._tokenizer.to_str(), self._template.source, self._tool_template.source, str(self._options))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def render(self, conversation: Conversation) -> str:
-        """Render a conversation to text. Raise `UserError` if the template cannot render it."""
-        return self._render(conversation, len(conversation.messages))
-
     def __call__(self, conversation: Conversation) -> ChatTokens:
         """Tokenize a conversation, up to the last token that contributes to the loss.
 
         Raises:
             UserError: If the mask cannot be verified. The message shows the text with the mask.
         """
-        text = self.render(conversation)
+        text = self._render(conversation, len(conversation.messages))
         encoding: Any = self._tokenizer.encode(text, add_special_tokens=False)
         trained, is_turn_trained = [False] * len(encoding.ids), False
         spans: list[Span] = []
@@ -218,9 +211,8 @@ class ChatTokenizer:
 def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) -> ChatTokenizer:
     """Read the tokenizer and the chat template of a model folder. Requires the extra `chat`.
 
-    Args:
-        folder: Folder with `tokenizer.json`, and a chat template in `chat_template.jinja` or `tokenizer_config.json`.
-        stop_tokens: See `ChatTokenizer`.
+    The folder has `tokenizer.json`, and a chat template in `chat_template.jinja` or `tokenizer_config.json`. For
+    `stop_tokens`, see `ChatTokenizer`.
 
     Raises:
         UserError: If a file is missing or invalid.
@@ -239,12 +231,9 @@ def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) 
 
 
 def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:
-    """Return the text with its spans in brackets, or in green with the other parts dimmed.
+    """Return the text with its spans, in ascending order, in brackets ⟦ ⟧.
 
-    Args:
-        text: The text.
-        spans: Parts of the text that contribute to the loss, in ascending order.
-        in_color: If True, use colors of a terminal instead of the brackets ⟦ ⟧.
+    With `in_color`, use colors of a terminal instead: the spans are green, the other parts dimmed.
     """
     around, rest = (f"{_GREEN}{{}}{_RESET}", f"{_DIM}{{}}{_RESET}") if in_color else ("⟦{}⟧", "{}")
     parts: list[str] = []

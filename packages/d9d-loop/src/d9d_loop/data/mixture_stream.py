@@ -52,7 +52,6 @@ class MixtureStream(SampleStream):
     allows losses per source; `PackedStream` converts it to `sources`.
 
     Args:
-        weights: Weight of each source by name, or phases of weights.
         temperature: Weights are raised to the power 1 / temperature; values above 1 make them more uniform ("Massively
             Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019, section 4).
         unit: Unit of shares and of the positions of phases: `samples`, or `tokens` as measured by `length`.

@@ -26,9 +26,6 @@ class Prefetcher(Generic[T]):
     must be part of the items.
 
     `items` and `prepare` must not draw random numbers, because the thread shares the random generators of training.
-
-    Args:
-        prepare: Function applied to each item, such as a copy to the device.
     """
 
     def __init__(self, items: Iterator[T], *, prepare: Callable[[T], T], depth: int, device: torch.device) -> None:

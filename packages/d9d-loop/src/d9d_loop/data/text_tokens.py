@@ -123,17 +123,19 @@ def tokenize_text(
 ) -> TokenFile:
     """Tokenize documents, write them to a token file, and open it. Requires `tokenizers`.
 
-    Args:
-        documents: Text of each document.
-        folder: Folder to write; must not exist.
-        tokenizer: Path of a model's `tokenizer.json`.
-        end_token: Special token appended to each document, or `None`.
+    `tokenizer` is the path of a model's `tokenizer.json`, `end_token` a special token appended to each document.
 
     Raises:
         UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.
     """
     path = Path(tokenizer)
-    encoder = _read_tokenizer(path)
+    _check_installed()
+    if not path.is_file():
+        raise UserError(
+            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another file with "
+            "--tokenizer, or train one with --train-vocab-size."
+        )
+    encoder = load_tokenizer(path)
     end = None if end_token is None else encoder.token_to_id(end_token)
     if end is None and end_token is not None:
         raise UserError(
@@ -155,16 +157,6 @@ def tokenize_text(
                 if tokens := encoding.ids + ends:
                     writer.append(tokens)
     return TokenFile(folder)
-
-
-def _read_tokenizer(path: Path) -> "Tokenizer":
-    _check_installed()
-    if not path.is_file():
-        raise UserError(
-            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another file with "
-            "--tokenizer, or train one with --train-vocab-size."
-        )
-    return load_tokenizer(path)
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, final
 
 from pydantic import JsonValue
@@ -40,7 +39,6 @@ class TokenFileWriter:
     a killed process is removed by the next process on the same machine that writes to the same parent folder.
 
     Args:
-        folder: Folder to write; must not exist.
         vocab_size: Vocabulary size. Up to 65,536 tokens are stored as uint16, larger vocabularies as uint32.
         about: Metadata for the manifest, such as the name of the tokenizer.
         with_masks: If True, each document has a loss mask.
@@ -106,9 +104,7 @@ class TokenFileWriter:
         """Add metadata to the manifest, such as counts that are known at the end."""
         self._about.update(about)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             files = {TOKENS: self._tokens.finish(), DOCUMENTS: self._documents.finish()}
             if self._masks is not None:
@@ -169,12 +165,8 @@ def cached_token_file(
     each rank writes a temporary folder, and the first rank to finish renames its folder into place. If tokenizing takes
     too long, write a token file before the job starts with `python -m d9d_loop.data`.
 
-    Args:
-        documents: Text, or other data to tokenize. Documents without tokens are skipped.
-        cache: Folder of token files.
-        tokenize: Tokenizes a document; by default, each byte is a token.
-        name: Identifies `tokenize` in the cache key, since a function has no digest.
-        vocab_size: Vocabulary size.
+    Documents are text or other data; documents without tokens are skipped. By default, each byte is a token. `name`
+    identifies `tokenize` in the cache key, since a function has no digest.
 
     Raises:
         UserError: If no document has tokens, or a token is outside the vocabulary.

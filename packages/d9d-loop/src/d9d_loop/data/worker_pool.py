@@ -10,7 +10,6 @@ import pickle  # noqa: TID251 - its errors; a rank sends the reader to its own w
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -26,14 +25,6 @@ from d9d_loop.data.sample_reader import DataError, ReadJob, SampleReader
 
 _PATIENCE = 5.0
 """Time limit for a worker process to exit, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """Error that a worker sends instead of a batch."""
-
-    message: str
-    traceback: str
 
 
 @final
@@ -126,10 +117,9 @@ class _Worker:
             result = self.connection.recv()
         except (EOFError, OSError):
             raise self._died() from None
-        if isinstance(result, _Failed):
-            error = DataError(f"{self._describe()}: {result.message}")
-            error.add_note(result.traceback)
-            raise error
+        if isinstance(result, DataError):
+            result.args = (f"{self._describe()}: {result}",)
+            raise result
         return result
 
     def _died(self) -> DataError:
@@ -169,11 +159,18 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
         try:
             result = reader(job, partial(setattr, sample, "value"))
         except Exception as error:  # sent to the parent
-            result = _Failed(str(error), traceback.format_exc())
+            result = _failure(str(error))
         try:
             connection.send(result)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             message = f"the batch from {job.describe(0)} on cannot be pickled for the training process: {error}"
-            connection.send(_Failed(message, traceback.format_exc()))
+            connection.send(_failure(message))
         except BrokenPipeError:
             return
+
+
+def _failure(message: str) -> DataError:
+    """Return an error that a worker sends instead of a batch, with the current traceback as a note."""
+    error = DataError(message)
+    error.add_note(traceback.format_exc())
+    return error

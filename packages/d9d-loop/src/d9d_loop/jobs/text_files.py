@@ -37,10 +37,8 @@ class PlainTexts:
 def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples:
     """Open files of one format as a map-style dataset of dictionaries.
 
-    Args:
-        paths: `.jsonl` or other text files, tables that `datasets` reads, or one folder of `save_to_disk`.
-        key: Configuration key of the paths, for messages.
-        text_field: Field that holds the content of plain text files.
+    The paths, whose configuration key is `key`, are `.jsonl` or other text files, tables that `datasets` reads, or one
+    folder of `save_to_disk`. The content of a plain text file is in the field `text_field`.
 
     Raises:
         UserError: If a path does not exist or cannot be read, the formats differ, or `datasets` is needed and not

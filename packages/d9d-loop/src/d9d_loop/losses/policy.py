@@ -118,12 +118,10 @@ class PolicyLoss:
     | CISPO (arXiv:2506.13585) | `token` | `stop_gradient`, `clip_high` 4 | `tokens` | `group_mean`, `group_std` |
 
     Attributes:
-        ratio_level: Unit of the ratio.
         clip_low: $\varepsilon_l$.
         clip_high: $\varepsilon_h$; None means the value of `clip_low`.
         max_ratio: Largest ratio in the unclipped term, above 1 + `clip_high`; None for no limit.
         kl_weight: Weight $\beta$ of the KL penalty.
-        kl_form: Estimator of the KL divergence.
         average: `tokens`: mean over the tokens of the global batch. `sequences`: mean over answers of the mean over
             their tokens. `constant`: sum over tokens divided by the number of answers times `max_length`.
         max_length: Divisor of `constant`: the largest number of tokens of an answer, or 1 for the sum over its tokens.

@@ -57,11 +57,11 @@ class _Leading(PhaseSettings, ABC):
 
     @final
     def value(self, start: float, progress: float) -> float:
-        left = self.left(progress)
+        left = self._left(progress)
         return left * start + (1.0 - left) * self.to
 
     @abstractmethod
-    def left(self, progress: float) -> float:
+    def _left(self, progress: float) -> float:
         """Return the remaining fraction of the change, from 1 at progress 0 to 0 at progress 1."""
 
 
@@ -86,8 +86,7 @@ class LinearPhase(_Leading):
 
     kind: Literal["linear"] = "linear"
 
-    def left(self, progress: float) -> float:
-        """Return `1 - progress`."""
+    def _left(self, progress: float) -> float:
         return 1.0 - progress
 
 
@@ -97,8 +96,7 @@ class CosinePhase(_Leading):
 
     kind: Literal["cosine"] = "cosine"
 
-    def left(self, progress: float) -> float:
-        """Return `(1 + cos(pi progress)) / 2`."""
+    def _left(self, progress: float) -> float:
         return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -109,8 +107,7 @@ class PolynomialPhase(_Leading):
     kind: Literal["polynomial"] = "polynomial"
     power: PositiveFloat = Field(default=2.0, description="Exponent of the polynomial.")
 
-    def left(self, progress: float) -> float:
-        """Return `(1 - progress) ^ power`."""
+    def _left(self, progress: float) -> float:
         return (1.0 - progress) ** self.power
 
 
@@ -120,8 +117,7 @@ class SqrtPhase(_Leading):
 
     kind: Literal["sqrt"] = "sqrt"
 
-    def left(self, progress: float) -> float:
-        """Return `1 - sqrt(progress)`."""
+    def _left(self, progress: float) -> float:
         return 1.0 - math.sqrt(progress)
 
 
@@ -131,8 +127,7 @@ class RexPhase(_Leading):
 
     kind: Literal["rex"] = "rex"
 
-    def left(self, progress: float) -> float:
-        """Return `(1 - progress) / (1 - progress / 2)`."""
+    def _left(self, progress: float) -> float:
         return (1.0 - progress) / (1.0 - progress / 2.0)
 
 
@@ -194,37 +189,29 @@ def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float =
 
 def _ends(phases: Sequence[PhaseSettings], num_steps: int) -> list[int]:
     """Return the end of each phase: one more than the index of its last step."""
-    _check_percents(phases)
     open_phases = [index for index, phase in enumerate(phases) if phase.steps is None and phase.percent is None]
     if not phases or len(open_phases) > 1:
         raise UserError(
             f"the schedule has {len(phases)} phases, {len(open_phases)} of them with neither steps nor percent; "
             "expected at least one phase, and at most one without a length. Set a length for the others."
         )
+    percents = math.fsum(phase.percent for phase in phases if phase.percent is not None)
+    if percents > 100 * (1 + 1e-9):
+        raise UserError(
+            f"the phases of the schedule take {percents:g} percent of the job; expected at most 100. Shorten a phase."
+        )
     lengths = _lengths(phases, num_steps)
     left = num_steps - sum(lengths)
-    if left < 0 or (left == 0 and open_phases):
-        expected = "fewer, because one phase takes the remaining steps" if open_phases else str(num_steps)
+    if left < 0 or bool(open_phases) == (left == 0):
+        expected = "fewer, because one phase takes the remaining steps" if open_phases else num_steps
+        remedy = "Omit the length of one phase, which then takes the remaining steps" if left > 0 else "Shorten a phase"
         raise UserError(
             f"the phases of the schedule take {sum(lengths)} steps, but the job has {num_steps}; expected {expected}. "
-            "Shorten a phase."
-        )
-    if left > 0 and not open_phases:
-        raise UserError(
-            f"the phases of the schedule take {sum(lengths)} steps, but the job has {num_steps}; expected {num_steps}. "
-            "Omit the length of one phase, which then takes the remaining steps."
+            f"{remedy}."
         )
     for index in open_phases:
         lengths[index] = left
     return list(accumulate(lengths))
-
-
-def _check_percents(phases: Sequence[PhaseSettings]) -> None:
-    total = math.fsum(phase.percent for phase in phases if phase.percent is not None)
-    if total > 100 * (1 + 1e-9):
-        raise UserError(
-            f"the phases of the schedule take {total:g} percent of the job; expected at most 100. Shorten a phase."
-        )
 
 
 def _lengths(phases: Sequence[PhaseSettings], num_steps: int) -> list[int]:

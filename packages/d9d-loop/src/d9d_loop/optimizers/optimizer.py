@@ -107,11 +107,7 @@ class OptimizerSettings(Section, ABC):
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
-        """Construct the optimizer.
-
-        Args:
-            groups: Parameter groups with the keys `params` (pairs of name and parameter), `lr` and `weight_decay`.
-        """
+        """Construct the optimizer of groups with `params` (pairs of name and parameter), `lr` and `weight_decay`."""
 
     @final
     def _optimizers(self, named: Named, *, whole: bool) -> "list[Optimizer]":

@@ -16,9 +16,7 @@ Curve = Sequence[tuple[int, float]]
 def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
     """Return the SVG of curves over steps, one color for each. The vertical axis is logarithmic above two decades.
 
-    Args:
-        curves: Points (step, value) by label, sorted by step; values are finite.
-        title: Name of the chart for screen readers.
+    Curves are points (step, value) by label, sorted by step, with finite values. `title` is for screen readers.
     """
     drawn = {label: _thinned(curve) for label, curve in curves.items() if curve}
     if not drawn:

@@ -39,11 +39,6 @@ class HangPoller:
         lost: Description of a rank that failed or whose process died, or `None`.
         text: Report of an alarm of any rank, valid after `wait_for_report`.
         interval: Polling interval in seconds.
-
-    Args:
-        ctx: Distributed context of several ranks.
-        place: Returns the location of this rank's main thread.
-        stuck_seconds: Returns the time since this rank's last progress, in seconds.
     """
 
     def __init__(

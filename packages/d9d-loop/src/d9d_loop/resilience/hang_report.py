@@ -4,9 +4,10 @@ import linecache
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -43,20 +44,11 @@ class RankPlace:
 
 
 def main_thread_place(step: int, doing: str) -> RankPlace:
-    """Return the current location of this process's main thread.
-
-    May be called from any thread, even while the main thread is blocked.
-    """
+    """Return the current location of this process's main thread, even while that thread is blocked."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = list(_outwards(frame))
+    frames = [] if frame is None else [each for each, _ in walk_stack(frame)]
     outside = [frame for frame in frames if not frame.f_code.co_filename.startswith(_TORCH)]
     return RankPlace(step, doing, _collective(frames), _describe(outside[0]) if outside else "an unknown line")
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _collective(frames: list[FrameType]) -> str | None:
@@ -91,10 +83,8 @@ def describe_hang(
 ) -> str:
     """Return a report of the missing ranks and the location of each rank.
 
-    Args:
-        places: Location of each rank; `None` for a rank that does not answer.
-        seconds: Time without progress, in seconds.
-        states: Known process states by rank, such as "its process 4711 on node-3 is stopped".
+    The place of a rank that does not answer is `None`. `seconds` is the time without progress. `states` are known
+    process states by rank, such as "its process 4711 on node-3 is stopped".
     """
     states = states or {}
     lines = [f"no progress for {seconds:.1f} s."]

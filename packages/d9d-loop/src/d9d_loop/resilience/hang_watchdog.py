@@ -60,7 +60,6 @@ class HangWatchdog:
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
-        enabled: If False, the watchdog does nothing.
         on_exit: Called with the reason before the watchdog ends the process.
     """
 

@@ -57,11 +57,9 @@ def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: D
     ranks: the collectives of `replay`, and two small all-gathers. Call it before the parameters change. The replay
     accumulates gradients and metrics, which the caller must discard.
 
-    Args:
-        model: This rank's part of the model; in a pipeline, its stages.
-        replay: Runs forward and backward with the batches of the step. It must pass the loss, and any other tensor to
-            check outside modules, to the `Watch` function it receives.
-        ctx: The job's context.
+    `model` is this rank's part of the model; in a pipeline, its stages. `replay` runs forward and backward with the
+    batches of the step. It must pass the loss, and any other tensor to check outside modules, to the `Watch` function
+    it receives.
     """
     probe = _Probe(ctx.coordinate("regular", "pp"))
     with probe.attached(model):

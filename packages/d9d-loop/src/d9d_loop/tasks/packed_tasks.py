@@ -71,7 +71,6 @@ class PreferenceTask(PackedTask):
     margin. Router losses of the model are added, and do not change the margins.
 
     Args:
-        loss: Loss of a pair.
         has_reference: False for a loss without a reference, such as SimPO: batches then have no `reference_log_probs`.
 
     Raises:
@@ -122,9 +121,6 @@ class PolicyTask(PackedTask):
     [B, L] each: `old_log_probs`, `reference_log_probs` and `importance`; see `PolicyLoss`. Router losses of the model
     are added, and do not change the ratios.
 
-    Args:
-        loss: Loss of the sampled tokens.
-
     Raises:
         UserError: In `loss`, if the batch has no `advantages`.
     """
@@ -161,9 +157,6 @@ class RewardTask(PackedTask):
 
     A batch has the rows of a packed `PairStream` with `with_last_token`. The reward of an answer is the score of its
     last position.
-
-    Args:
-        loss: Loss of a pair.
     """
 
     weight_unit = "pairs"
@@ -198,9 +191,6 @@ class DistillationTask(PackedTask):
     A batch has packed rows, `teacher_ids` [B, L, K], int64, the teacher's most probable next tokens, and
     `teacher_log_probs` [B, L, K]. Positions whose label is -100 do not contribute to the loss. The model gets
     `teacher_ids` as its labels, and returns their log-probabilities [B, L, K]. Router losses of the model are added.
-
-    Args:
-        loss: Loss of a position.
     """
 
     weight_unit = "tokens"
