@@ -1,15 +1,19 @@
 """Global order of samples: a function of (seed, position) in constant memory, independent of the world size."""
 
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from d9d_dist import UserError, mix_bits, stream_key
 
 _ROUNDS = 6
+_MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LARGEST = 1 << 62
+_SCALAR = 128
+"""Largest number of positions that are faster to permute one by one than as a tensor."""
 
 
 @final
@@ -58,10 +62,18 @@ class SampleOrder:
 
     def _permuted(self, first: int, last: int, epoch: int) -> list[int]:
         keys = self._round_keys(epoch)
-        indices = self._permute(torch.arange(first, last, device="cpu"), keys)
+        if last - first <= _SCALAR:
+            return [self._permuted_index(index, keys) for index in range(first, last)]
+        indices = self._permute(torch.arange(first, last), keys, mix_bits)
         while (outside := (indices >= self._num_samples).nonzero()).numel():
-            indices[outside] = self._permute(indices[outside], keys)
+            indices[outside] = self._permute(indices[outside], keys, mix_bits)
         return indices.tolist()
+
+    def _permuted_index(self, index: int, keys: list[int]) -> int:
+        index = self._permute(index, keys, _hash)
+        while index >= self._num_samples:
+            index = self._permute(index, keys, _hash)
+        return index
 
     def _round_keys(self, epoch: int) -> list[int]:
         """Return the round keys of an epoch. The last result is cached."""
@@ -72,11 +84,20 @@ class SampleOrder:
             self._keys = (epoch, keys)
         return keys
 
-    def _permute(self, indices: Tensor, keys: list[int]) -> Tensor:
+    def _permute(self, indices: Any, keys: list[int], mix: Callable[[Any], Any]) -> Any:
+        """Apply the network once, to an int64 tensor with `mix_bits` or to an integer with `_hash`."""
         left, right = indices >> self._half_bits, indices & self._half_mask
         for key in keys:
-            left, right = right, left ^ (mix_bits(right ^ key) & self._half_mask)
+            left, right = right, left ^ (mix(right ^ key) & self._half_mask)
         return left << self._half_bits | right
+
+
+def _hash(value: int) -> int:
+    """Return the SplitMix64 finalizer of the lower 64 bits of an integer, like `mix_bits` but faster for one number."""
+    value &= _MASK
+    value = (value ^ value >> 30) * _FIRST & _MASK
+    value = (value ^ value >> 27) * _SECOND & _MASK
+    return value ^ value >> 31
 
 
 def _int64(value: int) -> int:
