@@ -58,7 +58,7 @@ class DocumentStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return _DocumentCursor(self._file, self._order, state, max_length=self._max_length, end=self._end)
+        return _DocumentCursor(self, state)
 
     def read(self, entry: tuple[int, int, int]) -> Document:
         """Return the tokens of a part of a document, and their mask if the file has masks."""
@@ -78,10 +78,10 @@ class DocumentStream(SampleStream):
 
 @final
 class _DocumentCursor(Cursor):
-    def __init__(self, file: TokenFile, order: SampleOrder, state: Any, *, max_length: int, end: int | None) -> None:
+    def __init__(self, stream: DocumentStream, state: Any) -> None:
         document, part = (0, 0) if state is None else (state["document"], state["part"])
-        self._file, self._max_length = file, max_length
-        self._order = OrderCursor(order.take, {"position": document}, end=end)
+        self._file, self._max_length = stream._file, stream._max_length
+        self._order = OrderCursor(stream._order.take, {"position": document}, end=stream._end)
         self._ahead: list[tuple[int, tuple[int, int, int]]] = []  # (position of the document, entry) of each part
         if part:
             self._look_ahead(1)

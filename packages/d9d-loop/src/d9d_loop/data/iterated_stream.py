@@ -58,7 +58,7 @@ class IteratedStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor; its position is the epoch and the state of the iterable."""
-        return _IteratedCursor(self._epoch, state, name=self._name, num_epochs=self._num_epochs)
+        return _IteratedCursor(self, state)
 
     def read(self, entry: Any) -> Any:
         """Return the element, transformed if there is a `transform`."""
@@ -75,13 +75,11 @@ class IteratedStream(SampleStream):
 
 @final
 class _IteratedCursor(Cursor):
-    def __init__(
-        self, epoch: Callable[[int], StatefulIterable], state: Any, *, name: str, num_epochs: int | None
-    ) -> None:
-        self._open, self._name, self._num_epochs = epoch, name, num_epochs
+    def __init__(self, stream: IteratedStream, state: Any) -> None:
+        self._stream, self._num_epochs = stream, stream._num_epochs
         # An iterable may not report the loaded state before its first element, so `_loaded` keeps it.
         self._epoch, self._loaded = (0, None) if state is None else (state["epoch"], state["data"])
-        self._data = epoch(self._epoch)
+        self._data = stream._epoch(self._epoch)
         self._is_new = self._loaded is None
         if self._loaded is not None:
             self._data.load_state_dict(self._loaded)
@@ -103,9 +101,9 @@ class _IteratedCursor(Cursor):
                 return
             if self._is_new:
                 raise UserError(
-                    f"epoch {self._epoch} of the data {self._name!r} has no elements; expected at least one. Check "
-                    "the source of the data."
+                    f"epoch {self._epoch} of the data {self._stream._name!r} has no elements; expected at least one. "
+                    "Check the source of the data."
                 )
             self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
-            self._data = self._open(self._epoch)
+            self._data = self._stream._epoch(self._epoch)
             self._elements = iter(self._data)

@@ -89,7 +89,7 @@ class MixtureStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, whose state contains the state of each source."""
-        return _MixtureCursor(self._streams, self.shares, state, unit=self._unit, seed=self._seed)
+        return _MixtureCursor(self, state)
 
     def read(self, entry: tuple[int, Entry]) -> Any:
         """Read the sample that `entry` points to. If it is a dictionary, add the index of its source."""
@@ -132,12 +132,11 @@ class MixtureStream(SampleStream):
 class _MixtureCursor(Cursor):
     """Cursor that keeps, for each source, the samples and tokens taken and the deficit relative to its share."""
 
-    def __init__(self, streams: Sequence[SampleStream], shares: Any, state: Any, *, unit: Unit, seed: int) -> None:
-        self._streams, self._shares, self._seed = streams, shares, seed
-        self._unit: Unit = unit
-        state = state or _start(len(streams))
+    def __init__(self, mixture: MixtureStream, state: Any) -> None:
+        self._mixture, self._streams = mixture, mixture._streams
+        state = state or _start(len(self._streams))
         self._samples, self._tokens, self._behind = (list(state[key]) for key in ("samples", "tokens", "behind"))
-        self._cursors = [stream.cursor(each) for stream, each in zip(streams, state["sources"], strict=True)]
+        self._cursors = [stream.cursor(each) for stream, each in zip(self._streams, state["sources"], strict=True)]
 
     def take(self, num_entries: int) -> list[tuple[int, Entry]]:
         return [self._next() for _ in range(num_entries)]
@@ -150,11 +149,12 @@ class _MixtureCursor(Cursor):
 
     def _next(self) -> tuple[int, Entry]:
         num_before = sum(self._samples)
-        shares = self._shares(num_before if self._unit == "samples" else sum(self._tokens))
+        in_tokens = self._mixture._unit == "tokens"
+        shares = self._mixture.shares(sum(self._tokens) if in_tokens else num_before)
         source = self._draw(shares, num_before)
         (entry,) = self._cursors[source].take(1)
         size = 1
-        if self._unit == "tokens":
+        if in_tokens:
             size = self._streams[source].length(entry)
             self._tokens[source] += size
         self._samples[source] += 1
@@ -166,7 +166,7 @@ class _MixtureCursor(Cursor):
         owed = [max(behind + share, 0.0) if share else 0.0 for behind, share in zip(self._behind, shares, strict=True)]
         if not any(owed):  # every source with a deficit has share 0 in this phase
             owed = list(shares)
-        point = stream_key(self._seed, "mixture", number) / (1 << 63) * sum(owed)
+        point = stream_key(self._mixture._seed, "mixture", number) / (1 << 63) * sum(owed)
         source = 0
         for candidate, width in enumerate(owed):
             if width:

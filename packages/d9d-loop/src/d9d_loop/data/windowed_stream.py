@@ -1,7 +1,6 @@
 """Base class of streams that rearrange another stream window by window, and can resume inside a window."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, final
 
 from pydantic import JsonValue
@@ -22,7 +21,7 @@ class WindowedStream(SampleStream):
     @final
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor. If `state` points into a window, the whole window is taken and arranged again."""
-        return _WindowCursor(self._stream, state, size=self._size, arrange=self._arrange)
+        return _WindowCursor(self, state)
 
     @abstractmethod
     def _arrange(self, entries: list[Entry], window: int) -> list[Entry]:
@@ -33,12 +32,10 @@ class WindowedStream(SampleStream):
 class _WindowCursor(Cursor):
     """Cursor whose state is the index and the start of a window, and an offset in it; these determine the window."""
 
-    def __init__(
-        self, stream: SampleStream, state: Any, *, size: int, arrange: Callable[[list[Entry], int], list[Entry]]
-    ) -> None:
+    def __init__(self, stream: WindowedStream, state: Any) -> None:
+        self._stream = stream
         self._place: dict[str, Any] = {"window": 0, "start": None, "offset": 0} if state is None else dict(state)
-        self._size, self._arrange = size, arrange
-        self._cursor = stream.cursor(self._place["start"])
+        self._cursor = stream._stream.cursor(self._place["start"])
         self._arranged: list[Entry] | None = None
         self._num_empty = 0
 
@@ -64,13 +61,13 @@ class _WindowCursor(Cursor):
 
     def _arrange_window(self) -> list[Entry] | None:
         """Return the entries of the next window, rearranged; None at the end of the stream."""
-        if not (entries := self._cursor.take(self._size)):
+        if not (entries := self._cursor.take(self._stream._size)):
             return None
-        arranged = self._arrange(entries, self._place["window"])
+        arranged = self._stream._arrange(entries, self._place["window"])
         self._num_empty = 0 if arranged else self._num_empty + 1
         if self._num_empty == _MOST_EMPTY:
             raise UserError(
-                f"{_MOST_EMPTY * self._size} consecutive samples gave no documents; expected documents of two "
+                f"{_MOST_EMPTY * self._stream._size} consecutive samples gave no documents; expected documents of two "
                 "tokens or more. Check how the samples are converted."
             )
         return arranged
