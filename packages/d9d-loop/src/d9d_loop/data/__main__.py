@@ -24,11 +24,7 @@ from d9d_loop.data.token_file import TokenFile
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, and print one line of JSON for each token file.
-
-    Raises:
-        UserError: If an input file or an option value is invalid.
-    """
+    """Run the command, and print one line of JSON for each token file."""
     parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Write text as a token file.")
     parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of these")
     parser.add_argument("--output", type=Path, help="folder to write; must not exist")

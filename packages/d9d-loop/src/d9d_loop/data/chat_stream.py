@@ -199,8 +199,7 @@ def tokenize_chats(
 def fit_tokens(chat: ChatTokens, *, max_length: int, too_long: TooLong) -> MaskedTokens | None:
     """Return the tokens and mask of a conversation of at most `max_length` positions; None if it is dropped.
 
-    Raises:
-        UserError: If the conversation is too long and `too_long` is `refuse`.
+    A conversation that is too long raises `UserError` if `too_long` is `refuse`.
     """
     if len(chat.tokens) - 1 <= max_length:
         return chat.tokens, chat.mask

@@ -103,7 +103,7 @@ class ChatTokenizer:
         """
         text = self._render(conversation, len(conversation.messages))
         encoding: Any = self._tokenizer.encode(text, add_special_tokens=False)
-        trained, is_turn_trained = [False] * len(encoding.ids), False
+        trained = [False] * len(encoding.ids)
         spans: list[Span] = []
         for number, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
@@ -111,10 +111,9 @@ class ChatTokenizer:
             span = self._turn(conversation, number, text, spans)
             first, last = self._tokens_of(span, encoding, text, [*spans, span])
             if number >= conversation.first_trained and message.get("weight", 1):
-                is_turn_trained = True
                 trained[first : last + 1] = [True] * (last + 1 - first)
                 spans.append((span[0], encoding.offsets[last][1]))
-        if not is_turn_trained:
+        if not any(trained):
             _refuse(
                 "no assistant message contributes to the loss; expected at least one, with a weight other than 0",
                 text,

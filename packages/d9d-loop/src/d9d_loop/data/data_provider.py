@@ -44,6 +44,9 @@ class DataProvider(ABC):
 class DatasetProvider(DataProvider):
     """Provider of a map-style dataset, read in an order that is a function of the seed and the position.
 
+    Attributes:
+        num_samples: Number of training samples.
+
     Args:
         samples: A dataset with a length. A Hugging Face dataset without a format returns tensors.
         shuffle: If True, shuffle each epoch, in a different order each time.
@@ -65,20 +68,15 @@ class DatasetProvider(DataProvider):
         draws: bool | None = None,
     ) -> None:
         self._samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
-        self._epochs = epochs
+        self._epochs, self.num_samples = epochs, len(self._samples)
         is_plain = evaluation is not None and not isinstance(evaluation, SampleStream)
         self._evaluation = as_samples(evaluation, "evaluation_data") if is_plain else evaluation
         may_draw = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
         self.draws = may_draw if draws is None else draws
 
-    @property
-    def num_samples(self) -> int:
-        """Number of training samples."""
-        return len(self._samples)
-
     def training(self, *, seed: int) -> SampleStream:
         """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
-        if len(self._samples) == 0:
+        if self.num_samples == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
         return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle, epochs=self._epochs)
 

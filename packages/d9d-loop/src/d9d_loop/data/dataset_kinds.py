@@ -13,8 +13,7 @@ from d9d_loop.data.samples import Samples
 def as_samples(data: Any, argument: str) -> Samples:
     """Return a map-style dataset; a `datasets.Dataset` without a format returns tensors (`with_format("torch")`).
 
-    Raises:
-        UserError: If `data`, which the user passed as `argument`, is not a map-style dataset.
+    Other data, which the user passed as `argument`, raise `UserError`.
     """
     if _is_hugging_face(data, "Dataset"):
         return data if data.format["type"] else data.with_format("torch")

@@ -71,18 +71,12 @@ def plan_pass(
     """
     cursor, position, jobs, num_real = stream.cursor(), 0, list[ReadJob](), 0
     padding: ReadJob | None = None
-    while True:
-        wanted = batch_size * dp_size if num_samples is None else min(batch_size * dp_size, num_samples - position)
-        entries = cursor.take(wanted)
-        if not entries:
-            break
+    start, most = dp_rank * batch_size, batch_size * dp_size
+    while entries := cursor.take(most if num_samples is None else min(most, num_samples - position)):
         padding = padding or ReadJob(0, entries[:1])
-        start = dp_rank * batch_size
-        if own := entries[start : start + batch_size]:
-            jobs.append(ReadJob(position + start, own))
-            num_real += 1
-        else:
-            jobs.append(padding)
+        own = entries[start : start + batch_size]
+        jobs.append(ReadJob(position + start, own) if own else padding)
+        num_real += bool(own)
         position += len(entries)
     if padding is None:
         raise UserError(_EMPTY)

@@ -42,11 +42,6 @@ class SampleOrder:
         self._half_bits, self._half_mask = half_bits, (1 << half_bits) - 1
         self._keys = (-1, [0])
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples per epoch."""
-        return self._num_samples
-
     def __getitem__(self, position: int) -> int:
         return self.take(position, position + 1)[0]
 

@@ -150,10 +150,7 @@ class StreamLoader:
         """Yield this rank's read jobs, step by step, and append the end of each step to `_places`."""
         size, global_size, starts = self._share.microbatch_size, self._share.global_size, self._share.starts()
         position, cursor = self._used["position"], self._stream.cursor(self._used["stream"])
-        while True:
-            entries = cursor.take(global_size)
-            if not entries:
-                return
+        while entries := cursor.take(global_size):
             jobs = [ReadJob(position + start, entries[start : start + size]) for start in starts]
             own = [job for job in jobs if job.entries]
             self._places.append(({"position": position + len(entries), "stream": cursor.state_dict()}, len(own)))

@@ -31,12 +31,8 @@ _PATIENCE = 5.0
 class WorkerPool:
     """Worker processes that read batches ahead of use, one batch at a time each. Batches are returned in order.
 
-    Args:
-        reader: Reads a batch. It is pickled and sent to the workers, unless they are forked.
-        timeout: Time limit for a batch, in seconds; `None` for no limit.
-
-    Raises:
-        UserError: If the reader cannot be pickled.
+    The reader is pickled and sent to the workers, unless they are forked; a reader that cannot be pickled raises
+    `UserError`. `timeout` is the time limit for a batch, in seconds.
     """
 
     def __init__(self, reader: SampleReader, *, num_workers: int, seed: int, timeout: float | None = None) -> None:
@@ -56,8 +52,7 @@ class WorkerPool:
     def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
         """Read the batches of jobs, in order. Call it only once per pool.
 
-        Raises:
-            DataError: If a worker fails, dies or times out. The message names the worker and the sample.
+        A worker that fails, dies or times out raises `DataError`, which names the worker and the sample.
         """
         # A worker has at most one job, so that both pipe ends can never block on a write at the same time.
         waiting = iter(jobs)
