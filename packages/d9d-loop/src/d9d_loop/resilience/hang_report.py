@@ -19,7 +19,6 @@ _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 # Files with the public collective functions; other files of torch.distributed contain wrappers.
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
-_RANKS_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,7 @@ def _collective(frames: list[FrameType]) -> str | None:
     frame = (named or distributed)[0]
     group = frame.f_locals.get("group")
     ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup | None) else None
-    return frame.f_code.co_name + ("" if ranks is None else f" over ranks {_shorten(ranks)}")
-
-
-def _shorten(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    return shown + (f" and {len(ranks) - _RANKS_SHOWN} more" if ranks[_RANKS_SHOWN:] else "")
+    return frame.f_code.co_name + ("" if ranks is None else f" over {name_ranks(ranks)}")
 
 
 def _describe(frame: FrameType) -> str:
