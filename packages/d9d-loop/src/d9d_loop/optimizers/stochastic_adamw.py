@@ -1,7 +1,6 @@
 """AdamW for bfloat16 parameters without float32 master weights, by stochastic rounding."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -9,31 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from d9d_dist import UserError, canonical_name, local_tensor, random_bits_at, stream_key
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, replace_
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules
 from d9d_loop.optimizers.stochastic_copy import CHUNK, draw, has_kernel, round_stochastically
-
-
-@dataclass(frozen=True, slots=True)
-class AdamWNumbers:
-    """Scalars of one AdamW step: m and v average the gradients and their squares; `step` counts from 1."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-
-    @property
-    def step_size(self) -> float:
-        """Learning rate divided by the bias correction of m, 1 - beta1^step."""
-        return self.lr / (1.0 - self.beta1**self.step)
-
-    @property
-    def square_correction(self) -> float:
-        """Square root of the bias correction of v, sqrt(1 - beta2^step)."""
-        return (1.0 - self.beta2**self.step) ** 0.5
 
 
 @final
