@@ -16,7 +16,6 @@ an accelerator does not know its loss yet.
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 from typing import final
 
 from d9d_loop.resilience.resilience_config import BadStepConfig
@@ -51,11 +50,11 @@ class LossWindow:
             return False
         losses = self._known(step)
         # The median is below the limit, and takes less time to compute.
-        return bool(losses) and loss > median(losses) and loss > _spike_limit(losses, self._config)
+        return bool(losses) and loss > _median(losses) and loss > _spike_limit(losses, self._config)
 
     def median(self) -> float:
         """Return the median of the recent losses, including the latest."""
-        return median(loss for _, loss in self._steps)
+        return _median(sorted(loss for _, loss in self._steps))
 
     def state_dict(self) -> list[list[int | str]]:
         """Return [step, loss] pairs for JSON. Losses are hexadecimal strings, which are exact."""
@@ -67,17 +66,18 @@ class LossWindow:
         self._steps.extend((step, float.fromhex(loss)) for step, loss in state)
 
     def _known(self, step: int) -> list[float]:
-        """Return the losses in the window that an accelerator's host already knows in `step`."""
-        return [loss for earlier, loss in self._steps if earlier < step - _UNKNOWN_STEPS][-self._config.spike_window :]
+        """Return the losses in the window that an accelerator's host already knows in `step`, in ascending order."""
+        known = [loss for earlier, loss in self._steps if earlier < step - _UNKNOWN_STEPS]
+        return sorted(known[-self._config.spike_window :])
 
 
 def _spike_limit(losses: Sequence[float], config: BadStepConfig) -> float:
-    """Return the spike limit of the module docstring; infinite for fewer than `config.spike_after` losses."""
+    """Return the spike limit of losses in ascending order; infinite for fewer than `config.spike_after` losses."""
     if len(losses) < config.spike_after:
         return math.inf
     middle, deviation = _spread(losses)
     limit = middle + config.spike_deviations * max(deviation, _LEAST_DEVIATION * abs(middle))
-    if min(losses) <= 0:
+    if losses[0] <= 0:
         return limit
     middle, deviation = _spread([math.log(loss) for loss in losses])
     # A larger exponent would overflow; such a limit is above every loss.
@@ -85,7 +85,12 @@ def _spike_limit(losses: Sequence[float], config: BadStepConfig) -> float:
     return max(limit, math.exp(exponent))
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float]:
+def _spread(ordered: Sequence[float]) -> tuple[float, float]:
     """Return the median, and the estimate of the standard deviation from MAD."""
-    middle = median(values)
-    return middle, _MAD_TO_DEVIATION * median([abs(value - middle) for value in values])
+    middle = _median(ordered)
+    return middle, _MAD_TO_DEVIATION * _median(sorted([abs(value - middle) for value in ordered]))
+
+
+def _median(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
