@@ -101,7 +101,8 @@ def timeline(history: RunHistory) -> str:
         label = f"{tick:g}" if tick else unit
         parts.append(f'<text x="{x(tick * scale):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{label}</text>')
     for number, each in enumerate(history.interruptions):
-        begin, end = history.lives[number][-1][0], _first_step_time(history, number + 1)
+        begin, after = history.lives[number][-1][0], history.lives[number + 1]
+        end = next((time for time, step in after if step > after[0][1]), after[-1][0])  # the first progress, if any
         parts.append(
             f'<rect class="gap" x="{x(begin):.1f}" y="{TOP}" width="{max(x(end) - x(begin), 1):.1f}" '
             f'height="{HEIGHT - TOP - BOTTOM}"><title>{escape(f"after step {each.step}: {each.cause}")}</title></rect>'
@@ -113,9 +114,3 @@ def timeline(history: RunHistory) -> str:
             places = " ".join(f"{x(time):.1f},{y(step):.1f}" for time, step in points)
             parts.append(f'<polyline class="curve {kind}" points="{places}"/>')
     return "".join([*parts, "</svg>"])
-
-
-def _first_step_time(history: RunHistory, number: int) -> float:
-    """Return the time of the first progress of a life, else of its last record."""
-    life = history.lives[number]
-    return next((time for time, step in life if step > life[0][1]), life[-1][0])
