@@ -30,7 +30,7 @@ class ChatTokens:
     """Tokens of a conversation.
 
     Attributes:
-        mask: True for each token that contributes to the loss as a label. True for the last token.
+        mask: True for each token that contributes to the loss as a label. The tokens end with such a token.
         spans: Character ranges [start, stop) of `text` that contribute to the loss.
     """
 

@@ -157,7 +157,7 @@ Phase: TypeAlias = Annotated[
 
 
 def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """Compose phases into a function of the step, counted from 0, that returns the factor of the peak learning rate.
+    """Compose phases into a function of the step, counted from 0, that returns the learning rate relative to the peak.
 
     On its first step, each phase has the final factor of the previous phase. A last phase of several steps reaches its
     final factor on the last step of the job, and keeps it afterwards. If `start` is 0, the first phase begins one step
@@ -166,7 +166,7 @@ def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float =
     Args:
         phases: One or more phases. Lengths in percent are rounded such that their sum is off by at most half a step.
         num_steps: Number of steps of the whole job.
-        start: Factor of the peak learning rate at the start of the first phase.
+        start: Learning rate at the start of the first phase, relative to the peak.
 
     Raises:
         UserError: If the phases cover fewer or more than `num_steps` steps, several have no length, or an exponential

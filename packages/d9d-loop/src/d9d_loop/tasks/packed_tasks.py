@@ -48,7 +48,7 @@ class NextTokenTask(PackedTask):
         return packed_inputs(batch)
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the labels."""
+        """Return the summed losses of all labels."""
         return next_token_loss(outputs, batch["labels"])
 
     def metrics(self) -> Mapping[str, Metric]:
@@ -87,7 +87,7 @@ class PreferenceTask(PackedTask):
         return packed_inputs(batch, scores=True)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the pairs."""
+        """Return the summed losses of the pairs."""
         if self._has_reference != (batch.get("reference_log_probs") is not None):
             raise UserError(
                 f"the batch has {'no' if self._has_reference else 'the key'} reference_log_probs; expected it if and "
@@ -137,7 +137,7 @@ class PolicyTask(PackedTask):
         return packed_inputs(batch, scores=True)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the sampled tokens."""
+        """Return the summed losses of the sampled tokens."""
         if "advantages" not in batch:
             raise UserError(
                 f"the batch has no advantages, only {', '.join(sorted(batch))}; expected an advantage for each "
@@ -169,7 +169,7 @@ class RewardTask(PackedTask):
         return Inputs(batch["input_ids"], position_ids=batch["position_ids"], document_ids_BL=batch["documents"])
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the pairs. Raise `UserError` if the outputs are not scores of positions."""
+        """Return the summed losses of the pairs. Raise `UserError` if the outputs are not scores of positions."""
         expected = batch["input_ids"].shape
         if outputs.shape not in {expected, (*expected, 1)}:
             raise UserError(
@@ -203,7 +203,7 @@ class DistillationTask(PackedTask):
         return packed_inputs(batch, labels=batch["teacher_ids"], scores=True)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
-        """Return the sum of the losses of the positions with a label."""
+        """Return the summed losses of all positions with a label."""
         return self._loss(
             outputs["log_probs"],
             teacher_log_probs_BLK=batch["teacher_log_probs"],
