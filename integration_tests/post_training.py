@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import d9d_loop.losses.document_sums
 import d9d_loop.losses.policy
 import d9d_loop.losses.preference
-import d9d_loop.tasks.next_token_task
 from d9d_dist import (
     ContextMethod,
     ContextSplit,

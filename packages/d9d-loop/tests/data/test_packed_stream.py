@@ -1,3 +1,4 @@
+import random
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_loop.data import DocumentStream, PackedStream, TokenizedStream, pack_row
+from d9d_loop.data import (
+    DocumentStream,
+    PackedSamples,
+    PackedStream,
+    TokenizedStream,
+    TokenWindows,
+    best_fit_decreasing,
+    pack_row,
+)
 
 
 def test_a_packed_stream_resumes_at_any_entry(tmp_path: Path) -> None:
@@ -79,3 +88,69 @@ def test_sizes_below_one_are_refused(name: str) -> None:
     sizes = {"row_length": 4, "window": 4, name: 0}
     with pytest.raises(UserError, match=f"{name} = 0; expected at least 1"):
         PackedStream(lists_stream(), seed=0, **sizes)
+
+
+def _one_by_one(lengths: list[int], capacity: int) -> list[int]:
+    """Return the free space of each row by textbook best-fit decreasing."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [number for number, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[min(fitting, key=lambda number: rooms[number])] -= length
+        else:
+            rooms.append(capacity - length)
+    return rooms
+
+
+@given(data=st.data(), capacity=st.integers(1, 60))
+def test_packing_equals_textbook_best_fit_decreasing(data: st.DataObject, capacity: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=80))
+    rows = best_fit_decreasing(lengths, capacity)
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
+    rooms = [capacity - sum(lengths[item] for item in row) for row in rows]
+    # Rows with equal free space are equivalent, so either may take an item.
+    assert sorted(rooms) == sorted(_one_by_one(lengths, capacity))
+
+
+@pytest.mark.parametrize("capacity", [2048, 4096, 8192])
+def test_log_normal_lengths_have_little_padding(capacity: int) -> None:
+    draws = random.Random(0)  # noqa: S311
+    lengths = [min(max(int(draws.lognormvariate(6, 1)), 1), capacity) for _ in range(20_000)]
+    rows = best_fit_decreasing(lengths, capacity)
+    assert 1 - sum(lengths) / (len(rows) * capacity) <= 0.001
+
+
+def test_without_documents_there_are_no_rows() -> None:
+    assert best_fit_decreasing([], 5) == []
+
+
+def test_windows_predict_each_token_once(tmp_path: Path) -> None:
+    windows = TokenWindows(write_tokens(tmp_path / "tokens", numbered_documents([5, 9])), length=4)
+    rows = [windows[index] for index in range(len(windows))]
+    assert [row["input_ids"].tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [row["labels"].tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    with pytest.raises(IndexError, match="window 3 is out of range: there are 3 windows"):
+        windows[3]
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_window_lengths_out_of_range_are_refused(tmp_path: Path, length: int) -> None:
+    with pytest.raises(UserError, match=f"length = {length}, and the file has 3 tokens; expected at least 1"):
+        TokenWindows(write_tokens(tmp_path / "tokens", [[1, 2, 3]]), length=length)
+
+
+def test_packs_all_documents_at_once(tmp_path: Path) -> None:
+    lengths = some_lengths(30, seed=2, longest=20)
+    samples = PackedSamples(write_tokens(tmp_path / "tokens", numbered_documents(lengths)), row_length=8)
+    labels = [label for index in range(len(samples)) for label in samples[index]["labels"].tolist() if label != -100]
+    starts = {sum(lengths[:number]) for number in range(len(lengths))}
+    assert sorted(labels) == [token for token in range(sum(lengths)) if token not in starts]
+    assert len(samples) <= -(-len(labels) // 8) + 2
+
+
+def test_documents_of_one_token_and_empty_rows_are_refused(tmp_path: Path) -> None:
+    file = write_tokens(tmp_path / "tokens", [[1], [2]])
+    with pytest.raises(UserError, match="no document has two tokens"):
+        PackedSamples(file, row_length=8)
+    with pytest.raises(UserError, match="row_length = 0; expected at least 1"):
+        PackedSamples(file, row_length=0)

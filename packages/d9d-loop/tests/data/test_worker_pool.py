@@ -120,8 +120,8 @@ def test_a_worker_that_is_killed_while_it_waits_is_found() -> None:
     batches = pool.batches(_jobs(5))
     next(batches)
     (worker,) = pool._workers
-    worker._process.kill()
-    worker._process.join()
+    worker.process.kill()
+    worker.process.join()
     with pytest.raises(DataError, match=r"data worker 0 \(process \d+\) was killed by SIGKILL"):
         list(batches)
     pool.close()
@@ -149,7 +149,7 @@ def test_workers_collect_garbage_and_ignore_the_stop_signals_of_a_job(ctx: Distr
         assert next(batches) == [(True, True)] * 4
         (worker,) = pool._workers
         for each in _JOB_SIGNALS:
-            os.kill(worker._process.pid or 0, each)
+            os.kill(worker.process.pid or 0, each)
         assert len(list(batches)) == 2
         assert stop.agreed() is None
         pool.close()

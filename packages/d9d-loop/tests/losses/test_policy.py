@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from d9d_dist import UserError
-from d9d_loop.losses import Average, PolicyLoss
-from d9d_loop.losses.importance import ImportanceLevel
+from d9d_loop.losses import Average, PolicyLoss, kl_divergence, truncated_importance
+from d9d_loop.losses.policy import ImportanceLevel
 
 
 class Sampled:
@@ -193,3 +193,45 @@ def test_values_that_torch_would_broadcast_are_refused() -> None:
     sampled.advantages_BL = sampled.advantages_BL[:, :1]  # one for each row
     with pytest.raises(UserError, match=r"advantages_BL has shape \(3, 1\), and the log-probabilities \(3, 24\)"):
         sampled.ours(PolicyLoss())
+
+
+def test_k1_and_k3_have_the_divergence_as_their_mean() -> None:
+    policy, reference = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
+    expected = (policy.exp() * (policy - reference)).sum()
+    for form in ("k1", "k3"):
+        assert_close((policy.exp() * kl_divergence(policy, reference, form=form)).sum(), expected)
+    assert (kl_divergence(policy, reference, form="k3") >= 0).all()
+
+
+def test_k2_has_the_gradient_of_the_divergence() -> None:
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    policy, reference = logits.log_softmax(-1), torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    expected = (policy.exp() * (policy - reference)).sum()
+    estimate = (policy.detach().exp() * kl_divergence(policy, reference, form="k2")).sum()
+    assert_close(*(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (estimate, expected)))
+
+
+def test_ratios_are_truncated() -> None:
+    rows = packed_rows()
+    trained, rollout = rows.values(), rows.values()
+    found = truncated_importance(trained, rollout, mask_BL=rows.mask, document_ids_BL=rows.document_ids, maximum=1.5)
+    assert_close(found, torch.where(rows.mask, (trained - rollout).exp().clamp(max=1.5), 1.0))
+    assert (found == 1.5).any()
+    assert not found.requires_grad
+
+
+def test_the_weight_of_a_sequence_is_the_truncated_product_of_token_ratios() -> None:
+    rows = packed_rows()
+    trained = rows.values()
+    rollout = trained + 0.1 * torch.randn(trained.shape, dtype=torch.float64)
+    found = truncated_importance(
+        trained, rollout, mask_BL=rows.mask, document_ids_BL=rows.document_ids, maximum=1.05, level="sequence"
+    )
+    for weights, ours, theirs in zip(*map(rows.take, (found, trained, rollout)), strict=True):
+        assert_close(weights, (ours - theirs).exp().prod().clamp(max=1.05).expand_as(weights))
+
+
+def test_a_maximum_below_one_is_refused() -> None:
+    one = torch.zeros(1, 1)
+    with pytest.raises(UserError, match=r"maximum = 0.5; expected 1 or more"):
+        truncated_importance(one, one, mask_BL=one.bool(), document_ids_BL=one.long(), maximum=0.5)

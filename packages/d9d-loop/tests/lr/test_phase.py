@@ -1,6 +1,10 @@
 import math
+import re
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from d9d_dist import UserError
@@ -13,6 +17,7 @@ from d9d_loop.lr import (
     PolynomialPhase,
     RexPhase,
     SqrtPhase,
+    piecewise,
 )
 from d9d_loop.lr.phase import PhaseSettings
 
@@ -57,3 +62,81 @@ def test_two_lengths_are_refused() -> None:
 def test_an_exponential_from_zero_is_refused() -> None:
     with pytest.raises(UserError, match=r"starts at 0; expected a start above 0\. Put a linear phase before it"):
         ExponentialPhase(to=0.5).end(0.0)
+
+
+def _values(phases: Sequence[PhaseSettings], num_steps: int, start: float = 0.0) -> list[float]:
+    factor = piecewise(phases, num_steps=num_steps, start=start)
+    return [factor(step) for step in range(num_steps)]
+
+
+def test_each_phase_starts_at_the_end_of_the_previous_one() -> None:
+    phases = [LinearPhase(steps=3, to=1.0), ConstantPhase(percent=30), LinearPhase(to=0.25)]
+    assert _values(phases, 10) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
+
+
+def test_the_first_phase_may_start_at_another_value() -> None:
+    assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 5, 0.5) == pytest.approx([0.5, 0.75, 1, 0.5, 0])
+
+
+def test_a_last_phase_of_one_step_has_its_start_value() -> None:
+    assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert _values([LinearPhase(to=0.0)], 1, 1.0) == [1.0]
+
+
+def test_a_schedule_is_constant_after_its_end() -> None:
+    assert piecewise([CosinePhase(to=0.3)], num_steps=4, start=1.0)(1000) == pytest.approx(0.3)
+
+
+@given(parts=st.lists(st.integers(5, 40), min_size=1, max_size=6), num_steps=st.integers(200, 500), rest=st.booleans())
+def test_percentages_fill_the_job_within_one_step(parts: list[int], num_steps: int, rest: bool) -> None:
+    """Linear phases end at their own index, so values show the number of steps of each."""
+    scale = 100 / (sum(parts) + 20 * rest)
+    phases: list[PhaseSettings] = [
+        LinearPhase(percent=min(part * scale, 100.0), to=index + 1) for index, part in enumerate(parts)
+    ]
+    if rest:
+        phases.append(LinearPhase(to=len(parts) + 1))
+    values = _values(phases, num_steps)
+    assert values[-1] == pytest.approx(len(phases))
+    assert values == sorted(values)
+    assert values[0] > 0
+    done = 0.0
+    for index, part in enumerate(parts[: len(phases) - 1]):
+        done += part * scale / 100 * num_steps
+        reached = sum(value < index + 1 - 1e-9 for value in values)
+        assert abs(reached - done) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([], "the schedule has 0 phases"),
+        (
+            [ConstantPhase(), ConstantPhase()],
+            "2 of them with neither steps nor percent; expected at least one phase, and",
+        ),
+        (
+            [ConstantPhase(steps=9)],
+            "take 9 steps, but the job has 10; expected 10. Omit the",
+        ),
+        (
+            [ConstantPhase(percent=50), ConstantPhase(steps=4)],
+            "take 9 steps, but the job has 10; expected 10",
+        ),
+        (
+            [ConstantPhase(steps=9), ConstantPhase(percent=20)],
+            "take 11 steps, but the job has 10; expected 10. Shorten",
+        ),
+        (
+            [ConstantPhase(steps=10), ConstantPhase()],
+            "take 10 steps, but the job has 10; expected fewer, because one phase takes the remaining steps",
+        ),
+        (
+            [ConstantPhase(percent=60), ConstantPhase(percent=40.1)],
+            "take 100.1 percent of the job; expected at most 100.",
+        ),
+    ],
+)
+def test_gaps_and_overlaps_are_refused(phases: list[PhaseSettings], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        piecewise(phases, num_steps=10)

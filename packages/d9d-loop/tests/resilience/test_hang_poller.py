@@ -6,7 +6,7 @@ import pytest
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience.hang_poller import HangPoller
-from d9d_loop.resilience.rank_place import RankPlace
+from d9d_loop.resilience.hang_report import RankPlace
 
 
 def _explain(has_second_poller: bool, text: str) -> list[str]:

@@ -11,22 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from pydantic import JsonValue
+
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
-from d9d_loop.data.chat_files import tokenize_chats
-from d9d_loop.data.chat_stream import describe_chat
-from d9d_loop.data.chat_tokenizer import read_chat_tokenizer
-from d9d_loop.data.conversation import TooLong
+from d9d_loop.data.chat_stream import tokenize_chats
+from d9d_loop.data.chat_tokenizer import mark_spans, read_chat_tokenizer
+from d9d_loop.data.conversation import TooLong, read_conversation
 from d9d_loop.data.json_lines import JsonLines
 from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
+from d9d_loop.data.token_file import TokenFile
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, and print one line of JSON for each token file.
-
-    Raises:
-        UserError: If an input file or an option value is invalid.
-    """
+    """Run the command, and print one line of JSON for each token file."""
     parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Write text as a token file.")
     parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of these")
     parser.add_argument("--output", type=Path, help="folder to write; must not exist")
@@ -74,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = (text for text in documents if is_held_out(text, part) == wanted)
         folder = Path(options.output, name)
         file = tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
-        counts = {"documents": file.manifest.num_documents, "tokens": file.manifest.num_tokens}
-        print(json.dumps({"folder": str(folder), **counts, "dtype": file.manifest.dtype}))
+        _report(folder, file)
 
 
 def _tokenize_chats(options: argparse.Namespace) -> None:
@@ -83,16 +80,21 @@ def _tokenize_chats(options: argparse.Namespace) -> None:
     samples = JsonLines(options.paths)
     for number in range(min(options.show, len(samples))):
         print(f"--- conversation {number}")
-        print(describe_chat(samples[number], tokenizer, in_color=sys.stdout.isatty()))
+        chat = tokenizer(read_conversation(samples[number]))
+        print(mark_spans(chat.text, chat.spans, in_color=sys.stdout.isatty()))
     if options.output is None:
         return
     in_order = (samples[number] for number in range(len(samples)))
     file = tokenize_chats(
         in_order, options.output, tokenizer=tokenizer, max_length=options.max_length, too_long=options.too_long
     )
-    dropped = file.manifest.about["dropped"]
-    counts = {"documents": file.manifest.num_documents, "tokens": file.manifest.num_tokens, "dropped": dropped}
-    print(json.dumps({"folder": str(options.output), **counts, "dtype": file.manifest.dtype}))
+    _report(options.output, file, dropped=file.manifest.about["dropped"])
+
+
+def _report(folder: Path, file: TokenFile, **counts: JsonValue) -> None:
+    given = file.manifest
+    sizes = {"documents": given.num_documents, "tokens": given.num_tokens, **counts, "dtype": given.dtype}
+    print(json.dumps({"folder": str(folder), **sizes}))
 
 
 def _train(documents: TextFiles, path: Path, *, vocab_size: int, end_token: str | None) -> None:

@@ -21,10 +21,8 @@ class BatchReader:
 
     Args:
         jobs: Batches to read; with workers, a background thread takes jobs ahead of use.
-        place: Copies a batch to `device`. With workers, it runs in a thread and must not draw random numbers.
-        num_workers: Number of worker processes. With 0, this process reads each batch on demand.
+        place: See `StreamLoader` for this argument and those without a description.
         prefetch: Number of batches to prefetch in a thread; only used with workers.
-        timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
         draws: If False, samples and `collate` draw no random numbers. Without workers, this is checked on the first
             batch.
     """

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, final
 
-from d9d_loop.data.chat_stream import ChatStream
+from d9d_loop.data.chat_stream import ChatStream, PairStream
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
 from d9d_loop.data.conversation import TooLong
 from d9d_loop.data.data_provider import DataProvider
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.json_lines import JsonLines
 from d9d_loop.data.packed_stream import PackedStream
-from d9d_loop.data.pair_stream import PairStream
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
 

@@ -20,9 +20,7 @@ class ChatTemplate:
     Its environment matches `PreTrainedTokenizerBase.apply_chat_template` of `transformers`: sandboxed, with
     `raise_exception`, `strftime_now`, `tojson`, and the block `{% generation %}`, which is rendered as its contents.
 
-    Args:
-        source: Text of the template.
-        special_tokens: Variables of the template, such as `{"bos_token": "<s>"}`.
+    `special_tokens` are variables of the template, such as `{"bos_token": "<s>"}`.
 
     Raises:
         UserError: If the template has a syntax error.
@@ -35,12 +33,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> str:
-        """Render messages to text.
-
-        Args:
-            messages: Messages with `role` and `content`.
-            tools: JSON schemas of the tools.
-            add_generation_prompt: If True, append the header of an assistant message.
+        """Render messages to text. With `add_generation_prompt`, append the header of an assistant message.
 
         Raises:
             UserError: If the template cannot render the messages.

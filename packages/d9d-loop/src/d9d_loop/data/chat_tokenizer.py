@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -13,11 +13,15 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template, read_json
 from d9d_loop.data.conversation import Conversation
-from d9d_loop.data.masked_text import Span, mark_spans
 from d9d_loop.data.text_tokens import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+_GREEN, _DIM, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
 @final
@@ -27,7 +31,6 @@ class ChatTokens:
 
     Attributes:
         mask: True for each token that contributes to the loss as a label. The tokens end with such a token.
-        text: The rendered conversation.
         spans: Character ranges [start, stop) of `text` that contribute to the loss.
     """
 
@@ -51,8 +54,6 @@ class ChatTokenizer:
     - Some tokens contribute to the loss, and some do not.
 
     Args:
-        tokenizer: A `tokenizers.Tokenizer`.
-        template: Template of the conversations.
         stop_tokens: Texts of further tokens that may end a turn, if the tokenizer does not list them as special.
         thinking: Text that opens a thinking block, and text that closes it.
 
@@ -94,19 +95,15 @@ class ChatTokenizer:
         parts = (self._tokenizer.to_str(), self._template.source, self._tool_template.source, str(self._options))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def render(self, conversation: Conversation) -> str:
-        """Render a conversation to text. Raise `UserError` if the template cannot render it."""
-        return self._render(conversation, len(conversation.messages))
-
     def __call__(self, conversation: Conversation) -> ChatTokens:
         """Tokenize a conversation, up to the last token that contributes to the loss.
 
         Raises:
             UserError: If the mask cannot be verified. The message shows the text with the mask.
         """
-        text = self.render(conversation)
+        text = self._render(conversation, len(conversation.messages))
         encoding: Any = self._tokenizer.encode(text, add_special_tokens=False)
-        trained, is_turn_trained = [False] * len(encoding.ids), False
+        trained = [False] * len(encoding.ids)
         spans: list[Span] = []
         for number, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
@@ -114,10 +111,9 @@ class ChatTokenizer:
             span = self._turn(conversation, number, text, spans)
             first, last = self._tokens_of(span, encoding, text, [*spans, span])
             if number >= conversation.first_trained and message.get("weight", 1):
-                is_turn_trained = True
                 trained[first : last + 1] = [True] * (last + 1 - first)
                 spans.append((span[0], encoding.offsets[last][1]))
-        if not is_turn_trained:
+        if not any(trained):
             _refuse(
                 "no assistant message contributes to the loss; expected at least one, with a weight other than 0",
                 text,
@@ -214,9 +210,8 @@ class ChatTokenizer:
 def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) -> ChatTokenizer:
     """Read the tokenizer and the chat template of a model folder. Requires the extra `chat`.
 
-    Args:
-        folder: Folder with `tokenizer.json`, and a chat template in `chat_template.jinja` or `tokenizer_config.json`.
-        stop_tokens: See `ChatTokenizer`.
+    The folder has `tokenizer.json`, and a chat template in `chat_template.jinja` or `tokenizer_config.json`. For
+    `stop_tokens`, see `ChatTokenizer`.
 
     Raises:
         UserError: If a file is missing or invalid.
@@ -232,6 +227,22 @@ def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) 
     return ChatTokenizer(
         tokenizer, template, stop_tokens=[*stop_tokens, *filter(None, named)], tool_template=tool_template
     )
+
+
+def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:
+    """Return the text with its spans, in ascending order, in brackets ⟦ ⟧.
+
+    With `in_color`, use colors of a terminal instead: the spans are green, the other parts dimmed.
+    """
+    around, rest = (f"{_GREEN}{{}}{_RESET}", f"{_DIM}{{}}{_RESET}") if in_color else ("⟦{}⟧", "{}")
+    parts: list[str] = []
+    before = 0
+    for start, stop in spans:
+        parts += [rest.format(text[before:start])] if start > before else []
+        parts.append(around.format(text[start:stop]))
+        before = stop
+    parts += [rest.format(text[before:])] if before < len(text) else []
+    return "".join(parts)
 
 
 def _tail(text: str) -> str:

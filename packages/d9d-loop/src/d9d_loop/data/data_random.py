@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,10 +24,10 @@ def position_random(seed: int, *, position: int) -> Generator[None]:
     try:
         yield
     finally:
-        random.setstate(before.python)
-        torch.default_generator.set_state(before.torch)
-        if before.numpy is not None:
-            sys.modules["numpy"].random.set_state(before.numpy)
+        random.setstate(before["Python"])
+        torch.default_generator.set_state(before["torch"])
+        if "NumPy" in before:
+            sys.modules["numpy"].random.set_state(before["NumPy"])
 
 
 def seed_data_random(seed: int, *, position: int) -> None:
@@ -56,24 +56,14 @@ def _drawn_by(read: Callable[[], object]) -> list[str]:
     before = _states()
     read()
     after = _states()
-    drawn = {
-        "NumPy": before.numpy is not None and _text(before.numpy) != _text(after.numpy),
-        "Python": before.python != after.python,
-        "torch": not torch.equal(before.torch, after.torch),
-    }
-    return [name for name, is_drawn in drawn.items() if is_drawn]
+    return [name for name, state in before.items() if _text(state) != _text(after[name])]
 
 
-def _text(numpy_state: Any) -> str:
-    return json.dumps(numpy_state, default=lambda array: array.tolist())
+def _text(state: Any) -> str:
+    return json.dumps(state, default=lambda array: array.tolist())
 
 
-class _States(NamedTuple):
-    numpy: Any
-    python: Any
-    torch: torch.Tensor
-
-
-def _states() -> _States:
+def _states() -> dict[str, Any]:
+    states = {"Python": random.getstate(), "torch": torch.default_generator.get_state()}
     numpy = sys.modules.get("numpy")
-    return _States(numpy and numpy.random.get_state(), random.getstate(), torch.default_generator.get_state())
+    return states if numpy is None else {"NumPy": numpy.random.get_state(), **states}

@@ -1,11 +1,10 @@
 """Streams of documents, from a token file or tokenized on the fly. Long documents are split without losing tokens."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import torch
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
@@ -14,21 +13,10 @@ from d9d_loop.data.indexed_stream import OrderCursor, end_of_epochs
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.token_file import TokenFile
-from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.data.windowed_stream import WindowedStream
 
 _MOST_AHEAD = 64
 """Largest number of documents whose parts are computed in one batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Position of a document in the order of documents, and the number of its parts that were taken."""
-
-    document: int = 0
-    part: int = 0
-
-
-_PLACE = TypeAdapter(_Place)
 
 
 @final
@@ -70,7 +58,7 @@ class DocumentStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return _DocumentCursor(self._file, self._order, state, max_length=self._max_length, end=self._end)
+        return _DocumentCursor(self, state)
 
     def read(self, entry: tuple[int, int, int]) -> Document:
         """Return the tokens of a part of a document, and their mask if the file has masks."""
@@ -90,16 +78,14 @@ class DocumentStream(SampleStream):
 
 @final
 class _DocumentCursor(Cursor):
-    def __init__(
-        self, file: TokenFile, order: SampleOrder, state: JsonValue, *, max_length: int, end: int | None
-    ) -> None:
-        place = _Place() if state is None else _PLACE.validate_python(state)
-        self._file, self._max_length = file, max_length
-        self._order = OrderCursor(order, {"position": place.document}, end=end)
+    def __init__(self, stream: DocumentStream, state: Any) -> None:
+        document, part = (0, 0) if state is None else (state["document"], state["part"])
+        self._file, self._max_length = stream._file, stream._max_length
+        self._order = OrderCursor(stream._order.take, {"position": document}, end=stream._end)
         self._ahead: list[tuple[int, tuple[int, int, int]]] = []  # (position of the document, entry) of each part
-        if place.part:
+        if part:
             self._look_ahead(1)
-            self._ahead = self._ahead[place.part :]
+            self._ahead = self._ahead[part:]
 
     def take(self, num_entries: int) -> list[tuple[int, int, int]]:
         while (missing := num_entries - len(self._ahead)) > 0 and self._look_ahead(min(missing, _MOST_AHEAD)):
@@ -110,9 +96,9 @@ class _DocumentCursor(Cursor):
     def state_dict(self) -> JsonValue:
         """Return the position of the next part's document, and the index of the part in it."""
         if not self._ahead:
-            return asdict(_Place(self._order.position))
+            return {"document": self._order.position, "part": 0}
         position, (_, first, _) = self._ahead[0]
-        return asdict(_Place(position, first // self._max_length))
+        return {"document": position, "part": first // self._max_length}
 
     def _look_ahead(self, num_documents: int) -> bool:
         """Append the parts of the next documents to the look-ahead queue. Return False at the end of the documents."""
@@ -127,7 +113,7 @@ class _DocumentCursor(Cursor):
 
 
 @final
-class TokenizedStream(SampleStream):
+class TokenizedStream(WindowedStream):
     """Documents that are tokenized on the fly. An entry is the tokens of a part.
 
     Every rank tokenizes every sample, since the lengths determine the order of the parts. If that is too slow, write a
@@ -155,13 +141,8 @@ class TokenizedStream(SampleStream):
         _check_max_length(max_length)
         if window < 1:
             raise UserError(f"window = {window}; expected at least 1 sample to tokenize at a time.")
-        self._stream, self._tokenize, self._max_length = stream, tokenize, max_length
-        self.is_endless = stream.is_endless
-        self._name, self._window = name, window
-
-    def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, that window is tokenized again."""
-        return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
+        super().__init__(stream, size=window)
+        self._tokenize, self._max_length, self._name = tokenize, max_length, name
 
     def read(self, entry: list[int]) -> Document:
         """Return the tokens of a part of a document."""
@@ -173,10 +154,10 @@ class TokenizedStream(SampleStream):
 
     def identity(self) -> JsonValue:
         """Return the name, the sizes, and the identity of the tokenized stream."""
-        sizes = {"max_length": self._max_length, "window": self._window}
+        sizes = {"max_length": self._max_length, "window": self._size}
         return {"tokenized": {"name": self._name, **sizes, "of": self._stream.identity()}}
 
-    def _arrange(self, entries: list[Entry], _window: int) -> list[list[int]]:
+    def _arrange(self, entries: list[Entry], window: int) -> list[list[int]]:
         parts: list[list[int]] = []
         for entry in entries:
             tokens = self._tokenize(self._stream.read(entry))

@@ -1,6 +1,5 @@
 """One pass over a finite stream, such as held-out data: the batches of each data-parallel rank."""
 
-from dataclasses import dataclass
 from typing import Any, final
 
 from pydantic import JsonValue
@@ -42,8 +41,7 @@ class EvenlySpacedStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        spacing = _Spacing(len(self._samples), self._num_samples)
-        return OrderCursor(spacing, state, end=self._num_samples)
+        return OrderCursor(self._indices, state, end=self._num_samples)
 
     def read(self, entry: int) -> Any:
         """Read the sample at an index."""
@@ -57,15 +55,8 @@ class EvenlySpacedStream(SampleStream):
         """Return the sizes of the dataset and of the stream."""
         return {"evenly_spaced": [self._num_samples, len(self._samples)]}
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Spacing:
-    data_size: int
-    num_samples: int
-
-    def take(self, start: int, stop: int) -> list[int]:
-        return [number * self.data_size // self.num_samples for number in range(start, stop)]
+    def _indices(self, start: int, stop: int) -> list[int]:
+        return [number * len(self._samples) // self._num_samples for number in range(start, stop)]
 
 
 def plan_pass(
@@ -80,18 +71,12 @@ def plan_pass(
     """
     cursor, position, jobs, num_real = stream.cursor(), 0, list[ReadJob](), 0
     padding: ReadJob | None = None
-    while True:
-        wanted = batch_size * dp_size if num_samples is None else min(batch_size * dp_size, num_samples - position)
-        entries = cursor.take(wanted)
-        if not entries:
-            break
+    start, most = dp_rank * batch_size, batch_size * dp_size
+    while entries := cursor.take(most if num_samples is None else min(most, num_samples - position)):
         padding = padding or ReadJob(0, entries[:1])
-        start = dp_rank * batch_size
-        if own := entries[start : start + batch_size]:
-            jobs.append(ReadJob(position + start, own))
-            num_real += 1
-        else:
-            jobs.append(padding)
+        own = entries[start : start + batch_size]
+        jobs.append(ReadJob(position + start, own) if own else padding)
+        num_real += bool(own)
         position += len(entries)
     if padding is None:
         raise UserError(_EMPTY)

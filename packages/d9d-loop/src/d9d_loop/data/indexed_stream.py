@@ -1,10 +1,10 @@
 """Stream over a map-style dataset, shuffled in a new order each epoch. No permutation is stored or precomputed."""
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
@@ -47,7 +47,7 @@ class IndexedStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return OrderCursor(self._order, state, end=self._end)
+        return OrderCursor(self._order.take, state, end=self._end)
 
     def read(self, entry: int) -> Any:
         """Read the sample at an index."""
@@ -81,52 +81,34 @@ def measured_length(sample: Any) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    position: int = 0
-
-
-_PLACE = TypeAdapter(_Place)
-
-
-class Order(Protocol):
-    """Order of samples, such as `SampleOrder`."""
-
-    def take(self, start: int, stop: int) -> list[int]:
-        """Return the sample indices at positions `start` to `stop - 1`."""
-        ...
-
-
 @final
 class OrderCursor(Cursor):
-    """Cursor over an order of samples, whose entries are sample indices. Endless if `end` is `None`."""
+    """Cursor over an order of samples, whose entries are sample indices.
 
-    def __init__(self, order: Order, state: JsonValue = None, *, end: int | None = None) -> None:
-        self._order, self._end = order, end
-        self._position = _Place().position if state is None else _PLACE.validate_python(state).position
-        self._ahead: list[int] = []
-        self._used = 0
+    Args:
+        take: Returns the sample indices at positions `start` to `stop - 1`.
+        end: Position at which the order ends; `None` if it is endless.
+    """
 
-    @property
-    def position(self) -> int:
+    def __init__(self, take: Callable[[int, int], list[int]], state: Any = None, *, end: int | None = None) -> None:
+        self._take, self._end = take, end
+        self.position: int = 0 if state is None else state["position"]
         """Number of entries taken so far."""
-        return self._position
+        self._ahead: deque[int] = deque()
+        self._num_ahead = 0
 
     def take(self, num_entries: int) -> list[int]:
         """Return the next sample indices."""
         if self._end is not None:
-            num_entries = min(num_entries, self._end - self._position)
-        missing = num_entries - (len(self._ahead) - self._used)
+            num_entries = min(num_entries, self._end - self.position)
+        missing = num_entries - len(self._ahead)
         if missing > 0:
-            start = self._position + len(self._ahead) - self._used
-            num_ahead = max(missing, min(2 * len(self._ahead), _MOST_AHEAD))
-            self._ahead = self._ahead[self._used :] + self._order.take(start, start + num_ahead)
-            self._used = 0
-        taken = self._ahead[self._used : self._used + num_entries]
-        self._used += num_entries
-        self._position += num_entries
-        return taken
+            start = self.position + len(self._ahead)
+            self._num_ahead = max(missing, min(2 * self._num_ahead, _MOST_AHEAD))
+            self._ahead.extend(self._take(start, start + self._num_ahead))
+        self.position += num_entries
+        return [self._ahead.popleft() for _ in range(num_entries)]
 
     def state_dict(self) -> JsonValue:
         """Return the position in the stream."""
-        return {"position": self._position}
+        return {"position": self.position}

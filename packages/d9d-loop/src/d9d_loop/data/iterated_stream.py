@@ -1,11 +1,10 @@
 """Stream over an iterable dataset, such as a streamed Hugging Face dataset."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Protocol, final
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 
 from d9d_dist import UserError
 from d9d_loop.data.indexed_stream import end_of_epochs, measured_length
@@ -61,7 +60,7 @@ class IteratedStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor; its position is the epoch and the state of the iterable."""
-        return _IteratedCursor(self._epoch, state, name=self._name, num_epochs=self._num_epochs)
+        return _IteratedCursor(self, state)
 
     def read(self, entry: Any) -> Any:
         """Return the element, transformed if there is a `transform`."""
@@ -76,37 +75,24 @@ class IteratedStream(SampleStream):
         return {"iterated": self._name}
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    epoch: int = 0
-    data: JsonValue = None
-
-
-_PLACE = TypeAdapter(_Place)
-
-
 @final
 class _IteratedCursor(Cursor):
-    def __init__(
-        self, epoch: Callable[[int], StatefulIterable], state: JsonValue, *, name: str, num_epochs: int | None
-    ) -> None:
-        place = _Place() if state is None else _PLACE.validate_python(state)
-        self._open, self._name, self._num_epochs = epoch, name, num_epochs
-        self._epoch = place.epoch
-        self._data = epoch(place.epoch)
-        self._is_new = place.data is None
-        self._loaded = place.data  # an iterable may not report the loaded state before its first element
-        if place.data is not None:
-            self._data.load_state_dict(place.data)
+    def __init__(self, stream: IteratedStream, state: Any) -> None:
+        self._stream, self._num_epochs = stream, stream._num_epochs
+        # An iterable may not report the loaded state before its first element, so `_loaded` keeps it.
+        self._epoch, self._loaded = (0, None) if state is None else (state["epoch"], state["data"])
+        self._data = stream._epoch(self._epoch)
+        self._is_new = self._loaded is None
+        if self._loaded is not None:
+            self._data.load_state_dict(self._loaded)
         self._elements = iter(self._data)
 
     def take(self, num_entries: int) -> list[Any]:
         return list(islice(self._entries(), num_entries))
 
     def state_dict(self) -> JsonValue:
-        if self._is_new or self._loaded is not None:
-            return asdict(_Place(self._epoch, self._loaded))
-        return asdict(_Place(self._epoch, self._data.state_dict()))
+        is_moved = not self._is_new and self._loaded is None
+        return {"epoch": self._epoch, "data": self._data.state_dict() if is_moved else self._loaded}
 
     def _entries(self) -> Iterator[Any]:
         while True:
@@ -117,9 +103,9 @@ class _IteratedCursor(Cursor):
                 return
             if self._is_new:
                 raise UserError(
-                    f"epoch {self._epoch} of the data {self._name!r} has no elements; expected at least one. Check "
-                    "the source of the data."
+                    f"epoch {self._epoch} of the data {self._stream._name!r} has no elements; expected at least one. "
+                    "Check the source of the data."
                 )
             self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
-            self._data = self._open(self._epoch)
+            self._data = self._stream._epoch(self._epoch)
             self._elements = iter(self._data)

@@ -1,12 +1,12 @@
 """Mixture of streams in given shares, which may change over time: weights, temperature, phases, annealing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Any, Literal, final
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 
 from d9d_dist import UserError, stream_key
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
@@ -52,7 +52,6 @@ class MixtureStream(SampleStream):
     allows losses per source; `PackedStream` converts it to `sources`.
 
     Args:
-        weights: Weight of each source by name, or phases of weights.
         temperature: Weights are raised to the power 1 / temperature; values above 1 make them more uniform ("Massively
             Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019, section 4).
         unit: Unit of shares and of the positions of phases: `samples`, or `tokens` as measured by `length`.
@@ -90,9 +89,7 @@ class MixtureStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, whose state contains the state of each source."""
-        return _MixtureCursor(
-            self._streams, self.shares, _read_place(state, self._streams), unit=self._unit, seed=self._seed
-        )
+        return _MixtureCursor(self, state)
 
     def read(self, entry: tuple[int, Entry]) -> Any:
         """Read the sample that `entry` points to. If it is a dictionary, add the index of its source."""
@@ -121,44 +118,25 @@ class MixtureStream(SampleStream):
             before = tuple(old + part * (new - old) for old, new in zip(before, shares, strict=True))
         return before
 
-    def counts(self, state: JsonValue) -> dict[str, SourceCount]:
+    def counts(self, state: Any) -> dict[str, SourceCount]:
         """Return the samples and tokens taken from each source at a cursor state of this stream, by source name.
 
         `None` is the start of the stream. Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
         """
-        place = _read_place(state, self._streams)
-        counted = zip(self._sources, place.samples, place.tokens, strict=True)
+        state = state or _start(len(self._streams))
+        counted = zip(self._sources, state["samples"], state["tokens"], strict=True)
         return {name: SourceCount(samples, tokens) for name, samples, tokens in counted}
-
-
-@dataclass(slots=True)
-class _Place:
-    """State of each source: samples and tokens taken, deficit relative to the share, and cursor state."""
-
-    samples: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    behind: list[float] = field(default_factory=list)
-    sources: list[JsonValue] = field(default_factory=list)
-
-
-_PLACE = TypeAdapter(_Place)
-
-
-def _read_place(state: JsonValue, streams: Sequence[SampleStream]) -> _Place:
-    if state is not None:
-        return _PLACE.validate_python(state)
-    num = len(streams)
-    return _Place([0] * num, [0] * num, [0.0] * num, [None] * num)
 
 
 @final
 class _MixtureCursor(Cursor):
-    def __init__(self, streams: Sequence[SampleStream], shares: Any, place: _Place, *, unit: Unit, seed: int) -> None:
-        self._streams, self._shares = streams, shares
-        self._unit: Unit = unit
-        self._seed = seed
-        self._samples, self._tokens, self._behind = list(place.samples), list(place.tokens), list(place.behind)
-        self._cursors = [stream.cursor(state) for stream, state in zip(streams, place.sources, strict=True)]
+    """Cursor that keeps, for each source, the samples and tokens taken and the deficit relative to its share."""
+
+    def __init__(self, mixture: MixtureStream, state: Any) -> None:
+        self._mixture, self._streams = mixture, mixture._streams
+        state = state or _start(len(self._streams))
+        self._samples, self._tokens, self._behind = (list(state[key]) for key in ("samples", "tokens", "behind"))
+        self._cursors = [stream.cursor(each) for stream, each in zip(self._streams, state["sources"], strict=True)]
 
     def take(self, num_entries: int) -> list[tuple[int, Entry]]:
         return [self._next() for _ in range(num_entries)]
@@ -166,15 +144,17 @@ class _MixtureCursor(Cursor):
     def state_dict(self) -> JsonValue:
         """Return the counts, deficit and cursor state of each source."""
         states = [cursor.state_dict() for cursor in self._cursors]
-        return asdict(_Place(list(self._samples), list(self._tokens), list(self._behind), states))
+        counts = {"samples": list(self._samples), "tokens": list(self._tokens), "behind": list(self._behind)}
+        return {**counts, "sources": states}
 
     def _next(self) -> tuple[int, Entry]:
         num_before = sum(self._samples)
-        shares = self._shares(num_before if self._unit == "samples" else sum(self._tokens))
+        in_tokens = self._mixture._unit == "tokens"
+        shares = self._mixture.shares(sum(self._tokens) if in_tokens else num_before)
         source = self._draw(shares, num_before)
         (entry,) = self._cursors[source].take(1)
         size = 1
-        if self._unit == "tokens":
+        if in_tokens:
             size = self._streams[source].length(entry)
             self._tokens[source] += size
         self._samples[source] += 1
@@ -186,7 +166,7 @@ class _MixtureCursor(Cursor):
         owed = [max(behind + share, 0.0) if share else 0.0 for behind, share in zip(self._behind, shares, strict=True)]
         if not any(owed):  # every source with a deficit has share 0 in this phase
             owed = list(shares)
-        point = stream_key(self._seed, "mixture", number) / (1 << 63) * sum(owed)
+        point = stream_key(self._mixture._seed, "mixture", number) / (1 << 63) * sum(owed)
         source = 0
         for candidate, width in enumerate(owed):
             if width:
@@ -195,6 +175,10 @@ class _MixtureCursor(Cursor):
                 if point < 0:
                     break
         return source
+
+
+def _start(num: int) -> dict[str, list[Any]]:
+    return {"samples": [0] * num, "tokens": [0] * num, "behind": [0.0] * num, "sources": [None] * num}
 
 
 def _shares(weights: Sequence[float], temperature: float) -> tuple[float, ...]:

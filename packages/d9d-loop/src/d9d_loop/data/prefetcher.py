@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -11,21 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready(Generic[T]):
-    """Prepared item; on an accelerator, also the event that marks the end of its copies."""
-
-    item: T
-    copied: torch.Event | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """End of the items: the error that ended them, or `None` if they are exhausted."""
-
-    error: BaseException | None
 
 
 def pinned(item: Any) -> Any:
@@ -42,16 +26,14 @@ class Prefetcher(Generic[T]):
     must be part of the items.
 
     `items` and `prepare` must not draw random numbers, because the thread shares the random generators of training.
-
-    Args:
-        prepare: Function applied to each item, such as a copy to the device.
     """
 
     def __init__(self, items: Iterator[T], *, prepare: Callable[[T], T], depth: int, device: torch.device) -> None:
         assert depth > 0
-        self._ready: queue.Queue[_Ready[T] | _Ended] = queue.Queue(depth)
+        # An item, the event that marks the end of its copies to an accelerator, and the error that ended the items.
+        self._ready: queue.Queue[tuple[Any, torch.Event | None, BaseException | None]] = queue.Queue(depth)
         self._stopped = threading.Event()
-        self._ended: _Ended | None = None
+        self._error: BaseException | None = None
         self._device = device
         self._thread = threading.Thread(target=self._run, args=(items, prepare), name="d9d-data-prefetch", daemon=True)
         self._thread.start()
@@ -61,14 +43,17 @@ class Prefetcher(Generic[T]):
 
     def __next__(self) -> T:
         """Return the next item. Errors of `items` or `prepare` are raised once all earlier items have been taken."""
-        if self._ended is None:
-            ready = self._ready.get()
-            if isinstance(ready, _Ready):
-                return self._hand_over(ready)
-            self._ended = ready
-        if self._ended.error is not None:
-            raise self._ended.error
-        raise StopIteration
+        if self._error is not None:
+            raise self._error
+        item, copied, self._error = self._ready.get()
+        if self._error is not None:
+            raise self._error
+        if copied is not None:
+            stream = torch.accelerator.current_stream(self._device)
+            stream.wait_event(copied)
+            # The allocator must not reuse memory of the side stream before this stream has finished with it.
+            pytree.tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), item)
+        return item
 
     def close(self) -> None:
         """Stop the thread and drop all prepared items. Blocks until the thread has finished its current item."""
@@ -78,34 +63,23 @@ class Prefetcher(Generic[T]):
                 self._ready.get_nowait()
             self._thread.join(0.05)
 
-    def _hand_over(self, ready: _Ready[T]) -> T:
-        if ready.copied is not None:
-            stream = torch.accelerator.current_stream(self._device)
-            stream.wait_event(ready.copied)
-            # The allocator must not reuse memory of the side stream before this stream has finished with it.
-            pytree.tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), ready.item)
-        return ready.item
-
     def _run(self, items: Iterator[T], prepare: Callable[[T], T]) -> None:
         try:
-            side = self._side_stream()
+            side: torch.Stream | None = None
+            if self._device.type != "cpu":
+                torch.accelerator.set_device_index(self._device)  # in a new thread the current device is device 0
+                side = torch.Stream(self._device)
             for item in items:
                 if self._stopped.is_set():
                     return
-                self._ready.put(_Ready(prepare(item), None) if side is None else _on_stream(side, item, prepare))
-            self._ready.put(_Ended(None))
+                if side is None:
+                    self._ready.put((prepare(item), None, None))
+                else:
+                    with side:
+                        prepared = prepare(pinned(item))
+                        copied = side.record_event()
+                    self._ready.put((prepared, copied, None))
+            self._ready.put((None, None, StopIteration()))
         except BaseException as error:  # raised again in the thread that takes the items
             if not self._stopped.is_set():
-                self._ready.put(_Ended(error))
-
-    def _side_stream(self) -> torch.Stream | None:
-        if self._device.type == "cpu":
-            return None
-        torch.accelerator.set_device_index(self._device)  # in a new thread the current device is device 0
-        return torch.Stream(self._device)
-
-
-def _on_stream(stream: torch.Stream, item: T, prepare: Callable[[T], T]) -> _Ready[T]:
-    with stream:
-        prepared = prepare(pinned(item))
-        return _Ready(prepared, stream.record_event())
+                self._ready.put((None, None, error))

@@ -1,9 +1,9 @@
 """Global order of samples: a function of (seed, position) in constant memory, independent of the world size."""
 
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from d9d_dist import UserError, mix_bits, stream_key
 
@@ -42,20 +42,8 @@ class SampleOrder:
         self._half_bits, self._half_mask = half_bits, (1 << half_bits) - 1
         self._keys = (-1, [0])
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples per epoch."""
-        return self._num_samples
-
     def __getitem__(self, position: int) -> int:
-        epoch, index = divmod(position, self._num_samples)
-        if not self._shuffle:
-            return index
-        keys = self._round_keys(epoch)
-        index = self._permute(index, keys)
-        while index >= self._num_samples:
-            index = self._permute(index, keys)
-        return index
+        return self.take(position, position + 1)[0]
 
     def take(self, start: int, stop: int) -> list[int]:
         """Return the sample indices at positions `start` to `stop - 1`. Much faster than indexing one by one."""
@@ -63,50 +51,50 @@ class SampleOrder:
         while start < stop:
             epoch, first = divmod(start, self._num_samples)
             last = min(first + stop - start, self._num_samples)
-            if not self._shuffle:
-                taken += range(first, last)
-            elif last - first <= _SCALAR:
-                taken += [self[position] for position in range(start, start + last - first)]
-            else:
-                taken += self._permute_range(first, last, self._round_keys(epoch))
+            taken += self._permuted(first, last, epoch) if self._shuffle else range(first, last)
             start += last - first
         return taken
 
-    def _permute_range(self, first: int, last: int, keys: list[int]) -> list[int]:
-        indices = self._permute_all(torch.arange(first, last), keys)
+    def _permuted(self, first: int, last: int, epoch: int) -> list[int]:
+        keys = self._round_keys(epoch)
+        if last - first <= _SCALAR:
+            return [self._permuted_index(index, keys) for index in range(first, last)]
+        indices = self._permute(torch.arange(first, last), keys, mix_bits)
         while (outside := (indices >= self._num_samples).nonzero()).numel():
-            indices[outside] = self._permute_all(indices[outside], keys)
+            indices[outside] = self._permute(indices[outside], keys, mix_bits)
         return indices.tolist()
+
+    def _permuted_index(self, index: int, keys: list[int]) -> int:
+        index = self._permute(index, keys, _hash)
+        while index >= self._num_samples:
+            index = self._permute(index, keys, _hash)
+        return index
 
     def _round_keys(self, epoch: int) -> list[int]:
         """Return the round keys of an epoch. The last result is cached."""
         kept, keys = self._keys
         if kept != epoch:
             key = stream_key(self._seed, "sample order", epoch)
-            keys = [key + number * _GOLDEN & _MASK for number in range(_ROUNDS)]
+            keys = [_int64(key + number * _GOLDEN) for number in range(_ROUNDS)]
             self._keys = (epoch, keys)
         return keys
 
-    def _permute(self, index: int, keys: list[int]) -> int:
-        left, right = index >> self._half_bits, index & self._half_mask
-        for key in keys:
-            left, right = right, left ^ (_hash(right ^ key) & self._half_mask)
-        return left << self._half_bits | right
-
-    def _permute_all(self, indices: Tensor, keys: list[int]) -> Tensor:
+    def _permute(self, indices: Any, keys: list[int], mix: Callable[[Any], Any]) -> Any:
+        """Apply the network once, to an int64 tensor with `mix_bits` or to an integer with `_hash`."""
         left, right = indices >> self._half_bits, indices & self._half_mask
         for key in keys:
-            left, right = right, left ^ (mix_bits(right ^ _signed(key)) & self._half_mask)
+            left, right = right, left ^ (mix(right ^ key) & self._half_mask)
         return left << self._half_bits | right
 
 
 def _hash(value: int) -> int:
-    """Return the SplitMix64 finalizer of an unsigned 64-bit integer, like `mix_bits` but faster for one number."""
+    """Return the SplitMix64 finalizer of the lower 64 bits of an integer, like `mix_bits` but faster for one number."""
+    value &= _MASK
     value = (value ^ value >> 30) * _FIRST & _MASK
     value = (value ^ value >> 27) * _SECOND & _MASK
     return value ^ value >> 31
 
 
-def _signed(value: int) -> int:
-    """Return the int64 that has the same bits as an unsigned 64-bit integer."""
-    return value - (1 << 64) if value >> 63 else value
+def _int64(value: int) -> int:
+    """Return the int64 whose bits are the lower 64 bits of an integer."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,9 +1,9 @@
 """Reader of the samples of a batch. Errors name the sample."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
-from d9d_loop.data.data_error import DataError
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.samples import Collate
 
@@ -30,12 +30,11 @@ class ReadJob:
         return f"sample {entry} (position {self.position + number} of the global order)"
 
 
-class OnSample(Protocol):
-    """Callback before each sample of a batch is read."""
+class DataError(RuntimeError):
+    """Error of a sample that could not be read or collated, or of a worker that died or timed out.
 
-    def __call__(self, number: int, /) -> None:
-        """Receive the index of the sample in the batch."""
-        ...
+    The message names the sample and, with workers, the worker.
+    """
 
 
 @final
@@ -45,12 +44,14 @@ class SampleReader:
     def __init__(self, stream: SampleStream, collate: Collate) -> None:
         self._stream, self._collate = stream, collate
 
-    def __call__(self, job: ReadJob, on_sample: OnSample | None = None) -> Any:
-        """Read the samples of a job and collate them. Failures of a sample or of `collate` raise `DataError`."""
+    def __call__(self, job: ReadJob, on_sample: Callable[[int], object] = lambda number: None) -> Any:
+        """Read the samples of a job and collate them. Failures of a sample or of `collate` raise `DataError`.
+
+        `on_sample` is called with the index of each sample in the batch before the sample is read.
+        """
         samples: list[Any] = []
         for number, entry in enumerate(job.entries):
-            if on_sample is not None:
-                on_sample(number)
+            on_sample(number)
             try:
                 samples.append(self._stream.read(entry))
             except Exception as error:

@@ -15,6 +15,9 @@ class ShardedSamples:
 
     Training does not use shards: the ranks divide the samples of each step among them instead.
 
+    Attributes:
+        num_real: Number of samples without padding, which come before the repeats.
+
     Args:
         shard: Index of the shard, for example the data-parallel rank.
         padded: If True, short shards repeat their last sample until all shards have equal length, so that ranks run
@@ -37,14 +40,10 @@ class ShardedSamples:
             self._real = range(shard, total, num_shards)
         else:
             self._real = range(shard * total // num_shards, (shard + 1) * total // num_shards)
-        self._length = -(-total // num_shards) if padded else len(self._real)
+        self.num_real = len(self._real)
+        self._length = -(-total // num_shards) if padded else self.num_real
         # An empty shard repeats the last sample of the dataset.
         self._padding = self._real[-1] if self._real else total - 1
-
-    @property
-    def num_real(self) -> int:
-        """Number of samples without padding, which come before the repeats."""
-        return len(self._real)
 
     def __len__(self) -> int:
         return self._length
@@ -52,4 +51,4 @@ class ShardedSamples:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} is out of range: the shard has {self._length} samples")
-        return self._samples[self._real[index] if index < len(self._real) else self._padding]
+        return self._samples[self._real[index] if index < self.num_real else self._padding]

@@ -1,4 +1,4 @@
-"""Shuffling of a sequential stream within windows."""
+"""Shuffling of a stream within windows, of single samples or of groups of samples of similar length."""
 
 from typing import Any, final
 
@@ -6,8 +6,8 @@ from pydantic import JsonValue
 
 from d9d_dist import UserError, stream_key
 from d9d_loop.data.sample_order import SampleOrder
-from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
-from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.data.sample_stream import Entry, SampleStream
+from d9d_loop.data.windowed_stream import WindowedStream
 
 
 def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> list[Entry]:
@@ -20,7 +20,7 @@ def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> l
 
 
 @final
-class ShuffledStream(SampleStream):
+class ShuffledStream(WindowedStream):
     """Stream whose windows are shuffled.
 
     Unlike with a shuffle buffer, no sample is lost on resume: the window is taken from the stream again.
@@ -32,12 +32,8 @@ class ShuffledStream(SampleStream):
     def __init__(self, stream: SampleStream, *, window: int, seed: int) -> None:
         if window < 1:
             raise UserError(f"window = {window}; expected at least 1 entry to shuffle.")
-        self._stream, self._window, self._seed = stream, window, seed
-        self.is_endless = stream.is_endless
-
-    def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, the whole window is taken and shuffled again."""
-        return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
+        super().__init__(stream, size=window)
+        self._seed = seed
 
     def read(self, entry: Entry) -> Any:
         """Read the sample that `entry` points to."""
@@ -49,7 +45,49 @@ class ShuffledStream(SampleStream):
 
     def identity(self) -> JsonValue:
         """Return the window, the seed, and the identity of the shuffled stream."""
-        return {"shuffled": {"window": self._window, "seed": self._seed, "of": self._stream.identity()}}
+        return {"shuffled": {"window": self._size, "seed": self._seed, "of": self._stream.identity()}}
 
     def _arrange(self, entries: list[Entry], window: int) -> list[Entry]:
         return shuffled(entries, seed=self._seed, purpose="shuffled window", window=window)
+
+
+@final
+class BucketedStream(WindowedStream):
+    """Stream whose windows are sorted by length and split into groups, which are shuffled.
+
+    Each window is only permuted: no sample is dropped or repeated.
+
+    Args:
+        group_size: Number of samples in a group: the microbatch size or a multiple of it.
+        num_groups: Number of groups in a window. With more groups, the lengths within a group differ less.
+
+    Raises:
+        UserError: If `group_size` or `num_groups` is below 1.
+    """
+
+    def __init__(self, stream: SampleStream, *, group_size: int, num_groups: int = 64, seed: int) -> None:
+        for name, value in (("group_size", group_size), ("num_groups", num_groups)):
+            if value < 1:
+                raise UserError(f"{name} = {value}; expected at least 1.")
+        super().__init__(stream, size=group_size * num_groups)
+        self._group_size, self._num_groups, self._seed = group_size, num_groups, seed
+
+    def read(self, entry: Entry) -> Any:
+        """Read the sample that `entry` points to."""
+        return self._stream.read(entry)
+
+    def length(self, entry: Entry) -> int:
+        """Return the sample length in tokens."""
+        return self._stream.length(entry)
+
+    def identity(self) -> JsonValue:
+        """Return the sizes, the seed, and the identity of the reordered stream."""
+        sizes = {"group_size": self._group_size, "num_groups": self._num_groups}
+        return {"bucketed": {**sizes, "seed": self._seed, "of": self._stream.identity()}}
+
+    def _arrange(self, entries: list[Entry], window: int) -> list[Entry]:
+        size = self._group_size
+        by_length = sorted(entries, key=self._stream.length)
+        groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+        arranged = shuffled(groups, seed=self._seed, purpose="bucketed window", window=window)
+        return [entry for group in arranged for entry in group]

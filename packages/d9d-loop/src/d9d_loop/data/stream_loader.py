@@ -2,14 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
@@ -44,17 +43,6 @@ class Share:
         return range(self.dp_rank * size, self.global_size, self.dp_size * size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Number of samples used over all ranks, and the cursor state after them."""
-
-    position: int = 0
-    stream: JsonValue = None
-
-
-_PLACE = TypeAdapter(_Place)
-
-
 @final
 class StreamLoader:
     """Iterator over the steps of a job. Each item is the list of this rank's microbatches of a step.
@@ -66,9 +54,6 @@ class StreamLoader:
     The last step of a finite stream may have fewer samples: some of its microbatches are smaller, and the last ones of
     a rank may be stand-ins, whose losses must be ignored.
 
-    With `draws`, the random numbers of samples and `collate` are a function of the seed and the position of the
-    microbatch's first sample. They do not depend on `num_workers`.
-
     Attributes:
         num_own: Number of microbatches of the last returned step that are not stand-ins.
 
@@ -79,7 +64,8 @@ class StreamLoader:
         num_workers: Number of worker processes. With 0, this process reads each batch on demand.
         prefetch: Number of steps to prefetch in a thread; only used with workers.
         timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
-        draws: If True, samples and `collate` may draw random numbers; see `DataProvider`.
+        draws: If True, samples and `collate` may draw random numbers; see `DataProvider`. These are a function of the
+            seed and the position of the microbatch's first sample, and do not depend on `num_workers`.
 
     Raises:
         UserError: If `num_workers` is negative or `prefetch` is below 1.
@@ -102,9 +88,11 @@ class StreamLoader:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:
                 raise UserError(f"{name} = {value}; expected at least {least}.")
-        self._stream, self._share, self._used = stream, share, _Place()
+        self._stream, self._share = stream, share
+        # Number of samples used over all ranks, and the cursor state after them.
+        self._used: Any = {"position": 0, "stream": None}
         # End of each planned step that was not yet returned, and its number of microbatches without stand-ins.
-        self._places: deque[tuple[_Place, int]] = deque()
+        self._places: deque[tuple[Any, int]] = deque()
         self.num_own = 0
         self._batches: BatchReader | None = None
         self._read: Callable[[Iterator[ReadJob]], BatchReader] = partial(
@@ -121,21 +109,18 @@ class StreamLoader:
 
     def state_dict(self) -> JsonValue:
         """Return the position of the next step; equal on every rank."""
-        return asdict(self._used)
+        return self._used
 
     def load_state_dict(self, state: JsonValue) -> None:
         """Resume from the state of a job with any number of ranks, and drop prefetched batches."""
         self.close()
-        self._used = _PLACE.validate_python(state)
+        self._used = state
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self
 
     def __next__(self) -> list[Any]:
-        """Return the microbatches of the next step; raise `StopIteration` at the end of a finite stream.
-
-        Failed samples and workers raise `DataError`.
-        """
+        """Return the microbatches of the next step. Failed samples and workers raise `DataError`."""
         if self._batches is None:
             self._places.clear()
             self._batches = self._read(self._jobs())
@@ -158,22 +143,17 @@ class StreamLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _jobs(self) -> Iterator[ReadJob]:
         """Yield this rank's read jobs, step by step, and append the end of each step to `_places`."""
         size, global_size, starts = self._share.microbatch_size, self._share.global_size, self._share.starts()
-        position, cursor = self._used.position, self._stream.cursor(self._used.stream)
-        while True:
-            entries = cursor.take(global_size)
-            if not entries:
-                return
+        position, cursor = self._used["position"], self._stream.cursor(self._used["stream"])
+        while entries := cursor.take(global_size):
             jobs = [ReadJob(position + start, entries[start : start + size]) for start in starts]
             own = [job for job in jobs if job.entries]
-            self._places.append((_Place(position + len(entries), cursor.state_dict()), len(own)))
+            self._places.append(({"position": position + len(entries), "stream": cursor.state_dict()}, len(own)))
             yield from own
             # In the last step of a finite stream, some ranks have fewer samples. They run stand-ins, because all ranks
             # must issue the same collectives.

@@ -123,18 +123,26 @@ def tokenize_text(
 ) -> TokenFile:
     """Tokenize documents, write them to a token file, and open it. Requires `tokenizers`.
 
-    Args:
-        documents: Text of each document.
-        folder: Folder to write; must not exist.
-        tokenizer: Path of a model's `tokenizer.json`.
-        end_token: Special token appended to each document, or `None`.
+    `tokenizer` is the path of a model's `tokenizer.json`, `end_token` a special token appended to each document.
 
     Raises:
         UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.
     """
     path = Path(tokenizer)
-    encoder = _read_tokenizer(path)
-    ends = [] if end_token is None else [_token_id(encoder, end_token, path)]
+    _check_installed()
+    if not path.is_file():
+        raise UserError(
+            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another file with "
+            "--tokenizer, or train one with --train-vocab-size."
+        )
+    encoder = load_tokenizer(path)
+    end = None if end_token is None else encoder.token_to_id(end_token)
+    if end is None and end_token is not None:
+        raise UserError(
+            f"the tokenizer {path} has no end token {end_token!r}; name one of its tokens with "
+            "--end-token, or use --no-end-token."
+        )
+    ends = [] if end is None else [end]
     vocab_size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
     about: dict[str, JsonValue] = {
         "tokenizer": path.name,
@@ -151,16 +159,6 @@ def tokenize_text(
     return TokenFile(folder)
 
 
-def _read_tokenizer(path: Path) -> "Tokenizer":
-    _check_installed()
-    if not path.is_file():
-        raise UserError(
-            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another file with "
-            "--tokenizer, or train one with --train-vocab-size."
-        )
-    return load_tokenizer(path)
-
-
 def load_tokenizer(path: Path) -> "Tokenizer":
     """Load a `tokenizer.json`; raise `UserError` if it is invalid. Requires `tokenizers`."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - optional
@@ -169,16 +167,6 @@ def load_tokenizer(path: Path) -> "Tokenizer":
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise UserError(f"{path} is not a tokenizer.json: {error}. Download it again.") from None
-
-
-def _token_id(tokenizer: "Tokenizer", token: str, path: Path) -> int:
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise UserError(
-            f"the tokenizer {path} has no end token {token!r}; name one of its tokens with "
-            "--end-token, or use --no-end-token."
-        )
-    return number
 
 
 def _check_installed() -> None:

@@ -9,7 +9,6 @@ has the token dtype, the counts, and the sizes and digests of the other files. N
 import hashlib
 import mmap
 import struct
-import sys
 from pathlib import Path
 from typing import Literal, final
 
@@ -27,7 +26,6 @@ MANIFEST, TOKENS, DOCUMENTS, MASKS = "manifest.json", "tokens.bin", "documents.b
 TORCH_DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _OFFSET_BYTES = 8
 _BOUNDS = struct.Struct("<2q")
-_BLOCK = 1 << 24
 
 
 class _Strict(BaseModel):
@@ -71,35 +69,26 @@ class TokenFile:
     The constructor reads only the manifest and the file sizes. Instances can be pickled: the receiving process opens
     the files itself.
 
+    Attributes:
+        has_masks: True if the file has a loss mask for each token.
+
     Raises:
-        UserError: If the manifest cannot be read, a file size differs from the manifest, or this machine is big-endian.
+        UserError: If the manifest cannot be read, or a file size differs from the manifest.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._manifest = _read_manifest(self._folder)
-        if sys.byteorder != "little":
-            raise UserError(f"{folder}: token files are little-endian, and this machine is not; use another machine.")
+        self.manifest = _read_manifest(self._folder)
         self._tokens, self._offsets = (self._map(name) for name in (TOKENS, DOCUMENTS))
-        self._masks = self._map(MASKS) if MASKS in self._manifest.files else None
-        self._token_dtype, self._token_bytes = TORCH_DTYPES[self._manifest.dtype], self._manifest.token_bytes
-
-    @property
-    def manifest(self) -> TokenManifest:
-        """Manifest of the token file."""
-        return self._manifest
+        self.has_masks = MASKS in self.manifest.files
+        self._masks = self._map(MASKS) if self.has_masks else None
 
     def __len__(self) -> int:
-        return self._manifest.num_documents
+        return self.manifest.num_documents
 
     def __getitem__(self, document: int) -> Document:
         """Return the tokens of a document as int64 [n], and their mask as bool [n] if the file has masks."""
         return self.part(*self.bounds(document))
-
-    @property
-    def has_masks(self) -> bool:
-        """True if the file has a loss mask for each token."""
-        return self._masks is not None
 
     def part(self, start: int, stop: int) -> Document:
         """Return the tokens [start, stop), which belong to one document, and their mask if the file has masks."""
@@ -118,21 +107,23 @@ class TokenFile:
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Return a copy of the tokens [start, stop), possibly across documents, as int64 [stop - start]."""
-        assert 0 <= start <= stop <= self._manifest.num_tokens
+        assert 0 <= start <= stop <= self.manifest.num_tokens
         if start == stop:
             return torch.empty(0, dtype=torch.int64)
-        each = self._token_bytes
+        each = self.manifest.token_bytes
         # Copy the bytes, because torch.frombuffer warns about read-only memory such as this mapping.
         raw = bytearray(memoryview(self._tokens)[start * each : stop * each])
-        return torch.frombuffer(raw, dtype=self._token_dtype).long()
+        return torch.frombuffer(raw, dtype=TORCH_DTYPES[self.manifest.dtype]).long()
 
     def verify(self) -> None:
         """Read all files, compare their digests, and check that the documents are contiguous and not empty.
 
         A damaged file raises `UserError`, which names it.
         """
-        for name, record in self._manifest.files.items():
-            if (digest := _digest(self._folder / name)) != record.sha256:
+        for name, record in self.manifest.files.items():
+            with (self._folder / name).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != record.sha256:
                 raise UserError(
                     f"{self._folder / name} is damaged: its SHA-256 digest is {digest[:16]}..., expected "
                     f"{record.sha256[:16]}... Copy or write the file again."
@@ -151,7 +142,7 @@ class TokenFile:
         return TokenFile, (self._folder,)
 
     def _map(self, name: str) -> mmap.mmap:
-        path, manifest = self._folder / name, self._manifest
+        path, manifest = self._folder / name, self.manifest
         implied = {
             TOKENS: manifest.num_tokens * manifest.token_bytes,
             DOCUMENTS: (manifest.num_documents + 1) * _OFFSET_BYTES,
@@ -190,11 +181,3 @@ def _read_manifest(folder: Path) -> TokenManifest:
         raise UserError(
             f"{path}: {where}: {first['msg']}; expected the manifest of a token file. Write the file again."
         ) from None
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

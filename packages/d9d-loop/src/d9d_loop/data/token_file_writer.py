@@ -1,21 +1,32 @@
-"""Atomic writer of token files: documents are appended one by one, then the folder is renamed into place."""
+"""Atomic writer of token files, whose folder is renamed into place at the end, and a cache of token files."""
 
+import fcntl
 import hashlib
 import os
+import shutil
+import socket
 import struct
-import sys
+import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, final
 
 from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data.partial_folder import PartialFolder
-from d9d_loop.data.token_file import DOCUMENTS, MANIFEST, MASKS, TOKENS, FileRecord, TokenDtype, TokenManifest
+from d9d_loop.data.token_file import (
+    DOCUMENTS,
+    MANIFEST,
+    MASKS,
+    TOKENS,
+    FileRecord,
+    TokenDtype,
+    TokenFile,
+    TokenManifest,
+)
 
 _TYPE_CODES = {"uint16": "H", "uint32": "I"}
 
@@ -28,7 +39,6 @@ class TokenFileWriter:
     a killed process is removed by the next process on the same machine that writes to the same parent folder.
 
     Args:
-        folder: Folder to write; must not exist.
         vocab_size: Vocabulary size. Up to 65,536 tokens are stored as uint16, larger vocabularies as uint32.
         about: Metadata for the manifest, such as the name of the tokenizer.
         with_masks: If True, each document has a loss mask.
@@ -85,10 +95,7 @@ class TokenFileWriter:
             )
         if self._masks is not None and mask is not None:
             self._masks.write(bytes(map(bool, mask)))
-        packed = array(_TYPE_CODES[self._dtype], values)
-        if sys.byteorder != "little":
-            packed.byteswap()
-        self._tokens.write(packed.tobytes())
+        self._tokens.write(array(_TYPE_CODES[self._dtype], values).tobytes())
         self._num_tokens += len(values)
         self._num_documents += 1
         self._documents.write(struct.pack("<q", self._num_tokens))
@@ -97,9 +104,7 @@ class TokenFileWriter:
         """Add metadata to the manifest, such as counts that are known at the end."""
         self._about.update(about)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             files = {TOKENS: self._tokens.finish(), DOCUMENTS: self._documents.finish()}
             if self._masks is not None:
@@ -144,3 +149,92 @@ class _DigestedFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         return FileRecord(bytes=self._bytes, sha256=self._digest.hexdigest())
+
+
+def cached_token_file(
+    documents: Sequence[bytes],
+    cache: str | Path,
+    *,
+    tokenize: Callable[[bytes], Sequence[int] | Tensor] = list,
+    name: str = "bytes",
+    vocab_size: int = 256,
+) -> TokenFile:
+    """Open the token file of some documents, and write it first if the cache does not contain it.
+
+    The cache key is `name` with a digest of the documents and `vocab_size`. All ranks of a job may call this at once:
+    each rank writes a temporary folder, and the first rank to finish renames its folder into place. If tokenizing takes
+    too long, write a token file before the job starts with `python -m d9d_loop.data`.
+
+    Documents are text or other data; documents without tokens are skipped. By default, each byte is a token. `name`
+    identifies `tokenize` in the cache key, since a function has no digest.
+
+    Raises:
+        UserError: If no document has tokens, or a token is outside the vocabulary.
+    """
+    digest = hashlib.sha256(str(vocab_size).encode())
+    for document in documents:
+        digest.update(len(document).to_bytes(8, "little") + document)
+    folder = Path(cache, f"{name.replace('/', '-')}-{digest.hexdigest()[:16]}")
+    if not folder.exists():
+        try:
+            with TokenFileWriter(folder, vocab_size=vocab_size, about={"tokenizer": name}) as writer:
+                for document in documents:
+                    if len(tokens := tokenize(document)):
+                        writer.append(tokens)
+        except (OSError, ValueError):  # if the folder exists now, another rank has written it
+            if not folder.exists():
+                raise
+    return TokenFile(folder)
+
+
+_SUFFIX = ".d9d-partial"
+
+
+@final
+class PartialFolder:
+    """New, empty temporary folder (`path`) in the parent folder of `target`, its final path.
+
+    The constructor also removes the temporary folders of killed processes of this machine: a writer holds a `flock`,
+    which the operating system releases when the writer dies. On a file system without locks, no folder is removed.
+    Since locks may be local to a machine, a process removes only folders whose name contains its own host name.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        here = f".{socket.gethostname()}."
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(f".*{_SUFFIX}"):
+            if here in left.name:
+                _remove_abandoned(left)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f".{target.name}{here}", suffix=_SUFFIX, dir=target.parent))
+            try:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another process has already removed the folder
+                continue
+            with suppress(OSError):  # the file system does not support locks
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            os.close(self._descriptor)  # another process removed the folder before this one locked it
+
+    def publish(self) -> None:
+        """Rename the folder to its final path. Raise `OSError` if that path is a file or a non-empty folder."""
+        self.path.chmod(0o755)  # mkdtemp creates it with mode 0o700
+        self.path.rename(self._target)
+
+    def close(self) -> None:
+        """Remove the folder unless it was published, and release the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder if its lock is free, which means that its writer has ended."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)

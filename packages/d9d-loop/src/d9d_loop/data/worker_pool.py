@@ -10,7 +10,7 @@ import pickle  # noqa: TID251 - its errors; a rank sends the reader to its own w
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,32 +20,19 @@ import torch
 from torch import multiprocessing
 
 from d9d_dist import UserError
-from d9d_loop.data.data_error import DataError
 from d9d_loop.data.data_random import seed_data_random
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.sample_reader import DataError, ReadJob, SampleReader
 
 _PATIENCE = 5.0
 """Time limit for a worker process to exit, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """Error that a worker sends instead of a batch."""
-
-    message: str
-    traceback: str
 
 
 @final
 class WorkerPool:
     """Worker processes that read batches ahead of use, one batch at a time each. Batches are returned in order.
 
-    Args:
-        reader: Function that reads a batch. It is pickled and sent to the workers, unless they are forked.
-        timeout: Time limit for a batch, in seconds; `None` for no limit.
-
-    Raises:
-        UserError: If the reader cannot be pickled.
+    The reader is pickled and sent to the workers, unless they are forked; a reader that cannot be pickled raises
+    `UserError`. `timeout` is the time limit for a batch, in seconds.
     """
 
     def __init__(self, reader: SampleReader, *, num_workers: int, seed: int, timeout: float | None = None) -> None:
@@ -65,8 +52,7 @@ class WorkerPool:
     def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
         """Read the batches of jobs, in order. Call it only once per pool.
 
-        Raises:
-            DataError: If a worker fails, dies or times out. The message names the worker and the sample.
+        A worker that fails, dies or times out raises `DataError`, which names the worker and the sample.
         """
         # A worker has at most one job, so that both pipe ends can never block on a write at the same time.
         waiting = iter(jobs)
@@ -81,9 +67,10 @@ class WorkerPool:
     def close(self) -> None:
         """Kill the workers. May be called from any thread, and more than once."""
         for worker in self._workers:
-            worker.stop()
+            worker.connection.close()
+            worker.process.kill()
         for worker in self._workers:
-            worker.end()
+            worker.process.join(_PATIENCE)
 
 
 @final
@@ -93,61 +80,52 @@ class _Worker:
     def __init__(self, number: int, reader: SampleReader, *, seed: int) -> None:
         self._number = number
         context = multiprocessing.get_context()
-        self._connection, theirs = context.Pipe()
+        self.connection, theirs = context.Pipe()
         self._sample = context.RawValue("q", 0)  # index of the sample being read
-        self._process: BaseProcess = context.Process(
+        self.process: BaseProcess = context.Process(
             target=_work, args=(theirs, self._sample, reader, seed), name=f"d9d-data-{number}", daemon=True
         )
         self._job: ReadJob | None = None
-        self._process.start()
+        self.process.start()
         theirs.close()
 
     def start(self, job: ReadJob) -> bool:
         """Send a job to the worker. Always returns True."""
         self._job, self._sample.value = job, 0
         try:
-            self._connection.send(job)
+            self.connection.send(job)
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
         return True
 
     def finish(self, timeout: float | None) -> Any:
         """Wait for the batch of the current job, for up to `timeout` seconds."""
-        ready = wait([self._connection, self._process.sentinel], timeout)
+        ready = wait([self.connection, self.process.sentinel], timeout)
         if not ready:
             raise DataError(
                 f"{self._describe()} has not finished a batch after {timeout:g} s; it is at {self._at()}. Find what "
                 "blocks the worker, or increase the timeout."
             )
-        if self._connection not in ready:
+        if self.connection not in ready:
             raise self._died()
         try:
-            result = self._connection.recv()
+            result = self.connection.recv()
         except (EOFError, OSError):
             raise self._died() from None
-        if isinstance(result, _Failed):
-            error = DataError(f"{self._describe()}: {result.message}")
-            error.add_note(result.traceback)
-            raise error
+        if isinstance(result, DataError):
+            result.args = (f"{self._describe()}: {result}",)
+            raise result
         return result
 
-    def stop(self) -> None:
-        """Kill the process, without waiting for it to exit."""
-        self._connection.close()
-        self._process.kill()
-
-    def end(self) -> None:
-        self._process.join(_PATIENCE)
-
     def _died(self) -> DataError:
-        self._process.join(_PATIENCE)
-        code = self._process.exitcode
+        self.process.join(_PATIENCE)
+        code = self.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
         hint = " It probably ran out of memory: use fewer workers." if code == -signal.SIGKILL else ""
         return DataError(f"{self._describe()} {how} at {self._at()}.{hint}")
 
     def _describe(self) -> str:
-        return f"data worker {self._number} (process {self._process.pid})"
+        return f"data worker {self._number} (process {self.process.pid})"
 
     def _at(self) -> str:
         assert self._job is not None
@@ -158,8 +136,7 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
     """Read batches until the connection closes or the parent exits: the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops the workers
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        # Schedulers send these signals to the whole OS process group. The job needs data until its checkpoint is
-        # saved.
+        # Schedulers send these signals to the whole OS process group, but the job needs data until it has saved.
         signal.signal(number, signal.SIG_IGN)
     # A forked worker inherits the objects of the training process and a disabled garbage collector. Never collect the
     # inherited objects: their destructors need threads of the training process, which a fork does not copy.
@@ -168,10 +145,6 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
     torch.set_num_threads(1)
     parent = parent_process()
     assert parent is not None
-
-    def on_sample(number: int) -> None:
-        sample.value = number
-
     while connection in wait([connection, parent.sentinel]):
         try:
             job = connection.recv()
@@ -179,13 +152,20 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
             return
         seed_data_random(seed, position=job.position)
         try:
-            result = reader(job, on_sample)
+            result = reader(job, partial(setattr, sample, "value"))
         except Exception as error:  # sent to the parent
-            result = _Failed(str(error), traceback.format_exc())
+            result = _failure(str(error))
         try:
             connection.send(result)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             message = f"the batch from {job.describe(0)} on cannot be pickled for the training process: {error}"
-            connection.send(_Failed(message, traceback.format_exc()))
+            connection.send(_failure(message))
         except BrokenPipeError:
             return
+
+
+def _failure(message: str) -> DataError:
+    """Return an error that a worker sends instead of a batch, with the current traceback as a note."""
+    error = DataError(message)
+    error.add_note(traceback.format_exc())
+    return error

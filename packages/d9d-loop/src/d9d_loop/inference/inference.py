@@ -17,7 +17,7 @@ from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.dataset_kinds import as_samples
+from d9d_loop.data.data_provider import as_samples
 from d9d_loop.data.evaluation_pass import EvenlySpacedStream
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples

@@ -16,12 +16,7 @@ from d9d_state import JsonValue, StateMapper, save_model_state, sequential
 
 @final
 class AdaptedModel(ModelProvider):
-    """Another provider's model with LoRA or DoRA adapters. Requires d9d-peft.
-
-    Args:
-        base: Provider of the base model.
-        adapter: Kind, targets and rank of the adapters.
-    """
+    """Model of the provider `base` with LoRA or DoRA adapters. Requires d9d-peft."""
 
     late_init = False
 
@@ -57,7 +52,7 @@ class AdaptedModel(ModelProvider):
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
                 module.to_empty(device=torch.device("cpu"))
                 module.reset_parameters()
-        if self._is_quantized:
+        if chosen.base != "dense":
             quantized = self._peft.quantize_base(
                 model, chosen.target, block_format=chosen.base, block_size=chosen.block_size
             )
@@ -65,10 +60,6 @@ class AdaptedModel(ModelProvider):
         if not is_part:  # the whole model is built first, and its names are used to read and write files
             self._base_mapper, self._changes = base_mapper, changes
         return model
-
-    @property
-    def _is_quantized(self) -> bool:
-        return self._adapter.base != "dense"
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize the base model with its adapters."""
@@ -93,7 +84,7 @@ class AdaptedModel(ModelProvider):
         """
         folder, model, ctx = done.result.run_dir, done.model, done.ctx
         self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx)
-        if self._is_quantized:
+        if self._adapter.base != "dense":
             return
         self._peft.merge_(model, ctx)
         mapper = self.state_mapper(model).inverse()

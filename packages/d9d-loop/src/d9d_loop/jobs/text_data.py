@@ -4,8 +4,9 @@ B: samples, L: padded length.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -29,31 +30,12 @@ from d9d_loop.data import (
     read_conversation,
 )
 from d9d_loop.data.byte_tokenizer import ByteTokenizer
-from d9d_loop.data.conversation_stream import fit_tokens
+from d9d_loop.data.chat_stream import fit_tokens
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.data.text_tokens import load_tokenizer
-from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.job_config import TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_files import open_samples, split_samples
-
-
-class TextTokenizer(Protocol):
-    """Tokenizer of plain text."""
-
-    vocab_size: int
-    name: str
-
-    def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        ...
-
-    def prompt(self, text: str, *, special: bool) -> list[int]:
-        """Tokenize a prompt; with `special`, include the tokenizer's special tokens."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
-        ...
 
 
 @final
@@ -79,6 +61,9 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+TextTokenizer: TypeAlias = FileTokenizer | ByteTokenizer
 
 
 def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
@@ -145,7 +130,7 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
             too_long=config.dataset.too_long,
             shuffle=config.data.shuffle,
         )
-    return _rows(training, evaluation, config, _ChatRow(tokenizer, config))
+    return _rows(training, evaluation, config, partial(_chat_row, tokenizer, config.dataset))
 
 
 def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
@@ -162,11 +147,11 @@ def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
             f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
         )
     numbers = {name: number for number, name in enumerate(names)}
-    rows = _LabeledRow(text_tokenizer(config), numbers, config)
     held_out: Samples = [] if evaluation is None else evaluation
     for index in range(len(held_out)):
-        rows.number(_label(held_out[index], field, index))
-    return _rows(training, evaluation, config, rows), [str(name) for name in names]
+        _class_number(numbers, _label(held_out[index], field, index))
+    convert = partial(_labeled_row, text_tokenizer(config), numbers, config.dataset)
+    return _rows(training, evaluation, config, convert), [str(name) for name in names]
 
 
 def text_windows(config: TextJobConfig) -> DatasetProvider:
@@ -204,24 +189,18 @@ def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
             raise UserError(f"dataset.files names {len(data.files)} token files; expected one. Write one token file.")
         return TokenFile(data.files[0]), TokenFile(data.evaluation_files[0]) if data.evaluation_files else None
     tokenizer = text_tokenizer(config)
-    files = []
-    for samples in samples_of(config):
-        if samples is None:
-            files.append(None)
-            continue
-        texts = [_text(samples[index], data.text_field, index).encode() for index in range(len(samples))]
-        files.append(
-            cached_token_file(
-                texts,
-                config.run.folder / "tokens",
-                tokenize=lambda text: tokenizer(text.decode()),
-                name=tokenizer.name,
-                vocab_size=tokenizer.vocab_size,
-            )
+
+    def tokenized(samples: Samples) -> TokenFile:
+        return cached_token_file(
+            [_text(samples[index], data.text_field, index).encode() for index in range(len(samples))],
+            config.run.folder / "tokens",
+            tokenize=lambda text: tokenizer(text.decode()),
+            name=tokenizer.name,
+            vocab_size=tokenizer.vocab_size,
         )
-    training, evaluation = files
-    assert training is not None
-    return training, evaluation
+
+    training, evaluation = samples_of(config)
+    return tokenized(training), None if evaluation is None else tokenized(evaluation)
 
 
 def samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:
@@ -262,39 +241,33 @@ def _label(sample: Mapping[str, Any], field: str, index: int) -> str | int:
     return label
 
 
-@final
-class _ChatRow:
-    def __init__(self, tokenizer: ChatTokenizer, config: TextJobConfig) -> None:
-        self._tokenizer, self._data = tokenizer, config.dataset
+def _chat_row(tokenizer: ChatTokenizer, data: TextDataConfig, sample: Any) -> dict[str, Tensor]:
+    chat = tokenizer(read_conversation(sample))
+    dropped = chat.tokens[:2], [False] * 2
+    tokens, mask = fit_tokens(chat, max_length=data.length, too_long=data.too_long) or dropped
+    labels = torch.tensor(tokens[1:]).masked_fill(~torch.tensor(mask[1:]), IGNORED_LABEL)
+    return {"input_ids": torch.tensor(tokens[:-1]), "labels": labels}
 
-    def __call__(self, sample: Any) -> dict[str, Tensor]:
-        chat = self._tokenizer(read_conversation(sample))
-        tokens, mask = fit_tokens(chat, max_length=self._data.length, too_long=self._data.too_long) or (
-            chat.tokens[:2],
-            [False] * 2,
+
+def _labeled_row(
+    tokenizer: TextTokenizer, numbers: Mapping[Any, int], data: TextDataConfig, sample: Any
+) -> dict[str, Tensor]:
+    number = _class_number(numbers, sample[data.label_field])
+    return {"input_ids": fitted_ids(tokenizer, sample[data.text_field], data), "labels": torch.tensor(number)}
+
+
+def _class_number(numbers: Mapping[Any, int], label: Any) -> int:
+    if label not in numbers:
+        raise UserError(
+            f"the label {label!r} is not among the training labels; expected one of those classes. Add samples "
+            "of it to dataset.files, or remove it from the evaluation."
         )
-        labels = torch.tensor(tokens[1:]).masked_fill(~torch.tensor(mask[1:]), IGNORED_LABEL)
-        return {"input_ids": torch.tensor(tokens[:-1]), "labels": labels}
+    return numbers[label]
 
 
-@final
-class _LabeledRow:
-    def __init__(self, tokenizer: TextTokenizer, numbers: Mapping[Any, int], config: TextJobConfig) -> None:
-        self._tokenizer, self._numbers, self._data = tokenizer, numbers, config.dataset
-
-    def __call__(self, sample: Any) -> dict[str, Tensor]:
-        number = self.number(sample[self._data.label_field])
-        tokens = self._tokenizer(sample[self._data.text_field])
-        if len(tokens) > self._data.length and self._data.too_long == "refuse":
-            raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {self._data.length}.")
-        ids = torch.tensor(tokens[: self._data.length] or [0])
-        return {"input_ids": ids, "labels": torch.tensor(number)}
-
-    def number(self, label: Any) -> int:
-        """Return the number of a class."""
-        if label not in self._numbers:
-            raise UserError(
-                f"the label {label!r} is not among the training labels; expected one of those classes. Add samples "
-                "of it to dataset.files, or remove it from the evaluation."
-            )
-        return self._numbers[label]
+def fitted_ids(tokenizer: TextTokenizer, text: str, data: TextDataConfig) -> Tensor:
+    """Return at most `data.length` tokens of a text, int64 [n]; a longer text raises `UserError` if so configured."""
+    tokens = tokenizer(text)
+    if len(tokens) > data.length and data.too_long == "refuse":
+        raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {data.length}.")
+    return torch.tensor(tokens[: data.length] or [0])

@@ -37,14 +37,10 @@ class PlainTexts:
 def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples:
     """Open files of one format as a map-style dataset of dictionaries.
 
-    Args:
-        paths: `.jsonl` or other text files, tables that `datasets` reads, or one folder of `save_to_disk`.
-        key: Configuration key of the paths, for messages.
-        text_field: Field that holds the content of plain text files.
+    The paths, whose configuration key is `key`, are `.jsonl` or other text files, tables that `datasets` reads, or one
+    folder of `save_to_disk`. The content of a plain text file is in the field `text_field`.
 
-    Raises:
-        UserError: If a path does not exist or cannot be read, the formats differ, or `datasets` is needed and not
-            installed.
+    A path that does not exist or cannot be read, different formats, and a missing package `datasets` raise `UserError`.
     """
     for path in paths:
         if not path.exists():
@@ -81,8 +77,7 @@ def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples
 def split_samples(samples: Samples, held_out: float, *, key: str) -> tuple[Samples, Samples | None]:
     """Split a dataset into training and held-out samples, which are evenly spaced; `None` if `held_out` is 0.
 
-    Raises:
-        UserError: If one of the parts would be empty.
+    An empty part raises `UserError`.
     """
     if not held_out:
         return samples, None

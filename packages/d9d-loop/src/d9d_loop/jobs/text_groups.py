@@ -15,7 +15,7 @@ from d9d_dist import UserError
 from d9d_loop.data import DatasetProvider, pad_sequences
 from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import TextTokenizer, dataset_of, samples_of, text_tokenizer
+from d9d_loop.jobs.text_data import TextTokenizer, dataset_of, fitted_ids, samples_of, text_tokenizer
 
 
 def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetProvider:
@@ -62,7 +62,8 @@ class _Groups:
         negatives = [self._negatives(each) for each in members]
         columns = [self._text(each, self._embedding.query_field) for each in members]
         columns += [self._text(each, self._embedding.positive_field) for each in members]
-        return [self._tokens(text) for text in [*columns, *(text for each in negatives for text in each)]]
+        texts = [*columns, *(text for each in negatives for text in each)]
+        return [fitted_ids(self._tokenizer, text, self._data) for text in texts]
 
     def _negatives(self, sample: Any) -> list[str]:
         found, count = sample.get(self._embedding.negatives_field) or [], self._embedding.num_negatives
@@ -80,9 +81,3 @@ class _Groups:
                 "embedding.positive_field."
             )
         return sample[field]
-
-    def _tokens(self, text: str) -> Tensor:
-        tokens, length = self._tokenizer(text), self._data.length
-        if len(tokens) > length and self._data.too_long == "refuse":
-            raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {length}.")
-        return torch.tensor(tokens[:length] or [0])

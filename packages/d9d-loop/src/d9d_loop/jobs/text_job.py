@@ -14,12 +14,11 @@ from d9d_loop.data import DataProvider
 from d9d_loop.events import Finished
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
-from d9d_loop.jobs.embed_task import Embed
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
 from d9d_loop.jobs.text_data import PackedTexts, chat_rows, labeled_rows, text_tokenizer, text_windows
 from d9d_loop.jobs.text_groups import text_groups
 from d9d_loop.jobs.text_samples import TextSamples
-from d9d_loop.jobs.text_tasks import Classify, NextToken
+from d9d_loop.jobs.text_tasks import Classify, Embed, NextToken
 from d9d_loop.model.hugging_face_model import hugging_face_model, read_config
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.model.pretrained_model import pretrained_model

@@ -59,7 +59,9 @@ class TextSamples:
         row = torch.zeros(1, -(-stop // multiple) * multiple, dtype=torch.int64, device=self._ctx.device)
         row[0, : len(ids)] = torch.tensor(ids)
         for position in range(len(ids), stop):
-            row[0, position] = _logits(done.forward(row))[0, position - 1].argmax()
+            outputs: Any = done.forward(row)  # logits [1, L, V], or the outputs of a `transformers` model
+            logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+            row[0, position] = logits[0, position - 1].argmax()
         return row[0, len(ids) : stop].tolist()
 
 
@@ -69,8 +71,3 @@ def _shown(prompt: str, config: TextJobConfig) -> str:
     if config.job != "sft" or folder is None:
         return prompt
     return read_chat_template(folder).render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-
-
-def _logits(outputs: Any) -> Tensor:
-    """Return the logits [1, L, V]: the outputs of a d9d model, or `logits` in the outputs of a `transformers` model."""
-    return outputs if isinstance(outputs, Tensor) else outputs.logits

@@ -1,10 +1,11 @@
 """Tasks of jobs on text, for models of `transformers`.
 
-B: samples, L: length, V: vocabulary size, C: number of classes.
+B: samples, L: length, V: vocabulary size, C: number of classes. For embeddings, G: groups, K: pairs of a group, C:
+documents of a group, R = K + C: texts of a group, D: width.
 """
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -66,3 +67,71 @@ class Classify(Task):
         """Add the predictions of a microbatch."""
         is_right = outputs.logits.detach().argmax(-1) == batch["labels"]
         metrics["accuracy"].update(is_right.sum(), torch.tensor(float(len(is_right))))
+
+
+Pooling: TypeAlias = Literal["mean", "last", "first"]
+"""Token outputs that become the embedding: their mean, or the output of the last or first token."""
+
+
+@final
+class Embed(Task):
+    """Classification of each query's own document among the documents of its group, with summed cross entropy.
+
+    The similarity is the cosine divided by the temperature. A copy of the query's own document is not a negative. The
+    batch has `input_ids` and `attention_mask` [G, R, L], padded on the right.
+
+    Args:
+        num_pairs: Number of pairs K. The first K texts of a group are queries, the next K are the documents of these
+            queries, and the remaining texts are negatives.
+        pooling: Token outputs that become the embedding.
+        temperature: Divisor of the cosine similarity.
+    """
+
+    weight_unit = "pairs"
+
+    def __init__(self, *, num_pairs: int, pooling: Pooling, temperature: float) -> None:
+        self._num_pairs, self._pooling, self._temperature = num_pairs, pooling, temperature
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the model: all texts of all groups as rows."""
+        return {key: batch[key].flatten(0, 1) for key in ("input_ids", "attention_mask")}
+
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        """Return the summed cross entropy and the number of pairs."""
+        logits_GKC = self._similarities(outputs, batch)
+        own_GK = torch.arange(self._num_pairs, device=logits_GKC.device).expand(logits_GKC.shape[:2])
+        total = F.cross_entropy(logits_GKC.flatten(0, 1), own_GK.flatten(), reduction="sum")
+        return Loss(total, weight=own_GK.numel())
+
+    def metrics(self) -> dict[str, WeightedMean]:
+        """Return the accuracy: the fraction of queries that are closest to their own document."""
+        return {"accuracy": WeightedMean()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
+        """Add the results of a microbatch to the accuracy."""
+        best_GK = self._similarities(outputs, batch).detach().argmax(-1)
+        is_right = best_GK == torch.arange(self._num_pairs, device=best_GK.device)
+        metrics["accuracy"].update(is_right.sum(), torch.tensor(float(is_right.numel())))
+
+    def _similarities(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the similarities [G, K, C] in float32, -inf for copies of a query's own document."""
+        ids_GRL, mask_GRL = batch["input_ids"], batch["attention_mask"]
+        states = outputs.last_hidden_state.unflatten(0, ids_GRL.shape[:2])
+        embeddings_GRD = F.normalize(pool(states.float(), mask_GRL, self._pooling), dim=-1)
+        queries, documents = embeddings_GRD[:, : self._num_pairs], embeddings_GRD[:, self._num_pairs :]
+        logits_GKC = queries @ documents.mT / self._temperature
+        texts_GCL = torch.where(mask_GRL.bool(), ids_GRL, -1)[:, self._num_pairs :]
+        is_copy_GKC = (texts_GCL[:, : self._num_pairs, None] == texts_GCL[:, None]).all(-1)
+        is_own_KC = torch.eye(*logits_GKC.shape[1:], dtype=torch.bool, device=logits_GKC.device)
+        return logits_GKC.masked_fill(is_copy_GKC & ~is_own_KC, float("-inf"))
+
+
+def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Return the embeddings [..., D] of token outputs [..., L, D]; `mask` [..., L] is 0 for padding on the right."""
+    if pooling == "first":
+        return states[..., 0, :]
+    if pooling == "mean":
+        weights = (mask / mask.sum(-1, keepdim=True)).to(states.dtype)
+        return (states * weights[..., None]).sum(-2)
+    last = (mask.sum(-1) - 1)[..., None, None].expand(*mask.shape[:-1], 1, states.shape[-1])
+    return states.gather(-2, last)[..., 0, :]

@@ -1,6 +1,7 @@
 """Policy-gradient loss of sampled answers: GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO and CISPO as options.
 
-Shape legend: B rows, L positions of this rank, N documents of a row.
+`truncated_importance` corrects for rollouts from an inference engine, whose probabilities differ from the trained
+model's. Shape legend: B rows, L positions of this rank, N documents of a row.
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,76 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import UserError
 from d9d_loop.losses.document_sums import check_shapes, num_replicas, sum_per_document
-from d9d_loop.losses.importance import ImportanceLevel
-from d9d_loop.losses.kl_divergence import KlForm, kl_divergence
 from d9d_loop.task import Loss
+
+KlForm: TypeAlias = Literal["k1", "k2", "k3"]
+"""Estimator of Schulman's "Approximating KL divergence" (2020): `k1` is unbiased, `k3` is unbiased and not negative."""
+
+
+def kl_divergence(log_probs: Tensor, reference_log_probs: Tensor, *, form: KlForm = "k3") -> Tensor:
+    r"""Estimate $KL(\pi \| \pi_\text{ref})$ at each token. With $d = \log \pi_\text{ref} - \log \pi$:
+
+    - `k1`: $-d$
+    - `k2`: $d^2 / 2$
+    - `k3`: $e^d - d - 1$, the form of GRPO (arXiv:2402.03300, equation 4)
+
+    The estimates are of the same shape as the log-probabilities of the sampled tokens. As a penalty in a loss, on
+    tokens sampled from the policy, `k2` has in expectation the gradient of the reverse KL divergence. The expected
+    gradient of `k1` is 0.
+    """  # noqa: D415 - a list follows the first sentence
+    difference = reference_log_probs - log_probs
+    match form:
+        case "k1":
+            return -difference
+        case "k2":
+            return difference.square() / 2.0
+        case "k3":
+            return difference.exp() - difference - 1.0
+        case _:
+            assert_never(form)
+
+
+ImportanceLevel: TypeAlias = Literal["token", "sequence"]
+"""Unit of an importance ratio: a token, or a whole answer."""
+
+
+def truncated_importance(
+    log_probs_BL: Tensor,
+    rollout_log_probs_BL: Tensor,
+    *,
+    mask_BL: Tensor,
+    document_ids_BL: Tensor,
+    maximum: float = 2.0,
+    level: ImportanceLevel = "token",
+    cp: DeviceMesh | None = None,
+) -> Tensor:
+    r"""Return the truncated importance weight of each token, $\min(\pi / \mu, C)$, [B, L], without gradient.
+
+    $\mu$ is the probability that the inference engine reported for a token; $\pi$ is its probability under the trained
+    model before the update. They differ in kernels and precision, or because the rollout is stale. `PolicyLoss`
+    multiplies its token losses by these weights ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", Yao et al., 2025; truncation: Ionides, "Truncated importance sampling", 2008).
+
+    Args:
+        log_probs_BL: Log-probability of each sampled token under the trained model before the update [B, L].
+        rollout_log_probs_BL: The same, as reported by the inference engine.
+        mask_BL: Positions of sampled tokens [B, L], bool. Other positions get the weight 1.
+        document_ids_BL: Document id of each position [B, L].
+        maximum: Truncation $C$.
+        level: `token`, or `sequence` for the product of the ratios of an answer at each of its tokens.
+        cp: See `sum_per_document`.
+
+    Raises:
+        UserError: If `maximum` is below 1.
+    """
+    if maximum < 1.0:
+        raise UserError(f"maximum = {maximum}; expected 1 or more: below 1, on-policy tokens would be scaled down.")
+    with torch.no_grad():
+        ratios_BL = torch.where(mask_BL, log_probs_BL - rollout_log_probs_BL, 0.0)
+        if level == "sequence":
+            ratios_BL = sum_per_document(ratios_BL, document_ids_BL, cp=cp).gather(1, document_ids_BL)
+        return torch.where(mask_BL, ratios_BL.exp().clamp(max=maximum), 1.0)
+
 
 Clipping: TypeAlias = Literal["clip", "stop_gradient", "none"]
 """Limit of the ratio: as in PPO, as in CISPO, or none."""
@@ -50,12 +118,10 @@ class PolicyLoss:
     | CISPO (arXiv:2506.13585) | `token` | `stop_gradient`, `clip_high` 4 | `tokens` | `group_mean`, `group_std` |
 
     Attributes:
-        ratio_level: Unit of the ratio.
         clip_low: $\varepsilon_l$.
         clip_high: $\varepsilon_h$; None means the value of `clip_low`.
         max_ratio: Largest ratio in the unclipped term, above 1 + `clip_high`; None for no limit.
         kl_weight: Weight $\beta$ of the KL penalty.
-        kl_form: Estimator of the KL divergence.
         average: `tokens`: mean over the tokens of the global batch. `sequences`: mean over answers of the mean over
             their tokens. `constant`: sum over tokens divided by the number of answers times `max_length`.
         max_length: Divisor of `constant`: the largest number of tokens of an answer, or 1 for the sum over its tokens.

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from d9d_dist.lazy_exports import lazy_exports
-from d9d_loop.lr.piecewise import piecewise as piecewise
 
 if TYPE_CHECKING:
     from d9d_loop.lr.phase import ConstantPhase as ConstantPhase
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from d9d_loop.lr.phase import PolynomialPhase as PolynomialPhase
     from d9d_loop.lr.phase import RexPhase as RexPhase
     from d9d_loop.lr.phase import SqrtPhase as SqrtPhase
+    from d9d_loop.lr.phase import piecewise as piecewise
     from d9d_loop.lr.picture import draw_lr_schedule as draw_lr_schedule
     from d9d_loop.lr.picture import plot_lr_schedule as plot_lr_schedule
 else:

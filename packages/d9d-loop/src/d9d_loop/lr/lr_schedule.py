@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from d9d_dist import UserError
 from d9d_loop.config.section import Section
-from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase
-from d9d_loop.lr.piecewise import piecewise
+from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase, piecewise
 
 LrSchedule = Callable[[int], float]
 """Function of the step, counted from 0, that returns the learning rate relative to the peak."""

@@ -29,10 +29,19 @@ def plot_lr_schedule(
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("plots need matplotlib: pip install 'd9d-loop[plot]'") from error
         figure = Figure(figsize=(8.0, 3.2), dpi=150, layout="constrained")
-        _draw_on(figure.subplots(), schedule, num_steps=num_steps, peak=peak, title=title)
+        plot_lr_schedule(schedule, figure.subplots(), num_steps=num_steps, peak=peak, title=title)
         figure.savefig(target)
-    else:
-        _draw_on(target, schedule, num_steps=num_steps, peak=peak, title=title)
+        return
+    stride = -(-num_steps // _POINTS)
+    steps = sorted({*range(0, num_steps, stride), num_steps - 1})
+    target.plot(steps, [peak * schedule(step) for step in steps], color=_COLOR, linewidth=1.6)
+    target.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    target.set_xlabel("steps done", color=_GRAY, loc="right")
+    target.set_ylim(bottom=0.0)
+    target.margins(x=0.01)
+    target.grid(alpha=0.25)
+    target.spines[["top", "right"]].set_visible(False)
+    target.tick_params(colors=_GRAY, labelsize=9)
 
 
 def draw_lr_schedule(schedule: Callable[[int], float], folder: Path, *, num_steps: int, peak: float) -> None:
@@ -43,16 +52,3 @@ def draw_lr_schedule(schedule: Callable[[int], float], folder: Path, *, num_step
     if find_spec("matplotlib") is not None:
         title = f"learning rate, peak {peak:g}"
         plot_lr_schedule(schedule, folder / "lr_schedule.png", num_steps=num_steps, peak=peak, title=title)
-
-
-def _draw_on(axes: "Axes", schedule: Callable[[int], float], *, num_steps: int, peak: float, title: str) -> None:
-    stride = -(-num_steps // _POINTS)
-    steps = sorted({*range(0, num_steps, stride), num_steps - 1})
-    axes.plot(steps, [peak * schedule(step) for step in steps], color=_COLOR, linewidth=1.6)
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel("steps done", color=_GRAY, loc="right")
-    axes.set_ylim(bottom=0.0)
-    axes.margins(x=0.01)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_GRAY, labelsize=9)

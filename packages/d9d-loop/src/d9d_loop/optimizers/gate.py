@@ -17,14 +17,14 @@ def takes_gate(optimizer: Optimizer) -> bool:
     The flag works for d9d's own optimizers, and for torch's fused optimizers, whose kernels obey `found_inf` (the
     protocol of `torch.amp.GradScaler`).
     """
-    match optimizer:
-        case JoinedOptimizer():
-            return all(map(takes_gate, optimizer.optimizers))
-        case GroupwiseOptimizer():
-            return True
-        case _:
-            has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False)
-            return has_protocol and all(group.get("fused", True) for group in optimizer.param_groups)
+    return all(
+        isinstance(part, GroupwiseOptimizer)
+        or (
+            getattr(part, "_step_supports_amp_scaling", False)
+            and all(group.get("fused", True) for group in part.param_groups)
+        )
+        for part in _parts(optimizer)
+    )
 
 
 @contextmanager
@@ -34,15 +34,12 @@ def gated(optimizer: Optimizer, gate: Tensor) -> Generator[None]:
     The optimizer must satisfy `takes_gate`. Parameters and state keep their values, even if gradients are non-finite.
     """
     with ExitStack() as stack:
-        match optimizer:
-            case JoinedOptimizer():
-                for each in optimizer.optimizers:
-                    stack.enter_context(gated(each, gate))
-            case GroupwiseOptimizer():
-                optimizer.gate = gate
-                stack.callback(setattr, optimizer, "gate", None)
-            case _:
-                flags: Any = optimizer  # attributes, as `GradScaler` sets them
+        for part in _parts(optimizer):
+            if isinstance(part, GroupwiseOptimizer):
+                part.gate = gate
+                stack.callback(setattr, part, "gate", None)
+            else:
+                flags: Any = part  # attributes, as `GradScaler` sets them
                 flags.found_inf, flags.grad_scale = gate, None
                 stack.callback(delattr, flags, "found_inf")
                 stack.callback(delattr, flags, "grad_scale")
@@ -63,20 +60,18 @@ def step_unless(optimizer: Optimizer, gate: Tensor) -> None:
 
 def uncount_step(optimizer: Optimizer) -> None:
     """Undo the host's step count of the last step, which the gate skipped."""
-    match optimizer:
-        case JoinedOptimizer():
-            for each in optimizer.optimizers:
-                uncount_step(each)
-        case GroupwiseOptimizer():
-            optimizer.uncount_step()
+    for part in _parts(optimizer):
+        if isinstance(part, GroupwiseOptimizer):
+            part.uncount_step()
 
 
 def counts_steps(optimizer: Optimizer) -> bool:
     """Return True if `uncount_step` must be called after a skipped step, before the next one."""
-    match optimizer:
-        case JoinedOptimizer():
-            return any(map(counts_steps, optimizer.optimizers))
-        case GroupwiseOptimizer():
-            return optimizer.counts_steps
-        case _:
-            return False
+    return any(isinstance(part, GroupwiseOptimizer) and part.counts_steps for part in _parts(optimizer))
+
+
+def _parts(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers of a `JoinedOptimizer`, at any depth; another optimizer is its only part."""
+    if isinstance(optimizer, JoinedOptimizer):
+        return [part for each in optimizer.optimizers for part in _parts(each)]
+    return [optimizer]

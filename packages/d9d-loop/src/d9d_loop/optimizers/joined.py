@@ -15,13 +15,12 @@ from d9d_loop.optimizers.groupwise import loss_of
 
 @final
 class JoinedOptimizer(Optimizer):
-    """Optimizer that steps several optimizers, and shares their parameter groups and state without copies.
+    """Optimizer that steps one or more optimizers of disjoint parameters.
+
+    It shares their parameter groups and state without copies.
 
     Attributes:
         optimizers: The combined optimizers. `param_groups` has their groups in this order.
-
-    Args:
-        optimizers: Optimizers with disjoint parameters, at least one.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

@@ -56,7 +56,9 @@ def _compute_on_owners(
     given = [part.numel() for part in parts] + [0] * (size - len(parts))
     dim = _plain_dim(likes[rank], axis) if rank < len(likes) else None
     # Shapes of all ranks' shards of the matrix that this rank owns.
-    shapes = [] if dim is None else _chunk_shapes(likes[rank].shape, size, dim)
+    shapes: list[torch.Size] = []
+    if dim is not None:
+        shapes = [chunk.shape for chunk in torch.empty(likes[rank].shape, device="meta").chunk(size, dim)]
     owned = [shape.numel() for shape in shapes] + [0] * (size - len(shapes))
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(owned))
@@ -68,11 +70,6 @@ def _compute_on_owners(
     back = torch.empty_like(sent)
     dist.all_to_all_single(back, received, given, owned, group=group)
     return [result.view(part.shape) for result, part in zip(back.split(given[: len(parts)]), parts, strict=True)]
-
-
-def _chunk_shapes(shape: torch.Size, num_chunks: int, dim: int) -> list[torch.Size]:
-    """Return the shapes of the non-empty chunks of `torch.chunk`."""
-    return [chunk.shape for chunk in torch.empty(shape, device="meta").chunk(num_chunks, dim)]
 
 
 def _splitting_axes(like: Tensor) -> list[int]:

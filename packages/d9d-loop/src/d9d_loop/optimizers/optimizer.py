@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, final
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -11,11 +11,13 @@ from pydantic import model_validator as validator
 from d9d_dist import UserError
 from d9d_loop import optimizers
 from d9d_loop.config.section import Section
-from d9d_loop.optimizers.assignment import Dims, Named, Selector, assign, is_matrix
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
+
+Named: TypeAlias = "list[tuple[str, Tensor]]"
+"""(name, parameter) pairs."""
 
 OptimizerProvider: TypeAlias = Callable[["nn.Module"], "Optimizer"]
 """Function that builds an optimizer of the trainable parameters of a materialized, parallelized model."""
@@ -24,13 +26,14 @@ OptimizerProvider: TypeAlias = Callable[["nn.Module"], "Optimizer"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _RATE = "Peak learning rate; the schedule multiplies it."
 _DECAY = "Weight decay of the parameters that `decays` selects."
+_SHOWN = 8
 
 
 class GroupConfig(Section):
     """Overrides for the parameters that match a pattern. The first group that matches a parameter applies."""
 
     pattern: str = Field(default="", description="Regular expression, searched in parameter names; '' matches all.")
-    of: Dims = Field(
+    of: Literal["any", "matrices", "vectors"] = Field(
         default="any",
         description="Restrict the group to matrices, or to vectors: parameters with fewer than 2 dims, such as norms "
         "and biases.",
@@ -54,6 +57,11 @@ class GroupConfig(Section):
         if self.optimizer is not None and (self.learning_rate is not None or self.weight_decay is not None):
             raise UserError("the group has an optimizer; set learning_rate and weight_decay in this optimizer instead.")
         return self
+
+    def chooses(self, name: str, parameter: "Tensor") -> bool:
+        """Return True if the group matches the parameter."""
+        fits = self.of == "any" or (self.of == "matrices") == is_matrix(parameter)
+        return fits and re.search(self.pattern, name) is not None
 
 
 class OptimizerSettings(Section, ABC):
@@ -99,11 +107,7 @@ class OptimizerSettings(Section, ABC):
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
-        """Construct the optimizer.
-
-        Args:
-            groups: Parameter groups with the keys `params` (pairs of name and parameter), `lr` and `weight_decay`.
-        """
+        """Construct the optimizer of groups with `params` (pairs of name and parameter), `lr` and `weight_decay`."""
 
     @final
     def _optimizers(self, named: Named, *, whole: bool) -> "list[Optimizer]":
@@ -111,8 +115,7 @@ class OptimizerSettings(Section, ABC):
 
         If no optimizer has a parameter, this optimizer is built with an empty group.
         """
-        selectors = [Selector(group.pattern, group.of) for group in self.groups]
-        rest, *matched = assign(named, selectors, whole=whole)
+        rest, *matched = assign(named, self.groups, whole=whole)
         own = self._groups(rest)
         others: list[Optimizer] = []
         for group, members in zip(self.groups, matched, strict=True):
@@ -317,3 +320,40 @@ def _trainable(model: "nn.Module") -> Named:
     from d9d_dist import canonical_name  # noqa: PLC0415 - imports torch
 
     return [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def is_matrix(parameter: "Tensor") -> bool:
+    """Return True for a matrix or a stack of matrices; False for norm weights, biases and scalars."""
+    return parameter.ndim >= 2
+
+
+def assign(named: Named, groups: Sequence[GroupConfig], *, whole: bool = True) -> list[Named]:
+    """Assign each parameter to the first group that matches it.
+
+    Return the parameters that match no group, then the parameters of each group in order. With `whole`, a
+    group without parameters raises `UserError`; a pipeline stage may have none.
+    """
+    found: list[Named] = [[] for _ in (None, *groups)]
+    for name, parameter in named:
+        chosen = (number for number, each in enumerate(groups, 1) if each.chooses(name, parameter))
+        found[next(chosen, 0)].append((name, parameter))
+    for number, group in enumerate(groups, 1):
+        if whole and not found[number]:
+            raise UserError(_explain(named, group))
+    return found
+
+
+def _explain(named: Named, group: GroupConfig) -> str:
+    shown = f"the optimizer's group with pattern = {group.pattern!r}" + ("" if group.of == "any" else f" of {group.of}")
+    if any(group.chooses(name, parameter) for name, parameter in named):
+        return (
+            f"{shown} gets no parameter, because earlier groups match all of them; "
+            "expected at least one. Move it before them, or remove it."
+        )
+    names = [name for name, _ in named]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (
+        f"{shown} matches no trainable parameter; expected at least one of "
+        f"{', '.join(names[:_SHOWN])}{more}. Correct the pattern, which is searched in these names, or remove the "
+        "group."
+    )

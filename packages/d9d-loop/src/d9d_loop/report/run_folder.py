@@ -21,7 +21,6 @@ class RunFolder:
     """Files that a run has written.
 
     Attributes:
-        name: Name of the run folder.
         curves: Finite values by step, for each metric.
         samples: Tracked texts, each with its step and name.
         config: The resolved configuration; empty if there is none.

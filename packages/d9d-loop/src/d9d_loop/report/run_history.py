@@ -57,7 +57,6 @@ class RunHistory:
     Attributes:
         total_seconds: Time from the first start to the last record, in seconds.
         effective_ratio: Fraction of the total time that was spent on kept steps, from 0 to 1.
-        interruptions: Interruptions, in order.
         stragglers: Ranks with slow parts, by the step at which each was reported.
         lives: Progress of each life: time since the first start in seconds, and completed steps.
     """

@@ -8,8 +8,7 @@ from typing import Any
 
 from d9d_loop.report.run_folder import RunFolder, read_run
 from d9d_loop.report.run_history import RunHistory
-from d9d_loop.report.svg_chart import line_chart
-from d9d_loop.report.svg_timeline import timeline
+from d9d_loop.report.svg_chart import line_chart, timeline
 
 _FIRST = ("loss", "learning_rate", "grad_norm")
 _STYLE = Path(__file__).with_name("report.css")
@@ -34,8 +33,8 @@ def render_report(runs: Sequence[RunFolder]) -> str:
         body += [_pictures(run, heading), _samples(run, heading)]
         body += [_section(f"{heading}Interruptions", _interruptions(run.history))]
         body += [_section(f"{heading}Time breakdown", f"<pre>{escape(run.profile)}</pre>" if run.profile else "")]
-        body += [_section(f"{heading}Environment", _table(run.environment))]
-        body += [_section(f"{heading}Configuration", _table(dict(_flat(run.config))))]
+        body += [_section(f"{heading}Environment", _settings(run.environment))]
+        body += [_section(f"{heading}Configuration", _settings(dict(_flat(run.config))))]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style>"
     return (
@@ -54,16 +53,11 @@ def _legend(runs: Sequence[RunFolder]) -> str:
 
 def _summary(runs: Sequence[RunFolder]) -> str:
     """Return a table of the last step and the last value of each metric."""
-    head = "".join(f'<th class="number">{escape(run.name)}</th>' for run in runs)
-    rows = []
+    rows = [["step", *(str(max((curve[-1][0] for curve in run.curves.values()), default=0)) for run in runs)]]
     for name in _names(runs):
-        cells = [run.curves.get(name) for run in runs]
-        shown = "".join(f'<td class="number">{"" if curve is None else _number(curve[-1][1])}</td>' for curve in cells)
-        rows.append(f"<tr><td>{_key(name)}</td>{shown}</tr>")
-    steps = "".join(
-        f'<td class="number">{max((curve[-1][0] for curve in run.curves.values()), default=0)}</td>' for run in runs
-    )
-    return f"<h2>Last values</h2><table><tr><th></th>{head}</tr><tr><td>step</td>{steps}</tr>{''.join(rows)}</table>"
+        curves = (run.curves.get(name) for run in runs)
+        rows.append([_key(name), *("" if curve is None else _number(curve[-1][1]) for curve in curves)])
+    return "<h2>Last values</h2>" + _table(rows, ["", *(escape(run.name) for run in runs)], kind=' class="number"')
 
 
 def _charts(runs: Sequence[RunFolder]) -> str:
@@ -93,13 +87,8 @@ def _names(runs: Sequence[RunFolder]) -> list[str]:
 def _differences(settings: Sequence[Mapping[str, Any]], runs: Sequence[RunFolder]) -> str:
     flat = [dict(_flat(each)) for each in settings]
     names = list(dict.fromkeys(name for each in flat for name in each))
-    rows = [
-        f"<tr><td>{_key(name)}</td>{''.join(f'<td>{escape(_text(each.get(name)))}</td>' for each in flat)}</tr>"
-        for name in names
-        if len({_text(each.get(name)) for each in flat}) > 1
-    ]
-    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>" if rows else ""
+    rows = [[_key(name), *(escape(_text(each.get(name))) for each in flat)] for name in names]
+    return _table([row for row in rows if len(set(row[1:])) > 1], ["", *(escape(run.name) for run in runs)])
 
 
 def _pictures(run: RunFolder, heading: str) -> str:
@@ -119,15 +108,10 @@ def _interruptions(history: RunHistory | None) -> str:
     if history is None or not (history.interruptions or history.stragglers):
         return ""
     columns = ("step", "lost_steps", "rank", "host", "cause", "detection_seconds", "recovery_seconds")
-    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in columns)
-    rows = (
-        "".join(f"<td>{escape(_shown(getattr(each, name)))}</td>" for name in columns) for each in history.interruptions
-    )
+    rows = [[escape(_shown(getattr(each, name))) for name in columns] for each in history.interruptions]
     ratio = f"{100 * history.effective_ratio:.1f} % of {history.total_seconds:.0f} s were training that was kept."
     slow = "".join(f"<li>step {step}: {escape(text)}</li>" for step, text in history.stragglers)
-    table = (
-        f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>" if history.interruptions else ""
-    )
+    table = _table(rows, [name.replace("_", " ") for name in columns])
     picture = f"<figure>{timeline(history)}</figure>" if history.interruptions else ""
     return f"<p>{ratio}</p>{picture}{table}" + (f"<ul>{slow}</ul>" if slow else "")
 
@@ -142,9 +126,18 @@ def _section(title: str, content: str) -> str:
     return f"<h2>{escape(title)}</h2>{content}" if content else ""
 
 
-def _table(values: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><td>{_key(name)}</td><td>{escape(_text(value))}</td></tr>" for name, value in values.items())
-    return f"<table>{rows}</table>" if rows else ""
+def _settings(values: Mapping[str, Any]) -> str:
+    return _table([[_key(name), escape(_text(value))] for name, value in values.items()])
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), *, kind: str = "") -> str:
+    """Return a table of HTML cells, empty without rows. `kind` has attributes of the cells after the first column."""
+    if not rows:
+        return ""
+    lines = [f"<td>{first}</td>" + "".join(f"<td{kind}>{cell}</td>" for cell in rest) for first, *rest in rows]
+    if head:
+        lines.insert(0, f"<th>{head[0]}</th>" + "".join(f"<th{kind}>{cell}</th>" for cell in head[1:]))
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _key(name: str) -> str:

@@ -58,7 +58,7 @@ class StepGuard:
         self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
         self._undecided: Callable[[], list[float]] | None = (
-            None  # flags of the last step; only if the optimizer counts steps
+            None  # flags of the last step, if the optimizer counts steps
         )
         self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
         self._rolled_back_from: set[int] = set()
@@ -81,14 +81,13 @@ class StepGuard:
             weight: Weight of the global batch, 0-dim; `None` for a positive one. An update without weight is skipped,
                 because weight decay and momentum would still change the parameters.
         """
-        is_skipped = step in self._skipped_on_replay
         if self._is_on_host:
             is_empty = weight is not None and weight.item() == 0
-            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), is_empty, is_skipped=is_skipped)]
-        limit = self._losses.limit(step)
-        return self._step_on_device(step, loss, grad_norm, weight, limit=limit, is_skipped=is_skipped)
+            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), is_empty=is_empty)]
+        return self._step_on_device(step, loss, grad_norm, weight)
 
-    def _step_on_host(self, step: int, loss: float, grad_norm: float, is_empty: bool, *, is_skipped: bool) -> bool:
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, is_empty: bool) -> bool:
+        is_skipped = step in self._skipped_on_replay
         non_finite = not (math.isfinite(loss) and math.isfinite(grad_norm))
         spike = self._losses.is_spike(step, loss)
         if self._ctx.world_size > 1:
@@ -102,17 +101,12 @@ class StepGuard:
         return taken
 
     def _step_on_device(
-        self,
-        step: int,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor,
-        weight: torch.Tensor | None,
-        *,
-        limit: float,
-        is_skipped: bool,
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, weight: torch.Tensor | None
     ) -> torch.Tensor:
+        is_skipped = step in self._skipped_on_replay
         # NaN > limit is False, so non-finite values have a flag of their own.
-        non_finite, spike = ~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit
+        non_finite = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        spike = loss > self._losses.limit(step)
         is_empty = torch.zeros_like(spike) if weight is None else weight == 0
         bad = torch.stack([non_finite, is_empty, spike]).to(torch.float32)
         if self._ctx.world_size > 1:
@@ -161,9 +155,8 @@ class StepGuard:
             self._uncount_skipped_step()
         unknown = 0 if settle or self._is_on_host else 1
         while len(self._pending) > unknown:
-            judged = self._classify(self._pending.pop(0))
-            if judged is not None:
-                return judged
+            if (bad := self._classify(self._pending.pop(0))) is not None:
+                return bad
         return None
 
     def on_rollback(self) -> None:

@@ -17,8 +17,7 @@ from d9d_dist.consensus import name_ranks
 from d9d_dist.failures import describe_lost_store, is_victim, name_first_failure, within
 from d9d_dist.peers import Peer
 from d9d_dist.side_channel import SideChannel
-from d9d_loop.resilience.hang_report import describe_hang
-from d9d_loop.resilience.rank_place import RankPlace
+from d9d_loop.resilience.hang_report import RankPlace, describe_hang
 
 _INTERVAL = 0.25  # polling interval in seconds
 _ANSWER_INTERVALS = 3.2  # polling intervals to wait for the locations of other ranks
@@ -40,11 +39,6 @@ class HangPoller:
         lost: Description of a rank that failed or whose process died, or `None`.
         text: Report of an alarm of any rank, valid after `wait_for_report`.
         interval: Polling interval in seconds.
-
-    Args:
-        ctx: Distributed context of several ranks.
-        place: Function that returns the location of this rank's main thread.
-        stuck_seconds: Function that returns the time since this rank's last progress, in seconds.
     """
 
     def __init__(

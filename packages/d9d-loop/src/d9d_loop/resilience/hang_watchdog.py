@@ -25,9 +25,8 @@ from typing import Self, final
 from d9d_dist import DistributedContext
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_poller import HangPoller
-from d9d_loop.resilience.hang_report import describe_hang
+from d9d_loop.resilience.hang_report import RankPlace, describe_hang, main_thread_place
 from d9d_loop.resilience.node_files import read_lost_host
-from d9d_loop.resilience.rank_place import RankPlace, main_thread_place
 
 _INTERVAL = 0.25  # interval of the watcher in seconds
 _EXIT_SECONDS = 1.5  # time for the main thread to exit by itself after a peer failed
@@ -61,7 +60,6 @@ class HangWatchdog:
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
-        enabled: If False, the watchdog does nothing.
         on_exit: Called with the reason before the watchdog ends the process.
     """
 

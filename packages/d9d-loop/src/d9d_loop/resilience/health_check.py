@@ -75,11 +75,8 @@ def check_health(
     measurements. Collective over all ranks: sends and receives between neighbors, all-reduces, barriers, and an
     all-gather.
 
-    Args:
-        config: Sizes and limits.
-        ctx: Distributed context.
-        data_seconds: Time per step that this rank has waited for its data.
-        step_seconds: Time of a step. Waits for data of less than a twentieth of it are never reported as slow.
+    `data_seconds` is the time per step that this rank has waited for its data, `step_seconds` the time of a step. Waits
+    for data of less than a twentieth of a step are never reported as slow.
 
     Raises:
         HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values. Lists the faulty ones.

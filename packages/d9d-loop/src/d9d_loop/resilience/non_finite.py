@@ -8,6 +8,7 @@ computation. The replay takes a few times as long as the step. Other steps have 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -56,11 +57,9 @@ def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: D
     ranks: the collectives of `replay`, and two small all-gathers. Call it before the parameters change. The replay
     accumulates gradients and metrics, which the caller must discard.
 
-    Args:
-        model: This rank's part of the model; in a pipeline, its stages.
-        replay: Runs forward and backward with the batches of the step. It must pass the loss, and any other tensor to
-            check outside modules, to the `Watch` function it receives.
-        ctx: The job's context.
+    `model` is this rank's part of the model; in a pipeline, its stages. `replay` runs forward and backward with the
+    batches of the step. It must pass the loss, and any other tensor to check outside modules, to the `Watch` function
+    it receives.
     """
     probe = _Probe(ctx.coordinate("regular", "pp"))
     with probe.attached(model):
@@ -93,8 +92,8 @@ class _Probe:
     @contextmanager
     def attached(self, model: nn.Module) -> Generator[None]:
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(name)))
+            self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(partial(self._after, name)))
         try:
             yield
         finally:
@@ -105,24 +104,18 @@ class _Probe:
         self._look("", name, tensor, "forward")
         self._follow("", f"the gradient of {name}", tensor)
 
-    def _before(self, module_name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Inputs are checked as well as outputs, since a parent module may compute between two child modules.
-            for tensor in _tensors((args, kwargs)):
-                self._look(module_name, "an input", tensor, "forward")
-                self._follow(module_name, "the gradient of an input", tensor)
-            for name, parameter in module.named_parameters(recurse=False):
-                self._look(module_name, name, parameter, "forward")
-                self._follow(module_name, f"the gradient of {name}", parameter)
+    def _before(self, module_name: str, module: nn.Module, *given: Any) -> None:
+        # Inputs are checked as well as outputs, since a parent module may compute between two child modules.
+        for tensor in _tensors(given):
+            self._look(module_name, "an input", tensor, "forward")
+            self._follow(module_name, "the gradient of an input", tensor)
+        for name, parameter in module.named_parameters(recurse=False):
+            self._look(module_name, name, parameter, "forward")
+            self._follow(module_name, f"the gradient of {name}", parameter)
 
-        return look
-
-    def _after(self, module_name: str) -> Callable[..., None]:
-        def look(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            for tensor in _tensors(output):
-                self._look(module_name, "the output", tensor, "forward")
-
-        return look
+    def _after(self, module_name: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        for tensor in _tensors(output):
+            self._look(module_name, "the output", tensor, "forward")
 
     def _follow(self, module: str, name: str, tensor: torch.Tensor) -> None:
         """Check the gradient of a tensor in backward, before it is reduced over ranks."""

@@ -8,9 +8,7 @@ changes the checksum, because 2i + 1 is odd; most permutations of words also cha
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,16 +27,6 @@ class ReplicaError(RuntimeError):
     """Error of replicas that differ between ranks; the same on all ranks."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Replica:
-    """Local tensor that must be equal on all ranks of each of its groups."""
-
-    name: str
-    local: torch.Tensor
-    groups: tuple[dist.ProcessGroup, ...]
-
-
 @torch.no_grad()
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: DistributedContext) -> None:
     """Check that replicas of parameters and optimizer states are equal. `step` is only for the message.
@@ -55,10 +43,10 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
         return
     stage = ctx.group_for("batch", "dp", "cp", "tp")
     by_group: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
-    for replica in _replicas(model, optimizer, stage):
-        checksum = _checksum(replica.local)
-        for group in replica.groups:
-            by_group.setdefault(group, []).append((replica.name, checksum))
+    for name, local, groups in _replicas(model, optimizer, stage):
+        checksum = _checksum(local)
+        for group in groups:
+            by_group.setdefault(group, []).append((name, checksum))
     problems = [problem for group, checksums in by_group.items() for problem in _compare(checksums, group)]
     if found := _join_problems(problems):
         raise ReplicaError(
@@ -104,24 +92,24 @@ def _join_problems(problems: list[str]) -> str:
     return "\n".join(f"- {problem}" for problem in found[:_SHOWN]) + more
 
 
-def _replicas(model: nn.Module, optimizer: Optimizer, stage: dist.ProcessGroup) -> list[_Replica]:
-    """Return the replicated tensors of this rank, in the same order on all ranks that hold them."""
-    found: list[_Replica] = []
+def _replicas(
+    model: nn.Module, optimizer: Optimizer, stage: dist.ProcessGroup
+) -> Iterator[tuple[str, torch.Tensor, tuple[dist.ProcessGroup, ...]]]:
+    """Yield this rank's replicated tensors: name, local tensor and groups with replicas. Equal order on their ranks."""
     for name, parameter in model.named_parameters():
+        groups = _groups(parameter, stage)
         tensors = {name: parameter.detach()}
         # Optimizer state is sharded like its parameter. Non-tensors and tensors on another device are not compared.
         states = optimizer.state.get(parameter, {})
-        tensors |= {f"{key} of {name}": state for key, state in sorted(states.items()) if _is_state(state, parameter)}
+        tensors |= {
+            f"{key} of {name}": state
+            for key, state in sorted(states.items())
+            if isinstance(state, torch.Tensor) and state.device == parameter.device
+        }
         for label, tensor in tensors.items():
-            groups = _groups(parameter, stage)
             local = local_tensor(tensor)
             if groups and local.numel():
-                found.append(_Replica(label, local, groups))
-    return found
-
-
-def _is_state(state: object, parameter: nn.Parameter) -> bool:
-    return isinstance(state, torch.Tensor) and state.device == parameter.device
+                yield label, local, groups
 
 
 def _groups(parameter: nn.Parameter, stage: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:

@@ -148,18 +148,15 @@ class StopSignals:
         self._num_calls += 1
         if self._num_calls % self._every:
             return None
-        answered, self._pending = self._pending, self._start_exchange(self._group)
+        value = torch.tensor(self._received, dtype=torch.int32, device="cpu")
+        work = dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous collective returns its work"
+        answered, self._pending = self._pending, (value, work)
         if answered is None:
             return None
         value, work = answered
         work.wait()
         return _signal(int(value))
-
-    def _start_exchange(self, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-        value = torch.tensor(self._received, dtype=torch.int32, device="cpu")
-        work = dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        assert work is not None, "an asynchronous collective returns its work"
-        return value, work
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self._received = number

@@ -21,10 +21,6 @@ class StragglerWatch:
     """Watch that names ranks with slow compute, memory, links or data in several checks in a row.
 
     Does nothing unless `config.every` is set and the check is enabled.
-
-    Args:
-        config: Configuration of the health check.
-        ctx: Distributed context.
     """
 
     def __init__(self, config: HealthConfig, ctx: DistributedContext) -> None:

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from d9d_dist import UserError
 from d9d_loop.losses import PreferenceLoss
-from d9d_loop.tasks import PreferenceTask
+from d9d_loop.tasks import PolicyTask, PreferenceTask, RewardTask
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -58,3 +58,32 @@ def test_router_losses_are_added_to_the_loss_but_not_to_margins() -> None:
     for metrics, each in zip(found, (plain, outputs), strict=True):
         task.update_metrics(metrics, outputs=each, batch=batch, loss=task.loss(each, batch))
     assert_close(found[0]["reward_margin"].compute(), found[1]["reward_margin"].compute())
+
+
+def test_a_batch_without_advantages_is_refused() -> None:
+    batch = {"labels": torch.tensor([[-100, 3, 5]]), "documents": torch.zeros(1, 3, dtype=torch.int64)}
+    outputs = {"log_probs": -torch.rand(1, 3)}
+    with pytest.raises(UserError, match="the batch has no advantages, only documents, labels; expected an advantage"):
+        PolicyTask().loss(outputs, batch)
+    assert PolicyTask().loss(outputs, {**batch, "advantages": torch.ones(1, 3)}).total.isfinite()
+
+
+BATCH = {
+    "input_ids": torch.zeros(1, 4, dtype=torch.int64),
+    "position_ids": torch.tensor([[0, 1, 0, 1]]),
+    "documents": torch.tensor([[0, 0, 1, 1]]),
+}
+
+
+def test_scores_may_have_a_dim_of_one() -> None:
+    scores = torch.randn(1, 4)
+    flat, deep = (RewardTask().loss(each, BATCH) for each in (scores, scores.unsqueeze(-1)))
+    assert_close(flat.total, -torch.nn.functional.logsigmoid(scores[0, 1] - scores[0, 3]))
+    assert_close(deep.total, flat.total)
+
+
+def test_outputs_that_are_no_scores_of_positions_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"the model returned scores of shape \(1, 2\); expected \(1, 4\), one score for each position"
+    ):
+        RewardTask().loss(torch.randn(1, 2), BATCH)

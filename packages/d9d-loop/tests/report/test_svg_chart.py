@@ -2,7 +2,7 @@ import re
 from xml.etree import ElementTree
 
 from d9d_loop.report.run_history import Interruption, RunHistory
-from d9d_loop.report.svg_timeline import timeline
+from d9d_loop.report.svg_chart import timeline
 
 
 def _interruption(step: int, cause: str) -> Interruption:

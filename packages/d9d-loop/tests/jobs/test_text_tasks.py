@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d9d_loop.jobs.embed_task import Embed, Pooling
+from d9d_loop.jobs.text_tasks import Embed, Pooling
 from d9d_metrics import WeightedMean
 
 GROUPS, PAIRS, NEGATIVES, LENGTH, WIDTH = 3, 4, 2, 5, 8

@@ -1,0 +1,248 @@
+"""Tasks of decoders on packed rows: pretraining, chats, preference pairs, sampled answers, rewards, distillation.
+
+B: rows, L: positions of this rank, K: candidates of a position.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import ContextSplit, UserError
+from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.losses import DistillationLoss, PolicyLoss, PreferenceLoss, RewardLoss, next_token_loss
+from d9d_loop.task import Loss, Task
+from d9d_metrics import Metric, Perplexity, WeightedMean
+from d9d_pipeline import Inputs
+
+DPO = PreferenceLoss()
+GRPO = PolicyLoss()
+BRADLEY_TERRY = RewardLoss()
+KL_DIVERGENCE = DistillationLoss()
+
+PackedBatch: TypeAlias = dict[str, Any]
+"""Collated rows of a `PackedStream`: tensors [B, L]. Under context parallelism, `cp` is the mesh of the split."""
+
+
+class PackedTask(Task):
+    """Base class of tasks on packed rows; context parallelism can split the rows."""
+
+    def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
+        """Return this context-parallel rank's part of the rows, with the mesh of the split as `cp`."""
+        return {**split.split(batch), "cp": split.mesh}
+
+
+@final
+class NextTokenTask(PackedTask):
+    """Cross entropy of the labels of packed rows, for a decoder that returns the loss of each token.
+
+    Rows packed from a `ChatStream` have labels only in answers. The metric `perplexity` is the perplexity of the
+    labels. The model's outputs include its router losses, so the loss and the metric include them too.
+    """
+
+    weight_unit = "tokens"
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders."""
+        return packed_inputs(batch)
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+        """Return the summed losses of all labels."""
+        return next_token_loss(outputs, batch["labels"])
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the perplexity of the labels."""
+        return {"perplexity": Perplexity()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        """Add the losses of a microbatch."""
+        metrics["perplexity"].update(loss.total.detach(), loss.weight)
+
+
+@final
+class PreferenceTask(PackedTask):
+    """Preference loss of packed pairs, for a decoder whose forward takes `scores`.
+
+    A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which `Engine.score` returns in
+    `Engine.reference`.
+
+    The metrics are `reward_margin`, the mean of `beta * h`, and `reward_accuracy`, the share of pairs with a positive
+    margin. Router losses of the model are added, and do not change the margins.
+
+    Args:
+        has_reference: False for a loss without a reference, such as SimPO: batches then have no `reference_log_probs`.
+
+    Raises:
+        UserError: In `loss`, if the batch does not match `has_reference`.
+    """
+
+    weight_unit = "pairs"
+
+    def __init__(self, loss: PreferenceLoss = DPO, *, has_reference: bool = True) -> None:
+        self._loss, self._has_reference = loss, has_reference
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders, for scores."""
+        return packed_inputs(batch, scores=True)
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
+        """Return the summed losses of the pairs."""
+        if self._has_reference != (batch.get("reference_log_probs") is not None):
+            raise UserError(
+                f"the batch has {'no' if self._has_reference else 'the key'} reference_log_probs; expected it if and "
+                "only if has_reference is True. Score the batch inside Engine.reference() and add the key, or pass "
+                "PreferenceTask(has_reference=False) for a loss without a reference, such as SimPO."
+            )
+        return self._loss(**score_arguments(outputs, batch))
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the reward margin and accuracy."""
+        return {"reward_margin": WeightedMean(), "reward_accuracy": WeightedMean()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        """Add the margins of a microbatch. Issues the collectives of the margins."""
+        arguments = score_arguments(outputs, batch)
+        del arguments["auxiliary_losses_BL"]  # the margins do not include the auxiliary losses
+        with torch.no_grad():
+            margins_BP, is_pair_BP = self._loss.margins(**arguments)
+        mesh = batch.get("cp")
+        count = is_pair_BP.sum() / (1 if mesh is None else mesh.size())
+        share = count / is_pair_BP.sum().clamp(min=1)  # every context-parallel rank has all pairs
+        metrics["reward_margin"].update((self._loss.beta * margins_BP * is_pair_BP).sum() * share, count)
+        metrics["reward_accuracy"].update(((margins_BP > 0) & is_pair_BP).sum() * share, count)
+
+
+@final
+class PolicyTask(PackedTask):
+    """Policy-gradient loss of packed answers, for a decoder whose forward takes `scores`.
+
+    A batch has packed rows whose labels are the sampled tokens, -100 elsewhere, and `advantages` [B, L]. Optional keys,
+    [B, L] each: `old_log_probs`, `reference_log_probs` and `importance`; see `PolicyLoss`. Router losses of the model
+    are added, and do not change the ratios.
+
+    Raises:
+        UserError: In `loss`, if the batch has no `advantages`.
+    """
+
+    weight_unit = "tokens"
+
+    def __init__(self, loss: PolicyLoss = GRPO) -> None:
+        self._loss = loss
+        if loss.average != "tokens":
+            self.weight_unit = "answers"
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders, for scores."""
+        return packed_inputs(batch, scores=True)
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
+        """Return the summed losses of the sampled tokens."""
+        if "advantages" not in batch:
+            raise UserError(
+                f"the batch has no advantages, only {', '.join(sorted(batch))}; expected an advantage for each "
+                "position, [B, L]. Add the key."
+            )
+        return self._loss(
+            **score_arguments(outputs, batch),
+            advantages_BL=batch["advantages"],
+            old_log_probs_BL=batch.get("old_log_probs"),
+            importance_BL=batch.get("importance"),
+        )
+
+
+@final
+class RewardTask(PackedTask):
+    """Bradley-Terry loss of packed pairs, for a model that returns a score of each position, [B, L] or [B, L, 1].
+
+    A batch has the rows of a packed `PairStream` with `with_last_token`. The reward of an answer is the score of its
+    last position.
+    """
+
+    weight_unit = "pairs"
+
+    def __init__(self, loss: RewardLoss = BRADLEY_TERRY) -> None:
+        self._loss = loss
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders, without labels."""
+        return Inputs(batch["input_ids"], position_ids=batch["position_ids"], document_ids_BL=batch["documents"])
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
+        """Return the summed losses of the pairs. Raise `UserError` if the outputs are not scores of positions."""
+        expected = batch["input_ids"].shape
+        if outputs.shape not in {expected, (*expected, 1)}:
+            raise UserError(
+                f"the model returned scores of shape {tuple(outputs.shape)}; expected {tuple(expected)}, one score "
+                "for each position."
+            )
+        return self._loss(
+            outputs.view(expected),
+            position_ids_BL=batch["position_ids"],
+            document_ids_BL=batch["documents"],
+            cp=batch.get("cp"),
+        )
+
+
+@final
+class DistillationTask(PackedTask):
+    """Distillation loss of packed rows, for a decoder whose forward takes `scores`.
+
+    A batch has packed rows, `teacher_ids` [B, L, K], int64, the teacher's most probable next tokens, and
+    `teacher_log_probs` [B, L, K]. Positions whose label is -100 do not contribute to the loss. The model gets
+    `teacher_ids` as its labels, and returns their log-probabilities [B, L, K]. Router losses of the model are added.
+    """
+
+    weight_unit = "tokens"
+
+    def __init__(self, loss: DistillationLoss = KL_DIVERGENCE) -> None:
+        self._loss = loss
+
+    def inputs(self, batch: PackedBatch) -> Inputs:
+        """Return the arguments of d9d's decoders, with the teacher's tokens as labels."""
+        return packed_inputs(batch, labels=batch["teacher_ids"], scores=True)
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
+        """Return the summed losses of all positions with a label."""
+        return self._loss(
+            outputs["log_probs"],
+            teacher_log_probs_BLK=batch["teacher_log_probs"],
+            mask_BL=trained(batch),
+            auxiliary_losses_BL=outputs.get("auxiliary_losses"),
+        )
+
+
+def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: bool = False) -> Inputs:
+    """Return the arguments of d9d's decoders: token ids, labels, position ids and document ids.
+
+    `labels` replaces the labels of the batch; without labels, the decoder returns logits. With `scores`, it returns the
+    log-probabilities of the labels, and auxiliary losses separately; see `score_arguments`. If the batch has
+    `expert_indices` [B, L, layers, A], the routers of a sparse decoder replay them.
+    """
+    optional: dict[str, Any] = {"expert_indices": batch["expert_indices"]} if "expert_indices" in batch else {}
+    if scores:
+        optional["scores"] = "log_probs"
+    return Inputs(
+        batch["input_ids"],
+        labels=batch.get("labels") if labels is None else labels,
+        position_ids=batch["position_ids"],
+        document_ids_BL=batch["documents"],
+        **optional,
+    )
+
+
+def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[str, Any]:
+    """Return the arguments that preference and policy losses share, for a decoder called with `scores`."""
+    return {
+        "log_probs_BL": outputs["log_probs"],
+        "auxiliary_losses_BL": outputs.get("auxiliary_losses"),
+        "reference_log_probs_BL": batch.get("reference_log_probs"),
+        "mask_BL": trained(batch),
+        "document_ids_BL": batch["documents"],
+        "cp": batch.get("cp"),
+    }
+
+
+def trained(batch: PackedBatch) -> Tensor:
+    """Return a mask [B, L] of the positions that contribute to the loss."""
+    return batch["labels"] != IGNORED_LABEL
