@@ -84,6 +84,21 @@ def test_marked_methods_are_subscribed_at_once() -> None:
     assert first.seen[-1] == "CheckpointSaved 9"
 
 
+def test_decorators_of_a_handler_can_be_stacked() -> None:
+    class Stacked:
+        @on_event(CheckpointSaved)
+        @on_event(CheckpointStarted)
+        def look(self, event: Event) -> None:
+            seen.append(type(event))
+
+    seen: list[type[Event]] = []
+    events = Events()
+    events.subscribe(Stacked())
+    events.emit(CheckpointStarted(2))
+    events.emit(CheckpointSaved(2))
+    assert seen == [CheckpointStarted, CheckpointSaved]
+
+
 def test_objects_without_handlers_cannot_be_subscribed() -> None:
     with pytest.raises(UserError, match=r"^list has no event handlers; expected at least one .* @on_event"):
         Events().subscribe([])

@@ -22,7 +22,8 @@ _KINDS = "__d9d_events__"
 def on_event(*kinds: type[Event]) -> Callable[[M], M]:
     """Mark a method as a handler of event classes, for `Events.subscribe`.
 
-    class Watcher:
+    For example, in the class of a subscriber:
+
         @on_event(StepDone)
         def look(self, event: StepDone) -> None: ...
     """
@@ -30,7 +31,7 @@ def on_event(*kinds: type[Event]) -> Callable[[M], M]:
         _check_kind(kind)
 
     def mark(method: M) -> M:
-        vars(method)[_KINDS] = kinds
+        vars(method)[_KINDS] = (*vars(method).get(_KINDS, ()), *kinds)  # decorators may be stacked
         return method
 
     return mark
