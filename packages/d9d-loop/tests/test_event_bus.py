@@ -84,6 +84,39 @@ def test_marked_methods_are_subscribed_at_once() -> None:
     assert first.seen[-1] == "CheckpointSaved 9"
 
 
+def test_decorators_of_a_handler_can_be_stacked() -> None:
+    class Stacked:
+        @on_event(CheckpointSaved)
+        @on_event(CheckpointStarted)
+        def look(self, event: Event) -> None:
+            seen.append(type(event))
+
+    seen: list[type[Event]] = []
+    events = Events()
+    events.subscribe(Stacked())
+    events.emit(CheckpointStarted(2))
+    events.emit(CheckpointSaved(2))
+    assert seen == [CheckpointStarted, CheckpointSaved]
+
+
+def test_classes_can_share_a_function_for_different_events() -> None:
+    def note(self: object, event: Event) -> None:
+        seen.append((type(self).__name__, event.step))
+
+    class Saved:
+        look = on_event(CheckpointSaved)(note)
+
+    class Started:
+        look = on_event(CheckpointStarted)(note)
+
+    seen: list[tuple[str, int]] = []
+    events = Events()
+    events.subscribe(Saved(), Started())
+    events.emit(CheckpointStarted(1))
+    events.emit(CheckpointSaved(2))
+    assert seen == [("Started", 1), ("Saved", 2)]
+
+
 def test_objects_without_handlers_cannot_be_subscribed() -> None:
     with pytest.raises(UserError, match=r"^list has no event handlers; expected at least one .* @on_event"):
         Events().subscribe([])

@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch.nn import functional as F
 
+from d9d_dist import UserError
 from d9d_modules.decay_gate import DecayGate, LogSigmoidDecayGate
 
 
@@ -41,3 +43,5 @@ def test_the_log_sigmoid_gate_equals_its_equation() -> None:
     x = 5 * torch.randn(2, 4, 3, dtype=torch.float64)
     torch.testing.assert_close(gate(x).exp(), (x + gate.bias).sigmoid() ** 0.25, rtol=1e-12, atol=1e-12)
     assert gate.bfloat16()(x.bfloat16()).dtype == torch.float32
+    with pytest.raises(UserError, match=r"normalizer = 0; expected a number above 0"):
+        LogSigmoidDecayGate(3, normalizer=0)

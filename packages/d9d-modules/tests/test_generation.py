@@ -114,6 +114,8 @@ def test_invalid_options_raise() -> None:
         generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=-1.0)
     with pytest.raises(UserError, match=r"top_k = 0; expected at least 1, or None for all tokens"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, top_k=0)
+    with pytest.raises(UserError, match=r"pad_to_multiple_of = 0; expected at least 1"):
+        generate(_successor, prompt, max_new_tokens=1, max_context=5, pad_to_multiple_of=0)
 
 
 def test_padding_does_not_change_the_generated_text() -> None:

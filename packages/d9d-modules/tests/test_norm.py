@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import d9d_modules.norm
 from d9d_dist import UserError
 from d9d_modules import GatedRMSNorm, LayerNorm, RMSNorm
 
@@ -85,8 +86,10 @@ def test_a_norm_with_a_residual_returns_the_norm_of_the_sum_and_the_sum(zero_cen
     assert torch.equal(normed, norm(x + residual))
 
 
-def test_wrong_shapes_raise() -> None:
+@pytest.mark.parametrize("kernel", [False, True])
+def test_wrong_shapes_raise(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = RMSNorm(8)
+    monkeypatch.setattr(d9d_modules.norm, "has_kernel", lambda x: kernel)  # the checks come before the kernel
     with pytest.raises(UserError, match=r"RMS norm of size 8 got a tensor of shape \(2, 1\); expected a last dim of 8"):
         norm(torch.randn(2, 1))
     with pytest.raises(UserError, match=r"RMS norm of size 8 got a tensor of shape \(2, 4\)"):

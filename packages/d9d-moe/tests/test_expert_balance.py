@@ -125,6 +125,11 @@ def test_bias_updates_balance_the_load() -> None:
     assert load_statistics(counts["0"]).max_over_mean <= 1.3
 
 
+def test_a_negative_rate_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rate = -0\.1; expected 0 or above"):
+        update_expert_bias(_model(), {}, rate=-0.1)
+
+
 def test_statistics_of_even_and_skewed_loads() -> None:
     even = load_statistics(torch.tensor([3, 3, 3, 3]))
     assert (even.max_over_mean.item(), even.entropy.item()) == pytest.approx((1.0, 1.0))

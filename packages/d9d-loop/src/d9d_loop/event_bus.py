@@ -4,7 +4,8 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, final
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -14,24 +15,30 @@ from d9d_loop.events import Event
 from d9d_loop.isolation import isolated_random
 
 E = TypeVar("E", bound=Event)
-M = TypeVar("M", bound=Callable[..., None])
+P = ParamSpec("P")
 _Handler = Callable[[Any], object]
 _KINDS = "__d9d_events__"
 
 
-def on_event(*kinds: type[Event]) -> Callable[[M], M]:
+def on_event(*kinds: type[Event]) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Mark a method as a handler of event classes, for `Events.subscribe`.
 
-    class Watcher:
+    For example, in the class of a subscriber:
+
         @on_event(StepDone)
         def look(self, event: StepDone) -> None: ...
     """
     for kind in kinds:
         _check_kind(kind)
 
-    def mark(method: M) -> M:
-        vars(method)[_KINDS] = kinds
-        return method
+    def mark(method: Callable[P, None]) -> Callable[P, None]:
+        # Mark a wrapper: another class may use the same function for other events. Decorators may be stacked.
+        @wraps(method)
+        def handler(*args: P.args, **kwargs: P.kwargs) -> None:
+            method(*args, **kwargs)
+
+        vars(handler)[_KINDS] = (*vars(handler).get(_KINDS, ()), *kinds)
+        return handler
 
     return mark
 

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -5,12 +6,46 @@ import pytest
 from example_streams import CountedEpochs, assert_resumes_anywhere
 
 from d9d_dist import UserError
-from d9d_loop.data import IteratedStream
+from d9d_loop.data import IteratedStream, ShuffledStream
 
 
 def test_an_iterated_stream_resumes_at_any_entry_across_epochs() -> None:
     entries = assert_resumes_anywhere(IteratedStream(CountedEpochs, name="numbers"), 40)
     assert [entry[0] for entry in entries] == list(range(40))
+
+
+class _OneState:
+    """Numbers whose state is one dict, which each element changes."""
+
+    def __init__(self, _epoch: int) -> None:
+        self._state = {"next": 0}
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self._state["next"] < 50:
+            self._state["next"] += 1
+            yield [self._state["next"] - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._state = state
+
+
+def test_later_elements_do_not_change_a_state() -> None:
+    stream = IteratedStream(_OneState, name="numbers")
+    cursor = stream.cursor()
+    cursor.take(4)
+    state = cursor.state_dict()
+    cursor.take(3)
+    for _ in range(2):
+        assert stream.cursor(state).take(2) == [[4], [5]]
+    shuffled = ShuffledStream(stream, window=5, seed=0)
+    cursor = shuffled.cursor()
+    cursor.take(7)
+    state = cursor.state_dict()
+    following = cursor.take(6)
+    assert shuffled.cursor(state).take(6) == following
 
 
 def test_only_read_samples_are_transformed() -> None:

@@ -1,5 +1,7 @@
 import threading
+import weakref
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +41,26 @@ def test_prefetches_at_most_its_depth() -> None:
     assert made == [0, 1, 2, 3, 4]
     prefetcher.close()
     assert not _threads()
+
+
+def test_the_thread_keeps_no_prepared_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = mock.MagicMock(name="a stream of a device that this machine lacks")
+    stream.record_event.return_value = None
+    monkeypatch.setattr(torch, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    waits, go_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 0
+        waits.set()
+        assert go_on.wait(30)
+
+    prefetcher = Prefetcher(items(), prepare=lambda _: torch.ones(2), depth=1, device=torch.device("meta"))
+    item = weakref.ref(next(prefetcher))
+    assert waits.wait(30)
+    assert item() is None
+    go_on.set()
+    prefetcher.close()
 
 
 def test_an_error_is_raised_after_the_items_before_it() -> None:

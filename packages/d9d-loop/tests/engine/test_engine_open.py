@@ -120,6 +120,19 @@ def test_an_exception_onloads_the_state(tmp_path: Path) -> None:
         assert all(map(torch.equal, values(engine), before))
 
 
+def test_an_exception_of_a_handler_onloads_the_state(tmp_path: Path) -> None:
+    def fail(event: StateOffloaded) -> None:
+        raise RuntimeError("no server")
+
+    with opened(tmp_path) as engine:
+        before = values(engine)
+        engine.events.on(StateOffloaded, fail)
+        with pytest.raises(RuntimeError, match="no server"), engine.offloaded():
+            pytest.fail("the handler raises")
+        assert all(map(torch.equal, values(engine), before))
+        take_step(engine)
+
+
 def test_bad_steps_are_skipped_and_then_stop_the_engine(tmp_path: Path) -> None:
     with opened(tmp_path, bad_steps={"max_in_a_row": 2}) as engine:
         before, seen = values(engine), []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import Launch, UserError
+from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
 from d9d_loop.job.rehearsal import rehearse
 
@@ -38,11 +38,11 @@ class _Writing(nn.Module):
         return self.scale * (self.layer(x) + self.slow(x)) + self.rows(torch.zeros(len(x), dtype=torch.int64))
 
 
-def _rehearse(folder: Path, write: Callable[[Any], Any], num_ranks: int) -> None:
+def _rehearse(folder: Path, build: Callable[[StageInfo], nn.Module], num_ranks: int) -> None:
     config = TrainerConfig.model_validate(
         {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": folder}, "trackers": (), "export": False}
     )
-    trainer = Trainer(config, model=lambda stage: _Writing(write), data=[torch.ones(3)] * 4, task=_Sum())
+    trainer = Trainer(config, model=build, data=[torch.ones(3)] * 4, task=_Sum())
     rehearse(trainer.plan_for(Launch(world_size=num_ranks)))
 
 
@@ -69,8 +69,8 @@ def test_writes_to_parameters_are_refused_before_several_ranks_start(
     tmp_path: Path, write: Callable[[Any], Any], name: str
 ) -> None:
     with pytest.raises(UserError, match=f"forward replaces or writes to {name}, for example"):
-        _rehearse(tmp_path, write, num_ranks=2)
-    _rehearse(tmp_path, write, num_ranks=1)
+        _rehearse(tmp_path, lambda stage: _Writing(write), num_ranks=2)
+    _rehearse(tmp_path, lambda stage: _Writing(write), num_ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,17 @@ def test_writes_to_parameters_are_refused_before_several_ranks_start(
     ids=["buffer", "replicated", "read"],
 )
 def test_the_rehearsal_accepts_other_writes(tmp_path: Path, write: Callable[[Any], Any]) -> None:
-    _rehearse(tmp_path, write, num_ranks=2)
+    _rehearse(tmp_path, lambda stage: _Writing(write), num_ranks=2)
+
+
+def _require_tie(model: Any) -> None:
+    assert model.layer.weight is model.slow.weight
+
+
+def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
+    def build(stage: StageInfo) -> nn.Module:
+        model = _Writing(_require_tie)
+        model.slow.weight = model.layer.weight
+        return model
+
+    _rehearse(tmp_path, build, num_ranks=1)

@@ -29,6 +29,19 @@ class _Mlp(ModelProvider):
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
+class _Remembering(_Mlp):
+    """Provider whose `build` sets an attribute that `parallelize` reads."""
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        self.names = ("0", "2")
+        return super().build(stage)
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
+        for name in self.names:
+            parallelize_hsdp(model.get_submodule(name), dense, shard_axis="dp_cp_shard")
+
+
 class _OnlyTheFirstLayer(_Mlp):
     """Bug: averages the gradients of its last layer instead of summing."""
 
@@ -44,6 +57,10 @@ class _OnlyTheFirstLayer(_Mlp):
 
 def test_correct_layouts_pass() -> None:
     assert_same_as_one_process(_Mlp(), BATCH, task=_Regression(), layouts=["dp_shard=2,microbatch=2", "dp_replicate=4"])
+
+
+def test_build_may_set_attributes_of_the_provider() -> None:
+    assert_same_as_one_process(_Remembering(), BATCH, task=_Regression(), layouts=["dp_shard=2"])
 
 
 def test_the_error_names_the_first_tensor_that_differs() -> None:

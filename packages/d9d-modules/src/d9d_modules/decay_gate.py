@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 from torch.nn import functional as F
 
-from d9d_dist import TensorStyle
+from d9d_dist import TensorStyle, UserError
 
 _LARGEST_RATE = 16.0
 _SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
@@ -56,10 +56,15 @@ class LogSigmoidDecayGate(nn.Module):
 
     Args:
         normalizer: Divisor, above 0. Larger values keep the state longer.
+
+    Raises:
+        UserError: If `normalizer` is not above 0.
     """
 
     def __init__(self, num_heads: int, *, normalizer: float = 16.0) -> None:
         super().__init__()
+        if normalizer <= 0:
+            raise UserError(f"normalizer = {normalizer}; expected a number above 0.")
         self.normalizer = normalizer
         self.bias = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()

@@ -95,6 +95,8 @@ def generate(
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_seeds(row_seeds, input_ids, generator)
+    if pad_to_multiple_of < 1:
+        raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
     tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
     choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)

@@ -131,6 +131,7 @@ def add_rms_norm(
     Raises:
         UserError: If the last dim of `x` is not D, or shape or dtype of `residual` differ from `x`.
     """
+    _check_size(x, weight_D)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise UserError(
             f"the residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; expected those of x, "

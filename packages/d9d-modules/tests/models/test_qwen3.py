@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import assert_rounds_like, in_float64
-from d9d_modules import QWEN3, Qwen3ForCausalLM, Qwen3Params, YarnScaling, decoder_from_hugging_face
+from d9d_modules import (
+    QWEN3,
+    LongRopeScaling,
+    Qwen3ForCausalLM,
+    Qwen3Params,
+    YarnScaling,
+    decoder_from_hugging_face,
+)
 from d9d_state import load_model_state, save_model_state
 
 
@@ -65,6 +72,24 @@ def _params(*, tied: bool = False, **changes: Any) -> Qwen3Params:
 
 SLIDING = {"sliding_window": 3, "sliding_layers": (0, 2)}
 YARN = YarnScaling(factor=4.0, original_max_positions=32)
+
+
+@pytest.mark.parametrize("layers", [[0, 2], (2, 0), (0, 2, 0)])
+def test_layers_of_a_window_have_any_order(layers: Any) -> None:
+    written = QWEN3.write(_params(sliding_window=3, sliding_layers=layers))
+    assert written == QWEN3.write(_params(sliding_window=3, sliding_layers=(0, 2)))
+
+
+def test_factors_of_a_scaling_may_be_lists() -> None:
+    short: Any = [1.0, 2.0, 3.0]
+    written = QWEN3.write(
+        _params(
+            rope_scaling=LongRopeScaling(short_factors=short, long_factors=short, factor=4.0, original_max_positions=32)
+        )
+    )
+    read = QWEN3.read(written).rope_scaling
+    assert isinstance(read, LongRopeScaling)
+    assert read.long_factors == (1.0, 2.0, 3.0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, SLIDING, {"rope_scaling": YARN}])

@@ -78,8 +78,10 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
     counts are all zero, are skipped.
 
     Raises:
-        UserError: If a bias has fewer than 32 bits, so that rounding would lose updates.
+        UserError: If the rate is negative, or a bias has fewer than 32 bits, so that rounding would lose updates.
     """
+    if rate < 0:
+        raise UserError(f"rate = {rate}; expected 0 or above, because a negative rate would unbalance the experts.")
     for name, block in _blocks(model).items():
         bias_E = block.router.selection_bias if isinstance(block.router, SigmoidRouter | TopKRouter) else None
         if name in counts and bias_E is not None:

@@ -1,6 +1,7 @@
 """Stream over an iterable dataset, such as a streamed Hugging Face dataset."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import islice
 from typing import Any, Protocol, final
 
@@ -84,7 +85,7 @@ class _IteratedCursor(Cursor):
         self._data = stream._epoch(self._epoch)
         self._is_new = self._loaded is None
         if self._loaded is not None:
-            self._data.load_state_dict(self._loaded)
+            self._data.load_state_dict(deepcopy(self._loaded))
         self._elements = iter(self._data)
 
     def take(self, num_entries: int) -> list[Any]:
@@ -92,7 +93,8 @@ class _IteratedCursor(Cursor):
 
     def state_dict(self) -> JsonValue:
         is_moved = not self._is_new and self._loaded is None
-        return {"epoch": self._epoch, "data": self._data.state_dict() if is_moved else self._loaded}
+        # A copy, because an iterable may return a dict that it changes later.
+        return {"epoch": self._epoch, "data": deepcopy(self._data.state_dict() if is_moved else self._loaded)}
 
     def _entries(self) -> Iterator[Any]:
         while True:

@@ -75,10 +75,8 @@ class Prefetcher(Generic[T]):
                 if side is None:
                     self._ready.put((prepare(item), None, None))
                 else:
-                    with side:
-                        prepared = prepare(pinned(item))
-                        copied = side.record_event()
-                    self._ready.put((prepared, copied, None))
+                    with side:  # no variable for the prepared item, which would keep its memory until the next one
+                        self._ready.put((prepare(pinned(item)), side.record_event(), None))
             self._ready.put((None, None, StopIteration()))
         except BaseException as error:  # raised again in the thread that takes the items
             if not self._stopped.is_set():

@@ -338,8 +338,10 @@ class Engine:
         Emits `StateOffloaded` after offloading, and `StateOnloaded` after onloading unless the body raises. Raises
         `UserError` if the state is already offloaded.
         """
-        self.offload()
+        self._offloader.offload()
+        self._is_offloaded = True
         try:
+            self._after_offload()
             yield
         finally:
             self._offloader.onload()
@@ -350,6 +352,9 @@ class Engine:
         """Offload parameters, buffers, gradients and optimizer state to host memory, until `onload`. No collectives."""
         self._offloader.offload()
         self._is_offloaded = True
+        self._after_offload()
+
+    def _after_offload(self) -> None:
         if torch.accelerator.is_available():
             torch.accelerator.memory.empty_cache()
         self.events.emit(StateOffloaded(self.num_steps))

@@ -270,7 +270,13 @@ def _make_fake(model: nn.Module) -> bool:
     """Replace the parameters and buffers of a module by fake ones on the CPU; return False for tensor subclasses."""
     if any(type(each) not in {Tensor, nn.Parameter, nn.Buffer} for each in (*model.parameters(), *model.buffers())):
         return False
+    before = [
+        (module._parameters, name, each) for module in model.modules() for name, each in module._parameters.items()
+    ]
     model.to_empty(device="cpu")
+    fakes: dict[Tensor | None, nn.Parameter | None] = {}
+    for parameters, name, parameter in before:  # tie the parameters that were tied
+        parameters[name] = fakes.setdefault(parameter, parameters[name])
     return True
 
 

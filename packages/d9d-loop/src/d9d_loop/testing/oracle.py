@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -187,5 +188,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 def _in_dtype(provider: ModelProvider, dtype: torch.dtype) -> ModelProvider:
     """Return a copy of a provider that converts its models to another dtype."""
     converted = copy(provider)
-    vars(converted)["build"] = lambda stage: provider.build(stage).to(dtype)  # vars, because providers may be frozen
+    # Build with the copy, because `build` may set attributes that other methods read.
+    build = MethodType(type(provider).build, converted)
+    vars(converted)["build"] = lambda stage: build(stage).to(dtype)  # vars, because providers may be frozen
     return converted

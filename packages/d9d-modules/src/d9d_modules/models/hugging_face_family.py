@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, final
 
 from d9d_dist.errors import UserError
@@ -247,7 +247,15 @@ class HuggingFaceFamily(Generic[P]):
         lost = [
             f"{field} = {value!r} (read as {read[field]!r})"
             for field, value in vars(params).items()
-            if value != read[field] and field not in params.not_exported
+            if _comparable(value) != _comparable(read[field]) and field not in params.not_exported
         ]
         if lost:
             raise UserError(f"{name} cannot express {', '.join(lost)}; expected the values in parentheses.")
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value that is equal for equivalent hyperparameters: lists as tuples, and layers in any order."""
+    if is_dataclass(value):
+        numbers = (getattr(value, each.name) for each in fields(value))
+        return type(value), *(tuple(each) if isinstance(each, list) else each for each in numbers)
+    return set(value) if isinstance(value, list | tuple) else value
