@@ -14,9 +14,10 @@ an accelerator does not know its loss yet.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import final
+from typing import final, overload
 
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
@@ -27,30 +28,38 @@ _UNKNOWN_STEPS = 1  # on an accelerator, the loss of a step reaches the host thi
 
 @final
 class LossWindow:
-    """Recent losses of a job."""
+    """Recent losses of a job. A sorted copy makes the spike limit of a step cheap to compute."""
 
     def __init__(self, config: BadStepConfig) -> None:
         self._config = config
+        self._window: deque[float] = deque()
+        self._sorted: list[float] = []  # the losses of `_window`, in ascending order
         self._steps: deque[tuple[int, float]] = deque(maxlen=config.spike_window + _UNKNOWN_STEPS)
+        self._late: deque[tuple[int, float]] = deque(maxlen=self._steps.maxlen)  # too recent for the window
 
     def add(self, step: int, loss: float) -> None:
         """Add the loss of a step. Steps must be added in ascending order."""
         self._steps.append((step, loss))
+        self._late.append((step, loss))
 
     def limit(self, step: int) -> float:
         """Return the limit above which the loss of a step is a spike.
 
         Infinite if there are too few earlier losses, or if the configuration ignores spikes.
         """
-        return math.inf if self._config.spike == "ignore" else _spike_limit(self._known(step), self._config)
+        if self._config.spike == "ignore":
+            return math.inf
+        self._admit_until(step)
+        return spike_limit(self._sorted, self._config)
 
     def is_spike(self, step: int, loss: float) -> bool:
         """Return True if the loss of a step is above `limit(step)`."""
-        if self._config.spike == "ignore" or len(self._steps) < self._config.spike_after:
+        if self._config.spike == "ignore":
             return False
-        losses = self._known(step)
-        # The median is below the limit, and takes less time to compute.
-        return bool(losses) and loss > _median(losses) and loss > _spike_limit(losses, self._config)
+        self._admit_until(step)
+        if len(self._sorted) < self._config.spike_after:
+            return False
+        return loss > _least_limit(self._sorted, self._config) and loss > spike_limit(self._sorted, self._config)
 
     def median(self) -> float:
         """Return the median of the recent losses, including the latest."""
@@ -62,35 +71,85 @@ class LossWindow:
 
     def load_state_dict(self, state: Sequence[tuple[int, str]]) -> None:
         """Restore the losses from the result of `state_dict`."""
-        self._steps.clear()
-        self._steps.extend((step, float.fromhex(loss)) for step, loss in state)
+        for each in (self._window, self._sorted, self._steps, self._late):
+            each.clear()
+        for step, loss in state:
+            self.add(step, float.fromhex(loss))
 
-    def _known(self, step: int) -> list[float]:
-        """Return the losses in the window that an accelerator's host already knows in `step`, in ascending order."""
-        known = [loss for earlier, loss in self._steps if earlier < step - _UNKNOWN_STEPS]
-        return sorted(known[-self._config.spike_window :])
+    def _admit_until(self, step: int) -> None:
+        """Move into the window the losses that an accelerator's host already knows in `step`."""
+        while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
+            self._admit(self._late.popleft()[1])
+
+    def _admit(self, loss: float) -> None:
+        self._window.append(loss)
+        insort(self._sorted, loss)
+        if len(self._window) > self._config.spike_window:
+            del self._sorted[bisect_left(self._sorted, self._window.popleft())]
 
 
-def _spike_limit(losses: Sequence[float], config: BadStepConfig) -> float:
-    """Return the spike limit of losses in ascending order; infinite for fewer than `config.spike_after` losses."""
-    if len(losses) < config.spike_after:
+def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
+    """Return the spike limit of the module docstring for losses in ascending order.
+
+    Infinite for fewer than `config.spike_after` losses.
+    """
+    if len(sorted_losses) < config.spike_after:
         return math.inf
-    middle, deviation = _spread(losses)
+    middle = _median(sorted_losses)
+    deviation = _MAD_TO_DEVIATION * _median_distance(sorted_losses, middle)
     limit = middle + config.spike_deviations * max(deviation, _LEAST_DEVIATION * abs(middle))
-    if losses[0] <= 0:
+    if sorted_losses[0] <= 0:
         return limit
-    middle, deviation = _spread([math.log(loss) for loss in losses])
+    logarithms = _Logarithms(sorted_losses)
+    middle = _median(logarithms)
+    deviation = max(_MAD_TO_DEVIATION * _median_distance(logarithms, middle), _LEAST_DEVIATION)
     # A larger exponent would overflow; such a limit is above every loss.
-    exponent = min(middle + config.spike_deviations * max(deviation, _LEAST_DEVIATION), 700.0)
-    return max(limit, math.exp(exponent))
+    return max(limit, math.exp(min(middle + config.spike_deviations * deviation, 700.0)))
 
 
-def _spread(ordered: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and the estimate of the standard deviation from MAD."""
-    middle = _median(ordered)
-    return middle, _MAD_TO_DEVIATION * _median(sorted([abs(value - middle) for value in ordered]))
+def _least_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
+    """Return a lower bound of `spike_limit`, in constant time; most losses are below it.
+
+    Indices q to q + n // 2 hold more than half of the losses. So MAD is at least the distance from the median to the
+    nearer of the losses at these two indices.
+    """
+    middle, num = _median(sorted_losses), len(sorted_losses)
+    first = num // 4
+    reach = min(middle - sorted_losses[first], sorted_losses[first + num // 2] - middle)
+    return middle + config.spike_deviations * max(_MAD_TO_DEVIATION * reach, _LEAST_DEVIATION * abs(middle))
+
+
+@final
+class _Logarithms(Sequence[float]):
+    """Logarithms of positive numbers, computed on access."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        return _Logarithms(self._values[index]) if isinstance(index, slice) else math.log(self._values[index])
 
 
 def _median(ordered: Sequence[float]) -> float:
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _median_distance(ordered: Sequence[float], middle: float) -> float:
+    """Return the median absolute distance of sorted values from `middle`, in logarithmic time."""
+
+    def distance(rank: int) -> float:
+        """Return the rank-th smallest distance: the largest among the `rank` closest values, which are consecutive."""
+        starts = range(len(ordered) - rank)
+        start = bisect_left(starts, True, key=lambda i: middle - ordered[i] <= ordered[i + rank] - middle)
+        return max(middle - ordered[start], ordered[start + rank - 1] - middle)
+
+    half = len(ordered) // 2
+    return distance(half + 1) if len(ordered) % 2 else (distance(half) + distance(half + 1)) / 2
