@@ -269,3 +269,18 @@ def test_full_memory_raises_an_error_and_keeps_the_step_before(tmp_path: Path, m
     newest = store.newest()
     assert newest is not None
     assert newest.step == 1
+
+
+def test_a_step_is_loaded_from_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def store() -> CheckpointStore:
+        return CheckpointStore(tmp_path / "global", tiers=[LocalTier(tmp_path / "memory", replicas=0)])
+
+    first = store()
+    first.save_local(1, {"a": torch.ones(1)}, state=1)
+    first.wait()
+    monkeypatch.setattr("os.write", _refuse_space)
+    resumed, loaded = store(), torch.zeros(1)
+    info = resumed.newest()
+    assert info is not None
+    resumed.load(info, {"a": loaded})
+    assert (info.state, loaded.item()) == (1, 1.0)

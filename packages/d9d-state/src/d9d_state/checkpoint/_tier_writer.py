@@ -157,10 +157,10 @@ def _layout(plan: SavePlan, rank: int) -> FileLayout:
 
 
 def write_states(slot: Path, rank: int, rank_state: str, state: str | None = None) -> None:
-    """Write a rank's own state, and the shared state if it is given."""
-    _files.replace_file(slot / rank_state_name(rank), rank_state.encode())
-    if state is not None:
-        _files.replace_file(slot / STATE_NAME, state.encode())
+    """Write a rank's own state, and the shared state if it is given; files with this content are not written again."""
+    for name, text in ((rank_state_name(rank), rank_state), (STATE_NAME, state)):
+        if text is not None and not ((slot / name).is_file() and (slot / name).read_bytes() == text.encode()):
+            _files.replace_file(slot / name, text.encode())
 
 
 def wait_all(works: Iterable[dist.Work | None]) -> None:
