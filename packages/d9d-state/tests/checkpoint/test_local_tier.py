@@ -284,3 +284,22 @@ def test_a_step_is_loaded_from_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     assert info is not None
     resumed.load(info, {"a": loaded})
     assert (info.state, loaded.item()) == (1, 1.0)
+
+
+def _with_damaged_run_id(root: str) -> str:
+    with _ranks() as ctx:
+        store = _store(Path(root), ctx.rank)
+        store.save_local(2, _tensors(ctx, 2), ctx=ctx)
+        store.wait()
+        ctx.barrier()
+        (Path(root) / "global" / "run_id").write_bytes(b"\xff")
+        ctx.barrier()
+        with pytest.raises(StateError) as caught:
+            _store(Path(root), ctx.rank).newest(ctx)
+    return str(caught.value)
+
+
+def test_a_damaged_run_id_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(_with_damaged_run_id, str(tmp_path), world_size=2)
+    assert first == second
+    assert f"{tmp_path}/global/run_id is damaged; delete it to start a new run: 'utf-8'" in first
