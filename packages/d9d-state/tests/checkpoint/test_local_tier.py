@@ -1,9 +1,12 @@
 """Local tiers: hosts are simulated by folders, so that a host's memory or disk can be lost, torn or replaced."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -303,3 +306,27 @@ def test_a_damaged_run_id_is_an_error_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(_with_damaged_run_id, str(tmp_path), world_size=2)
     assert first == second
     assert f"{tmp_path}/global/run_id is damaged; delete it to start a new run: 'utf-8'" in first
+
+
+def _reach_limit(root: str, pattern: str) -> str:
+    with _ranks() as ctx:
+        open_file = os.open
+
+        def limited(path: Any, *args: Any) -> int:
+            if ctx.rank == 1 and pattern in str(path):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return open_file(path, *args)
+
+        store = _store(Path(root), ctx.rank)
+        with mock.patch("os.open", limited), pytest.raises(StateError) as caught:
+            store.newest(ctx)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["record-", "tensors-"])
+def test_a_limit_on_open_files_is_an_error_on_every_rank(tmp_path: Path, pattern: str) -> None:
+    run_ranks(_save, str(tmp_path), [1, 2, 3], 1, 1, world_size=2)
+    first, second = run_ranks(_reach_limit, str(tmp_path), pattern, world_size=2)
+    assert first == second
+    assert first.startswith("rank 1: ")
+    assert "Raise the limit (ulimit -n)" in first
