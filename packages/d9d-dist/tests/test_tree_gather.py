@@ -56,3 +56,15 @@ def test_a_dtensor_is_refused_on_every_rank() -> None:
     first, second = run_ranks(_gather_dtensor, world_size=2, timeout=60)
     assert first == second
     assert "to_local()" in first
+
+
+def _shares_memory() -> list[bool]:
+    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+        mine = torch.full((2,), float(ctx.rank))
+        found = all_gather_trees([mine], None)
+        assert [each.tolist() for (each,) in found] == [[0, 0], [1, 1]]
+        return [each.data_ptr() == mine.data_ptr() for (each,) in found]
+
+
+def test_the_tensors_of_this_rank_are_not_copied() -> None:
+    assert run_ranks(_shares_memory, world_size=2) == [[True, False], [False, True]]

@@ -16,6 +16,8 @@ _Tree = TypeVar("_Tree")
 def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree]:
     """Return the trees of all ranks, in rank order. Leaves are tensors and JSON values.
 
+    The tensors have no gradient. In the tree of this rank they share the memory of the given tensors, if contiguous.
+
     Collective over the group: `agree`, `gather_json`, then a broadcast of each non-empty tensor. Synchronizes the host.
     Raises `UserError` on every rank if a leaf or a container type cannot be sent.
     """
@@ -50,7 +52,7 @@ def _broadcast(
 ) -> Tensor:
     """Broadcast a tensor from `rank`, where it is `own[index]`."""
     if dist.get_rank(group) == rank:
-        tensor = own[index].detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        tensor = own[index].detach().resolve_conj().resolve_neg().contiguous()
     else:
         dtype = getattr(torch, description["dtype"].removeprefix("torch."))
         tensor = torch.empty(description["size"], dtype=dtype, device=description["device"])
