@@ -330,3 +330,26 @@ def test_a_limit_on_open_files_is_an_error_on_every_rank(tmp_path: Path, pattern
     assert first == second
     assert first.startswith("rank 1: ")
     assert "Raise the limit (ulimit -n)" in first
+
+
+def _save_without_deletions(root: str, pattern: str) -> int:
+    with _ranks() as ctx:
+        unlink = os.unlink
+
+        def failing(path: Any) -> None:
+            if ctx.rank == 1 and pattern in str(path):
+                raise OSError(errno.EIO, "Input/output error")
+            unlink(path)
+
+        store = _store(Path(root), ctx.rank)
+        with mock.patch("os.unlink", failing):
+            store.save_local(1, _tensors(ctx, 1), ctx=ctx)
+            store.wait()
+            info = store.newest(ctx)
+        assert info is not None
+        return info.step
+
+
+@pytest.mark.parametrize("pattern", [".rank-", "slot-1/record-"])
+def test_files_that_cannot_be_deleted_do_not_stop_a_rank(tmp_path: Path, pattern: str) -> None:
+    assert run_ranks(_save_without_deletions, str(tmp_path), pattern, world_size=2) == [1, 1]
