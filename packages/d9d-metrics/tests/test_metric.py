@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_metrics import Max, Sum, WeightedMean
+from d9d_metrics import Accumulator, Max, Metric, Sum, WeightedMean
 
 
 def test_state_dict_round_trip() -> None:
@@ -52,3 +52,16 @@ def test_moves_to_a_device_in_place() -> None:
     metric = Max()
     assert metric.to("meta") is metric
     assert metric.compute().device.type == "meta"
+
+
+class _InAList(Metric):
+    def __init__(self) -> None:
+        self._counts = [Accumulator("count")]
+
+    def compute(self) -> torch.Tensor:
+        return self._counts[0].value
+
+
+def test_a_metric_without_accumulators_as_attributes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"_InAList has no accumulators as attributes.* Override accumulators\(\)"):
+        _InAList().reset()

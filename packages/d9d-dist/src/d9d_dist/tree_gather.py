@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from d9d_dist.consensus import agree, gather_json
@@ -15,6 +16,8 @@ _Tree = TypeVar("_Tree")
 def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree]:
     """Return the trees of all ranks, in rank order. Leaves are tensors and JSON values.
 
+    The tensors have no gradient. In the tree of this rank they share the memory of the given tensors, if contiguous.
+
     Collective over the group: `agree`, `gather_json`, then a broadcast of each non-empty tensor. Synchronizes the host.
     Raises `UserError` on every rank if a leaf or a container type cannot be sent.
     """
@@ -24,6 +27,8 @@ def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree
         text = treespec_dumps(structure)
     except (NotImplementedError, TypeError) as error:
         problem = f"got a tree that cannot be sent: {error} Expected lists, tuples and dicts."
+    if any(isinstance(leaf, DTensor) for leaf in leaves):
+        problem = "got a DTensor in a tree to gather; expected plain tensors. Pass its local tensor (to_local())."
     agree(problem, group)
     mine = [_describe(leaf) if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
     return [
@@ -47,10 +52,11 @@ def _broadcast(
 ) -> Tensor:
     """Broadcast a tensor from `rank`, where it is `own[index]`."""
     if dist.get_rank(group) == rank:
-        tensor = own[index].detach().clone(memory_format=torch.contiguous_format)
+        tensor = own[index].detach().resolve_conj().resolve_neg().contiguous()
     else:
         dtype = getattr(torch, description["dtype"].removeprefix("torch."))
         tensor = torch.empty(description["size"], dtype=dtype, device=description["device"])
     if tensor.numel():
-        dist.broadcast(tensor, group=group, group_src=rank)
+        # Bytes, because gloo broadcasts neither float8 nor 16-bit integers.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=rank)
     return tensor

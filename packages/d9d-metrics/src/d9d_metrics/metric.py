@@ -38,9 +38,15 @@ class Metric(ABC):
         """Return the accumulators of this metric by name: the same objects in the same order on every call.
 
         By default, these are the attributes that are accumulators, under their names without leading underscores.
-        Override the method if accumulators are in containers or in other metrics.
+        Override the method if accumulators are in containers or in other metrics. Raises `UserError` if there are none.
         """
-        return {name.lstrip("_"): each for name, each in vars(self).items() if isinstance(each, Accumulator)}
+        found = {name.lstrip("_"): each for name, each in vars(self).items() if isinstance(each, Accumulator)}
+        if not found:
+            raise UserError(
+                f"{type(self).__name__} has no accumulators as attributes; expected at least one, because other state "
+                "is neither reduced nor reset. Override accumulators() if they are in containers or in other metrics."
+            )
+        return found
 
     @abstractmethod
     def compute(self) -> MetricValue:

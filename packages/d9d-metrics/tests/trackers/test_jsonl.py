@@ -99,12 +99,22 @@ def test_the_error_names_an_invalid_line_and_the_file_stays_unchanged(tmp_path: 
     path.write_bytes(b'{"step": 1}\n[1, 2]\n')
     tracker = JsonlTracker(path, clock=lambda: 0.0)
     with pytest.raises(
-        UserError, match=r"got b'\[1, 2\]\\n' in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"
+        UserError, match=r"got b'\[1, 2\]' in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"
     ):
         tracker.resume(0)
     assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n'
     tracker.log(2, {})  # the file is still open
     assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n{"step": 2, "time": 0.0}\n'
+
+
+def test_a_carriage_return_in_a_damaged_line_does_not_hide_later_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n{"st\rep": 2}\n{"step": 3}\n'
+    path.write_bytes(content)
+    tracker = JsonlTracker(path, clock=lambda: 0.0)
+    with pytest.raises(UserError, match=r"in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"):
+        tracker.resume(3)
+    assert path.read_bytes() == content
 
 
 def test_rejects_a_value_with_a_reserved_name(tmp_path: Path) -> None:

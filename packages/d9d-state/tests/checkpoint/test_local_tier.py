@@ -1,9 +1,12 @@
 """Local tiers: hosts are simulated by folders, so that a host's memory or disk can be lost, torn or replaced."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -269,3 +272,84 @@ def test_full_memory_raises_an_error_and_keeps_the_step_before(tmp_path: Path, m
     newest = store.newest()
     assert newest is not None
     assert newest.step == 1
+
+
+def test_a_step_is_loaded_from_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def store() -> CheckpointStore:
+        return CheckpointStore(tmp_path / "global", tiers=[LocalTier(tmp_path / "memory", replicas=0)])
+
+    first = store()
+    first.save_local(1, {"a": torch.ones(1)}, state=1)
+    first.wait()
+    monkeypatch.setattr("os.write", _refuse_space)
+    resumed, loaded = store(), torch.zeros(1)
+    info = resumed.newest()
+    assert info is not None
+    resumed.load(info, {"a": loaded})
+    assert (info.state, loaded.item()) == (1, 1.0)
+
+
+def _with_damaged_run_id(root: str) -> str:
+    with _ranks() as ctx:
+        store = _store(Path(root), ctx.rank)
+        store.save_local(2, _tensors(ctx, 2), ctx=ctx)
+        store.wait()
+        ctx.barrier()
+        (Path(root) / "global" / "run_id").write_bytes(b"\xff")
+        ctx.barrier()
+        with pytest.raises(StateError) as caught:
+            _store(Path(root), ctx.rank).newest(ctx)
+    return str(caught.value)
+
+
+def test_a_damaged_run_id_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(_with_damaged_run_id, str(tmp_path), world_size=2)
+    assert first == second
+    assert f"{tmp_path}/global/run_id is damaged; delete it to start a new run: 'utf-8'" in first
+
+
+def _reach_limit(root: str, pattern: str) -> str:
+    with _ranks() as ctx:
+        open_file = os.open
+
+        def limited(path: Any, *args: Any) -> int:
+            if ctx.rank == 1 and pattern in str(path):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return open_file(path, *args)
+
+        store = _store(Path(root), ctx.rank)
+        with mock.patch("os.open", limited), pytest.raises(StateError) as caught:
+            store.newest(ctx)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["record-", "tensors-"])
+def test_a_limit_on_open_files_is_an_error_on_every_rank(tmp_path: Path, pattern: str) -> None:
+    run_ranks(_save, str(tmp_path), [1, 2, 3], 1, 1, world_size=2)
+    first, second = run_ranks(_reach_limit, str(tmp_path), pattern, world_size=2)
+    assert first == second
+    assert first.startswith("rank 1: ")
+    assert "Raise the limit (ulimit -n)" in first
+
+
+def _save_without_deletions(root: str, pattern: str) -> int:
+    with _ranks() as ctx:
+        unlink = os.unlink
+
+        def failing(path: Any) -> None:
+            if ctx.rank == 1 and pattern in str(path):
+                raise OSError(errno.EIO, "Input/output error")
+            unlink(path)
+
+        store = _store(Path(root), ctx.rank)
+        with mock.patch("os.unlink", failing):
+            store.save_local(1, _tensors(ctx, 1), ctx=ctx)
+            store.wait()
+            info = store.newest(ctx)
+        assert info is not None
+        return info.step
+
+
+@pytest.mark.parametrize("pattern", [".rank-", "slot-1/record-"])
+def test_files_that_cannot_be_deleted_do_not_stop_a_rank(tmp_path: Path, pattern: str) -> None:
+    assert run_ranks(_save_without_deletions, str(tmp_path), pattern, world_size=2) == [1, 1]

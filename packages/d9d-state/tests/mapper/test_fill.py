@@ -25,9 +25,10 @@ from d9d_state import (
     transpose,
     unstack,
 )
+from d9d_state.mapper import fill
 from d9d_state.mapper.convert import permute
 from d9d_state.mapper.cut import narrow, pad, select
-from d9d_state.mapper.fill import Destination
+from d9d_state.mapper.fill import Destination, _empty
 from d9d_state.mapper.operation import Piece, infer_on_meta
 from d9d_state.mapper.reshape import reshape
 from d9d_state.mapper.state_mapper import leaf
@@ -251,6 +252,16 @@ def test_reshape_without_common_factors_reads_the_whole_tensor() -> None:
     mapper.fill({"b": Destination(Region((1, 1), (1, 2)), b)}, source)
     assert b.tolist() == [[9, 10]]
     assert source.reads == [("a", Region((0, 0), (4, 6)))]
+
+
+def test_reshape_into_contiguous_memory_needs_no_copy_of_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        fill, "_empty", lambda region, *kind: sizes.append(region.num_elements) or _empty(region, *kind)
+    )
+    destination = Destination(Region((1, 1), (1, 2)), torch.empty(1, 2, dtype=torch.int64))
+    reshape("a", "b", [3, 8]).fill({"b": destination}, _Source({"a": torch.arange(24).view(4, 6)}))
+    assert sizes == [24]  # only the input
 
 
 class _Mirror:

@@ -137,9 +137,8 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the complete lines of a file, each with its JSON object."""
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            return
+    *lines, _incomplete = path.read_bytes().split(b"\n")  # not splitlines(), which also splits at a carriage return
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError:
@@ -148,7 +147,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             raise UserError(
                 f"got {line[:40]!r} in line {number} of {path}; expected a JSON object. Delete the line or the file."
             )
-        yield line, record
+        yield line + b"\n", record
 
 
 def _open(path: Path) -> FileIO:

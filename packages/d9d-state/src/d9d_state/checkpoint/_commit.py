@@ -122,7 +122,8 @@ def share_of_rank(
     for key, record in written.tensors.items():
         starts[key], end = end, end + record.size
     infos = job.plan.tensors
-    chunks: dict[str, list[Chunk]] = {name: [] for name, info in infos.items() if rank == 0 and info.num_bytes == 0}
+    empty = [name for name, info in infos.items() if info.num_bytes == 0] if rank == 0 else []
+    chunks: dict[str, list[Chunk]] = {name: [] for name in empty}
     for name, region in job.plan.parts[rank]:
         key = part_key(name, region)
         chunk = Chunk(region, tensors_name(rank), starts[key], written.tensors[key].digest)

@@ -75,7 +75,8 @@ class RunId:
         if newest is not None:
             return newest.run_id
         path = self._root / RUN_ID_NAME
-        return path.read_bytes().decode() if path.is_file() else None
+        with as_state_error(f"{path} is damaged; delete it to start a new run", ValueError):
+            return path.read_bytes().decode() if path.is_file() else None
 
     def current(self) -> str:
         """Return the id under which the store saves. Main process only."""

@@ -1,6 +1,7 @@
 """Hosts of a job: sets of ranks that see the same local folder, and the ring of hosts for replicas."""
 
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
@@ -39,7 +40,8 @@ class Hosts:
         seen = [rank for rank in range(ctx.world_size) if (folder / f".rank-{rank}-{nonce}").exists()]
         found = sorted(set(map(tuple, gather_json(seen, group))))
         agree(None, group)  # every rank has looked
-        _files.remove_file(token)
+        with suppress(OSError):  # the other ranks do not wait for an error; later searches ignore the file
+            _files.remove_file(token)
         return cls(tuple(found))
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from d9d_state.checkpoint._tier_writer import SLOTS, wait_all, write_states
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name, tensors_name
-from d9d_state.errors import Errors, StateError, as_state_error
+from d9d_state.errors import Errors, StateError, UnreadableError, as_state_error
 
 _LOGGER = logging.getLogger("d9d.state")
 
@@ -75,9 +75,12 @@ class TierReader:
 
     def steps(self, run_id: str) -> list[TierStep]:
         """Return the complete steps of a run, newest first; log the missing parts of incomplete steps."""
+        records: list[tuple[str, RankRecord]] = []
+        with self._failing_together(f"{self.folder} cannot be read"):
+            records = self._records() if self.is_leader else []
         held = [
             [record.share.step, record.save_id, record.share.num_ranks, record.rank, slot]
-            for slot, record in (self._records() if self.is_leader else ())
+            for slot, record in records
             if record.share.run_id == run_id
         ]
         found: dict[tuple[int, str], TierStep] = {}
@@ -173,7 +176,10 @@ class TierReader:
         return _oldest_slot(left)
 
     def _records(self) -> list[tuple[str, RankRecord]]:
-        """Return the readable records in this host's slots whose files have the recorded sizes."""
+        """Return the undamaged records in this host's slots whose files have the recorded sizes.
+
+        Raises `UnreadableError` if a process limit prevents opening files.
+        """
         found: list[tuple[str, RankRecord]] = []
         for slot in SLOTS:
             folder = self.folder / slot
@@ -184,6 +190,8 @@ class TierReader:
                         if (folder / name).stat().st_size != file.size:
                             raise StateError(f"the size of {name} differs from its record.")
                     found.append((slot, record))
+                except UnreadableError:
+                    raise
                 except (OSError, StateError) as reason:
                     _LOGGER.warning("skipping %s: %s", path, reason)
         return found
@@ -207,8 +215,11 @@ class TierReader:
                     )
                     return None
             mine = [part for part, hosts in left.items() if hosts[0] == self._host and part not in sound]
+            problems: dict[int, str] = {}
+            with self._failing_together():
+                problems = self._damaged(found, mine)
             damaged: set[int] = set()
-            for rank, of_rank in enumerate(self._gather(self._damaged(found, mine))):
+            for rank, of_rank in enumerate(self._gather(problems)):
                 for part, text in of_rank.items():
                     _LOGGER.warning("rank %d: %s at step %d; trying another copy", rank, text, found.step)
                     damaged.add(int(part))
@@ -224,6 +235,8 @@ class TierReader:
         for part in parts:
             try:
                 pieces = parts_of(RankRecord.read(slot, record_name(part)).share)
+            except UnreadableError:
+                raise
             except StateError as error:
                 problems[part] = str(error)
                 continue
@@ -236,11 +249,12 @@ class TierReader:
         """Return this host's slot of a step; a host without parts reuses the slot of its older step. Collective."""
         slot = found.slot_of(self._host)
         choice = None
-        if slot is None and self.is_leader:
-            choice = _oldest_slot(self._records())
-            _files.make_folder(self.folder / choice)
-            for path in (self.folder / choice).glob("record-*.json"):
-                _files.remove_file(path)
+        with self._failing_together(f"{self.folder} could not be written"):
+            if slot is None and self.is_leader:
+                choice = _oldest_slot(self._records())
+                _files.make_folder(self.folder / choice)
+                for path in (self.folder / choice).glob("record-*.json"):
+                    _files.remove_file(path)
         choices = self._gather(choice)
         return slot or str(choices[self.hosts.ranks[self._host][0]])
 

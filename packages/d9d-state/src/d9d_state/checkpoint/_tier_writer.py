@@ -6,6 +6,7 @@ is allocated again. The last step stays complete until the new step is complete 
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import final
@@ -90,8 +91,9 @@ class TierWriter:
                 _files.replace_file(slot / record_name(rank), record.encode())  # last: it completes the rank's part
                 _files.fsync(slot)
         self.slot = SLOTS[1 - SLOTS.index(self.slot)]
-        for rank in images:  # the previous step is no longer needed; the next save overwrites its slot
-            _files.remove_file(self._folder / self.slot / record_name(rank))
+        with suppress(OSError):  # the next save, which overwrites the slot of the previous step, tries again
+            for rank in images:
+                _files.remove_file(self._folder / self.slot / record_name(rank))
 
     def _prepare(self, slot: Path, plan: SavePlan) -> dict[int, Tensor]:
         """Return the memory-mapped tensor files of this rank and of the replicas that it keeps, by rank.
@@ -119,7 +121,7 @@ class TierWriter:
             image[starts[key] : starts[key] + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
 
     def _start_transfers(self, own: Tensor, received: Mapping[int, Tensor]) -> list[dist.Work | None]:
-        """Start to send a tensor to this rank's peers, and to receive their ranks' tensors from its sources."""
+        """Start to send a tensor to this rank's peers, and to receive the tensors of its sources, by rank."""
         receives = [(dist.irecv, rank, received[rank]) for rank in self._sources]
         return [
             transfer(block, rank, group=self._group)
@@ -157,10 +159,10 @@ def _layout(plan: SavePlan, rank: int) -> FileLayout:
 
 
 def write_states(slot: Path, rank: int, rank_state: str, state: str | None = None) -> None:
-    """Write a rank's own state, and the shared state if it is given."""
-    _files.replace_file(slot / rank_state_name(rank), rank_state.encode())
-    if state is not None:
-        _files.replace_file(slot / STATE_NAME, state.encode())
+    """Write a rank's own state, and the shared state if it is given; files with this content are not written again."""
+    for name, text in ((rank_state_name(rank), rank_state), (STATE_NAME, state)):
+        if text is not None and not ((slot / name).is_file() and (slot / name).read_bytes() == text.encode()):
+            _files.replace_file(slot / name, text.encode())
 
 
 def wait_all(works: Iterable[dist.Work | None]) -> None:

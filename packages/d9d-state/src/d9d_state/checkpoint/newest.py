@@ -30,7 +30,7 @@ def newest_sound(
 
     Only the main process's candidates, sorted newest first, are used. The folders of skipped candidates are added to
     `damaged`. With `verify`, digests are compared. On every rank, raises `StateError` if the folder cannot be read or a
-    process limit prevents opening files, and `VersionError` if a candidate has another format version.
+    process limit prevents opening files, and `UserError` if a candidate has another format version.
     """
     while True:
         chosen: CheckpointInfo | None = None

@@ -166,8 +166,10 @@ class _Filling:
         dtype = self.infos[node.outputs[output]].dtype
         pieces = operation.pieces(output, region, target, [self.infos[wire] for wire in node.inputs])
         if pieces is None:
+            if target.is_contiguous():
+                return False
             contiguous = _empty(region, dtype, target.device)
-            is_moved = not target.is_contiguous() and self._move(node, operation, output, region, contiguous)
+            is_moved = self._move(node, operation, output, region, contiguous)
             if is_moved:
                 target.copy_(contiguous)
             return is_moved
