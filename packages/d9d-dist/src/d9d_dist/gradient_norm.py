@@ -1,9 +1,9 @@
 """Global gradient norm. Parameter placements define which ranks hold an element, so each element counts once."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from dataclasses import dataclass, field
 from math import inf
-from typing import TypeAlias
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,6 @@ from d9d_dist.context import DistributedContext
 from d9d_dist.errors import UserError
 
 _WIDE = frozenset((torch.float64, torch.complex128))
-
-_Part: TypeAlias = tuple[str, tuple[dist.ProcessGroup, ...]]
-"""Joined names and process groups of the axes of more than one rank that shard some gradients."""
-
-_REPLICATED: _Part = ("replicated", ())
 
 
 @torch.no_grad()
@@ -47,7 +42,7 @@ def global_grad_norm(
     Raises:
         UserError: If a gradient is not reduced yet, or its placements differ from those of its parameter.
     """
-    norms = list(grad_norm_parts(parameters, ctx=ctx, norm_type=norm_type).values())
+    norms = list(_stage_norms(parameters, ctx, norm_type).values())
     if len(norms) == 1:
         norm = norms[0]
     else:
@@ -72,42 +67,75 @@ def grad_norm_parts(
         0-dim tensors by the axes larger than 1 that shard the gradients, e.g. `"dp_cp_shard x tp"`;
         `"replicated"` for gradients that are equal on every rank of a stage.
     """
+    return _stage_norms(parameters, ctx, norm_type)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's gradient shards that share the same sharding axes.
+
+    Attributes:
+        name: Names of these axes, joined by `" x "`.
+    """
+
+    name: str
+    groups: tuple[dist.ProcessGroup, ...]
+    gradients: list[torch.Tensor] = field(default_factory=list)
+
+
+def _stage_norms(
+    parameters: Iterable[nn.Parameter], ctx: DistributedContext, norm_type: float
+) -> dict[str, torch.Tensor]:
+    """Return the norm of each part by name; equal on all ranks of a stage."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     is_wide = _WIDE.intersection(parameter.dtype for parameter in trained)
     dtype = torch.float64 if is_wide else torch.float32
     parts = _group(trained)
-    assert len({name for name, _ in parts}) == len(parts), "axes of the same name have the same process group"
-    norms = {part: _shard_norm(gradients, norm_type, dtype, ctx.device) for part, gradients in parts.items()}
+    norms = {part.name: _shard_norm(part.gradients, norm_type, dtype, ctx.device) for part in parts}
     # Reductions over different axes commute, so all parts sharded over a group share one all-reduce.
-    for group in dict.fromkeys(group for _, groups in parts for group in groups):
-        sharing = [part for part in parts if group in part[1]]
-        stacked = torch.stack([norms[part] for part in sharing])
+    for group in dict.fromkeys(group for part in parts for group in part.groups):
+        names = [part.name for part in parts if group in part.groups]
+        stacked = torch.stack([norms[name] for name in names])
         _all_reduce_norms(stacked, norm_type, group)
-        norms.update(zip(sharing, stacked.unbind(), strict=True))
-    return {name: norm for (name, _), norm in norms.items()}
+        norms.update(zip(names, stacked.unbind(), strict=True))
+    return norms
 
 
-def _group(parameters: Sequence[nn.Parameter]) -> dict[_Part, list[torch.Tensor]]:
-    """Return this rank's gradient shards by part, in an order that is equal on all ranks of a stage."""
-    part_of = cache(_splits)
-    has_plain = not all(isinstance(parameter, DTensor) for parameter in parameters)
-    parts: dict[_Part, list[torch.Tensor]] = {_REPLICATED: []} if has_plain else {}
+def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
+    """Return the parts, in an order that depends only on the parameters and is equal on all ranks of a stage."""
+    parts: dict[str, _Part] = {}
+    plain: list[torch.Tensor] = []
+    if not all(isinstance(parameter, DTensor) for parameter in parameters):
+        parts["replicated"] = _Part("replicated", (), plain)
+    by_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Part] = {}
     for parameter in parameters:
-        is_distributed = isinstance(parameter, DTensor)
-        part = part_of(parameter.device_mesh, parameter.placements) if is_distributed else _REPLICATED
-        shards = parts.setdefault(part, [])
-        if parameter.grad is not None:
-            shards.append(_local_gradient(parameter, parameter.grad) if is_distributed else parameter.grad)
-    return parts
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor):
+            if gradient is not None:
+                plain.append(gradient)
+            continue
+        place = (parameter.device_mesh, parameter.placements)
+        if place not in by_placement:
+            part = _Part(*_splits(*place))
+            by_placement[place] = parts.setdefault(part.name, part)
+            assert by_placement[place].groups == part.groups, "axes of the same name have the same process group"
+        if gradient is not None:
+            by_placement[place].gradients.append(_local_gradient(parameter, gradient))
+    return list(parts.values())
 
 
-def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Part:
+def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, tuple[dist.ProcessGroup, ...]]:
+    """Return the joined names and the process groups of the mesh axes that shard a tensor, e.g. `dp_shard x tp`.
+
+    Axes of size 1 are skipped. The name is `replicated` if no axis remains.
+    """
     axes = [
         (name, mesh.get_group(axis))
         for axis, (name, placement) in enumerate(zip(axis_names(mesh), placements, strict=True))
         if not placement.is_replicate() and mesh.size(axis) > 1
     ]
-    return (" x ".join(name for name, _ in axes), tuple(group for _, group in axes)) if axes else _REPLICATED
+    return " x ".join(name for name, _ in axes) or "replicated", tuple(group for _, group in axes)
 
 
 def _local_gradient(parameter: DTensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, gradient reduction, clipping and update."""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -182,7 +182,7 @@ class TrainStep:
         loss, weight, per_weight = totals.finish()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
-        with _converted_gradients(self._wide):
+        with _converted_gradients(self._wide) if self._wide else nullcontext():
             if self._guard is None:
                 taken = weight != 0
                 step_unless(self._optimizer, (~taken).float())
