@@ -51,7 +51,7 @@ def _file_of(command: Sequence[str]) -> Path:
 
 
 def _add_to_path(command: Sequence[str]) -> None:
-    """Add the folder of a command's modules to `sys.path`, as Python does."""
+    """Prepend the script's folder to `sys.path`, or the current folder for `-m`, as Python does."""
     sys.path.insert(0, str(Path.cwd() if command[0] == "-m" else Path(command[0]).absolute().parent))
 
 

@@ -15,7 +15,8 @@ class HiddenAndLosses(NamedTuple):
 
     Attributes:
         hidden: Hidden states [B, L, D].
-        losses: Sum of the layers' losses per token [B, L], or of their records [B, L, R]; see `AuxiliaryLosses`.
+        losses: Losses per token [B, L], or the records [B, L, R] from which `AuxiliaryLosses.total` computes them,
+            summed over the layers.
     """
 
     hidden: Tensor

@@ -151,7 +151,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _missing(size: int, dtype: torch.dtype) -> int:
-    """Return the number of elements by which a row is extended to be aligned."""
+    """Return the number of padding elements that align a row of `size` elements."""
     return -size % (_ALIGNMENT // dtype.itemsize)
 
 

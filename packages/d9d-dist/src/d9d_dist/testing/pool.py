@@ -232,7 +232,7 @@ def accelerators_for(world_size: int) -> bool:
 
 
 def _imported_modules() -> list[str]:
-    """Return this process's imported modules that ranks probably need too: public ones of d9d, and slow ones."""
+    """Return the imported modules that ranks probably need too: public d9d modules, and those that import slowly."""
     siblings = sorted(name for name in sys.modules if name.startswith("d9d_") and "._" not in name)
     return [*siblings, *(name for name in _SLOW_MODULES if name in sys.modules)]
 

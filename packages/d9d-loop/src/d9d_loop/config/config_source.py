@@ -117,7 +117,7 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]
 
 
 def _override(over: dict[str, Any], key: str, text: str, values: Any) -> None:
-    """Set the value of a dotted key in `over`, the overrides of a file's `values`."""
+    """Set a dotted key in the overrides `over`. Raise `UserError` if its section is a value there or in `values`."""
     *sections, name = key.split(".")
     for section in sections:
         over, values = over.setdefault(section, {}), values.get(section, {})

@@ -19,8 +19,8 @@ def sum_per_document(
     span several context-parallel ranks. With `cp`, forward and backward issue one all-reduce each.
 
     All ranks of `cp` get equal sums. The loss of a step is the sum of the losses of all ranks. If every rank of `cp`
-    computes the same loss from these sums, divide the loss and its weight by the number of these ranks. A loss per
-    token of this rank needs no division.
+    computes the same loss from these sums, divide the loss and its weight by the size of `cp`. Do not divide a loss
+    that each rank computes only for its own tokens.
 
     Args:
         values_BL: Values [B, L] of this rank's positions, floating point.

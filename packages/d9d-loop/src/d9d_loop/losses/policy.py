@@ -59,9 +59,9 @@ def truncated_importance(
     r"""Return the truncated importance weight of each token, $\min(\pi / \mu, C)$, [B, L], without gradient.
 
     $\mu$ is the probability that the inference engine reported for a token; $\pi$ is its probability under the trained
-    model before the update. They differ in kernels and precision, or because the rollout is stale. `PolicyLoss`
-    multiplies its token losses by these weights ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training", Yao et al., 2025; truncation: Ionides, "Truncated importance sampling", 2008).
+    model before the update. They differ because the engine uses other kernels and another precision, or because the
+    rollout is stale. `PolicyLoss` multiplies its token losses by these weights ("Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training", Yao et al., 2025; truncation: Ionides, "Truncated importance sampling", 2008).
 
     Args:
         log_probs_BL: Log-probability of each sampled token under the trained model before the update [B, L].
@@ -69,7 +69,7 @@ def truncated_importance(
         mask_BL: Positions of sampled tokens [B, L], bool. Other positions get the weight 1.
         document_ids_BL: Document id of each position [B, L].
         maximum: Truncation $C$.
-        level: `token`, or `sequence` for the product of the ratios of an answer at each of its tokens.
+        level: `token`: ratio of each token. `sequence`: product of the ratios of an answer, for all its tokens.
         cp: See `sum_per_document`.
 
     Raises:

@@ -89,7 +89,7 @@ def build_with_values(
     """Build a model on the CPU from the job's seed; return it and its tensors by canonical name.
 
     The seed is set for torch, `random` and, if it is imported, NumPy. Their random states are restored afterwards. The
-    tensors are the parameters and buffers: detached, tied tensors once, without those on `meta`.
+    returned tensors are the detached parameters and buffers, except those on `meta`. A tied tensor appears once.
     """
     with isolated_random("build"):
         random.seed(seed)

@@ -83,10 +83,10 @@ def attention_seconds(
 ) -> float:
     """Return the time of a fused attention kernel.
 
-    The kernel reaches `attention_efficiency` of the peak on long sequences with heads of 128 elements, 80 % of this
-    rate in the backward pass, and less on heads or sequences that are shorter than a few tiles (Dao 2023,
-    https://arxiv.org/abs/2307.08691, figures 4 to 6). `num_tiles` is the number of query tiles of all heads, which fill
-    the multiprocessors in waves.
+    The forward pass reaches `attention_efficiency` of the peak on long sequences with heads of 128 elements. The
+    backward pass reaches 80 % of that rate. Short sequences and small heads are slower: see `attention_fill`. Source:
+    Dao 2023, https://arxiv.org/abs/2307.08691, figures 4 to 6. `num_tiles` is the number of query tiles of all heads,
+    which run on the multiprocessors in waves.
     """
     device = hardware.device
     waves = ceil(num_tiles / device.num_multiprocessors)

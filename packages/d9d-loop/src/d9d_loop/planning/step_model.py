@@ -89,7 +89,7 @@ class ParameterGroup:
 @final
 @dataclass(frozen=True, slots=True)
 class _RankTime:
-    """Times of a microbatch on a pipeline rank. `seconds`, `forward` and `backward` include the limit of the host."""
+    """Times of a microbatch on a pipeline rank. `seconds`, `forward` and `backward` include waits for the host."""
 
     parts: PassTime
     recompute: PassTime
@@ -214,10 +214,10 @@ def _ranks(
 def _rank(
     shape: DecoderShape, layout: PlanLayout, hardware: Hardware, layers: tuple[LayerTime, LayerTime], index: int
 ) -> _RankTime:
-    """Return the times of a microbatch on a pipeline rank: parts, recomputation, and seconds with the host's limit.
+    """Return the times of a microbatch on a pipeline rank: parts, recomputation, and seconds.
 
-    The limit of the host is applied to layers and to the rest separately: the host cannot launch far ahead, because the
-    loss and the sends of a microbatch synchronize.
+    The seconds include waits for the host. Launch-bound time is computed for layers and for the rest separately: the
+    host cannot launch far ahead, because the loss and the sends of a microbatch synchronize.
     """
     host = 0.0 if layout.captured else hardware.fitted.host_seconds
     total, again, seconds, first = PassTime(), PassTime(), 0.0, 0.0

@@ -178,9 +178,9 @@ class HangPoller:
             self._channel.publish_failure(self._rank, text)
 
     def _exchange_places(self) -> None:
-        """Publish this rank's location, then write the report if this rank raised the first alarm, else read it.
+        """Publish this rank's location. The rank with the first alarm writes the report, which the others read.
 
-        If a rank is lost, set `lost` and return without a report: the other ranks wait for it, which is not a hang.
+        If a rank is lost, set `lost` and return without a report: waiting for a lost rank is not a hang.
         """
         seconds = self._stuck_seconds()
         self._channel.write(f"place/{self._rank}", json.dumps(asdict(self._place())))

@@ -30,7 +30,7 @@ from d9d_loop.resilience.node_files import read_lost_host
 
 _INTERVAL = 0.25  # interval of the watcher in seconds
 _EXIT_SECONDS = 1.5  # time for the main thread to exit by itself after a peer failed
-_GIL_SECONDS = 1.5  # time after the timeout, for a process whose interpreter lock is held
+_GIL_SECONDS = 1.5  # extra time before faulthandler ends a process in which a thread holds the GIL
 _MARGIN_INTERVALS = 20.0  # polling intervals for an alarm, the answers and the report, on a busy machine
 _LATE = 0.75  # fraction of a timeout after which an error may be the consequence of a hang
 

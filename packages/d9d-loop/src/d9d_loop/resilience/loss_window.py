@@ -103,7 +103,7 @@ def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
     logarithms = _Logarithms(sorted_losses)
     middle = _median(logarithms)
     deviation = max(_MAD_TO_DEVIATION * _median_distance(logarithms, middle), _LEAST_DEVIATION)
-    # A larger exponent would overflow; such a limit is above every loss.
+    # Clamp the exponent: math.exp overflows above 709. A limit of exp(700) is above every real loss.
     return max(limit, math.exp(min(middle + config.spike_deviations * deviation, 700.0)))
 
 

@@ -67,8 +67,9 @@ class PreferenceTask(PackedTask):
     A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which `Engine.score` returns in
     `Engine.reference`.
 
-    The metrics are `reward_margin`, the mean of `beta * h`, and `reward_accuracy`, the share of pairs with a positive
-    margin. Router losses of the model are added, and do not change the margins.
+    The metrics are `reward_margin`, the mean of `beta * h` with the margin h of `PreferenceLoss.margins`, and
+    `reward_accuracy`, the share of pairs with a positive margin. Router losses of the model are added, and do not
+    change the margins.
 
     Args:
         has_reference: False for a loss without a reference, such as SimPO: batches then have no `reference_log_probs`.

@@ -35,9 +35,9 @@ _BLOCK = 1 << 28  # bytes of one message
 
 @final
 class TierWriter:
-    """Writer of one rank; `slot` is the slot of the next save.
+    """Writer of this rank's part and of the replicas that this rank keeps. `slot` names the folder of the next save.
 
-    `life` is a random id, equal on all ranks, that starts the ids of all saves of this writer. `group` is a Gloo group
+    `life` is a random id, equal on all ranks: the prefix of this writer's save ids. `group` is a Gloo group
     of all ranks; `None` for one process.
     """
 
@@ -143,7 +143,7 @@ class TierWriter:
         return dump_json([text.decode() for text in (texts if rank == 0 else texts[:2])])
 
     def _exchange(self, texts: bytes) -> dict[int, bytes]:
-        """Send this rank's texts to its peers; return its own texts and the texts of the replicas that it keeps."""
+        """Send this rank's record and state to its peers; return its own and those of the replicas that it keeps."""
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._sources}
         wait_all(self._start_transfers(torch.tensor([len(texts)]), sizes))
         others = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
