@@ -27,6 +27,7 @@ from d9d_loop.planning.layout_search import (
     with_logits,
     worst_memory,
 )
+from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.schedule_time import scheduled_step_time
 from d9d_pipeline import DualPipeV, Schedule, ZeroBubble1P, ZeroBubbleV, build
 
@@ -142,7 +143,9 @@ def test_the_closed_form_is_scaled_in_both_directions(factors: tuple[float, floa
     rest = factors[1] * (closed.gradients + closed.activations + closed.gathered + closed.loss)
     scale = MemoryScale.of(DENSE_8B, layout, state_bytes=state, rest_bytes=rest)
     assert (scale.state, scale.rest) == pytest.approx(factors)
-    assert scale.apply(closed).model == pytest.approx(state + rest)
+    scaled = scale.apply(closed)
+    assert scaled.model == pytest.approx(state + rest)
+    assert scaled.reserve == pytest.approx(CONTEXT_BYTES + FRAGMENTATION * (state + rest))  # the context is not scaled
 
 
 def test_a_chunked_loss_needs_no_more_memory_for_longer_microbatches() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
-from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION, activation_bytes_per_token
+from d9d_loop.planning.memory_size import activation_bytes_per_token
 from d9d_pipeline import ZeroBubbleV, build, simulate
 
 SPARSE = DecoderShape(
@@ -189,10 +189,3 @@ def test_without_sequence_parallelism_a_recomputed_layer_gathers_nothing() -> No
     layout = PlanLayout(tp=4, length=64, recompute="full", sequence_parallel=False)
     layer = 64 * activation_bytes_per_token(SMALL, replace(layout, recompute="none"), sparse=False)
     assert memory_of(SMALL, layout, 0).activations == 64 * 8 * 2 * 1024 + layer
-
-
-def test_the_context_is_not_scaled() -> None:
-    memory = memory_of(SMALL, PlanLayout(length=64), 0)
-    twice = memory.times(2)
-    assert twice.model == 2 * memory.model
-    assert twice.reserve == CONTEXT_BYTES + FRAGMENTATION * 2 * memory.model

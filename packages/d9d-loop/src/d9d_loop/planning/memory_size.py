@@ -54,18 +54,6 @@ class Memory:
         """Bytes of the process on the device."""
         return self.model + self.reserve
 
-    def times(self, factor: float) -> "Memory":
-        """Return all parts multiplied by `factor`, with a new reserve."""
-        return Memory(
-            parameters=factor * self.parameters,
-            gradients=factor * self.gradients,
-            optimizer=factor * self.optimizer,
-            activations=factor * self.activations,
-            gathered=factor * self.gathered,
-            loss=factor * self.loss,
-            reserve=reserve_bytes(factor * self.model),
-        )
-
 
 def reserve_bytes(model: float) -> float:
     """Estimate the bytes of device context, communication buffers and fragmentation; `model` is `Memory.model`."""
