@@ -39,8 +39,7 @@ def _kept_by_dropout() -> list[tuple[tuple[int, ...], list[bool]]]:
         with MeshConfig(**degrees).build() as ctx:
             seed_everything(11, ctx)
             mask = F.dropout(torch.ones(500, device=ctx.device), 0.3) != 0
-            axes = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate")
-            kept.append((tuple(ctx.coordinate("regular", axis) for axis in axes), mask.tolist()))
+            kept.append((tuple(ctx.coordinate("batch", axis) for axis in ("pp", "dp", "cp")), mask.tolist()))
     return kept
 
 

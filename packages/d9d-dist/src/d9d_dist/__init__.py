@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from d9d_dist.precision import Precision as Precision
     from d9d_dist.precision import PrecisionName as PrecisionName
     from d9d_dist.process_groups import destroy_process_groups as destroy_process_groups
+    from d9d_dist.seeds import rank_role as rank_role
     from d9d_dist.seeds import seed_everything as seed_everything
     from d9d_dist.seeds import stream_key as stream_key
     from d9d_dist.shards import Region as Region

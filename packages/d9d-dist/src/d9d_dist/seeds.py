@@ -8,8 +8,8 @@ import torch
 
 from d9d_dist.context import DistributedContext
 
-# Ranks that differ on one of these axes compute different activations. Ranks that differ only on tp do not.
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate")
+# Ranks that differ on one of these axes of the "batch" mesh compute different activations; tensor-parallel ranks do not.
+_AXES = ("pp", "dp", "cp")
 
 
 def stream_key(*parts: str | int) -> int:
@@ -24,7 +24,16 @@ def seed_everything(seed: int, ctx: DistributedContext, *, step: int = 0) -> Non
     Ranks with different samples, tokens or layers get different seeds; tensor-parallel ranks get equal seeds. `step` is
     mixed into the seed so that a resumed job does not repeat random numbers.
     """
-    seed_generators(stream_key(seed, step, *(ctx.coordinate("regular", axis) for axis in _AXES)))
+    seed_generators(stream_key(seed, step, *(ctx.coordinate("batch", axis) for axis in _AXES)))
+
+
+def rank_role(ctx: DistributedContext) -> dict[str, list[int]]:
+    """Return this rank's part in the computation: its coordinate and the axis size, for each of pp, dp, cp and tp.
+
+    Save it with the state of a rank, such as its random states. Restore this state only on the rank with the same role:
+    on another mesh, the same rank number may have other samples, tokens or layers.
+    """
+    return {axis: [ctx.coordinate("batch", axis), ctx.size("batch", axis)] for axis in (*_AXES, "tp")}
 
 
 def seed_generators(seed: int) -> None:

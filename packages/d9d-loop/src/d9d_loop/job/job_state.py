@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, UserError, refuse_later_writes, seed_everything
+from d9d_dist import DistributedContext, UserError, rank_role, refuse_later_writes, seed_everything
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
 from d9d_loop.model.frozen_digest import frozen_digest
@@ -118,8 +118,8 @@ class JobState:
     def restore(self, *, is_rollback: bool = False) -> Record:
         """Load the newest valid checkpoint and return its record; without one, keep the initial values. Collective.
 
-        Call it when the model has its initial values. Random states are restored if the checkpoint was saved with the
-        same world size. Otherwise the generators are seeded from the job's seed and the step.
+        Call it when the model has its initial values. Random states are restored if the saved mesh had a rank with this
+        rank's role. Otherwise the generators are seeded from the job's seed, the step and the role. All ranks agree.
 
         Raises:
             UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
@@ -149,12 +149,14 @@ class JobState:
             part.load_state_dict(state["parts"][name])
         rank_states: Any = info.rank_states
         set_non_tensor_optimizer_state(self._model, self._optimizer, [each["optimizer"] for each in rank_states])
+        role = rank_role(self._ctx)
         for metric in self._metrics.values():
             metric.reset()
-        for rank_state in rank_states[self._ctx.rank :: self._ctx.world_size]:
+        for rank_state in _metric_share(rank_states, role):
             _add_to_metrics(self._metrics, rank_state["metrics"])
-        if len(rank_states) == self._ctx.world_size:
-            set_rng_state(rank_states[self._ctx.rank]["random"])
+        same_role = [each for each in rank_states if each["role"] == role]
+        if same_role:
+            set_rng_state(same_role[0]["random"])
         else:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
@@ -231,6 +233,7 @@ class JobState:
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },
             "rank_state": {
+                "role": rank_role(self._ctx),
                 "random": rng_state(),
                 "metrics": _metric_states(self._metrics),
                 # `lr` is not saved: the learning-rate schedule sets it in every step.
@@ -282,6 +285,21 @@ def _metric_states(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[st
         }
         for name, metric in metrics.items()
     }
+
+
+def _metric_share(rank_states: list[Any], role: Mapping[str, list[int]]) -> list[Any]:
+    """Return the saved states of ranks whose metrics the rank with this role continues.
+
+    Tensor-parallel ranks see the same samples: only the first of them is read, and all ranks of a coordinate of pp, dp
+    and cp get the same states. On the saved mesh, each rank gets the state of its own coordinates.
+    """
+    split = ("pp", "dp", "cp")
+    saved = [each for each in rank_states if each["role"]["tp"][0] == 0]
+    saved.sort(key=lambda each: [each["role"][axis][0] for axis in split])
+    own, num = 0, 1
+    for coordinate, size in (role[axis] for axis in split):
+        own, num = own * size + coordinate, num * size
+    return saved[own::num]
 
 
 def _add_to_metrics(metrics: Mapping[str, Metric], saved: Mapping[str, Mapping[str, list[str]]]) -> None:
