@@ -55,9 +55,19 @@ def test_counts_are_exact_where_floats_are_not() -> None:
     assert accumulator.value.item() == 0
 
 
-def test_rejects_a_tensor_of_another_shape() -> None:
-    with pytest.raises(RuntimeError, match="shape"):
-        Accumulator("sum", shape=[3]).update(torch.ones(2, 3))
+@pytest.mark.parametrize("reduction", ["sum", "count", "max", "min"])
+@pytest.mark.parametrize(("state", "value"), [([3], [2, 3]), ([3], []), ([3], [1]), ([], [1]), ([], [3])])
+def test_a_tensor_of_another_shape_is_not_broadcast(reduction: Reduction, state: list[int], value: list[int]) -> None:
+    """Neither the value nor the state: torch.maximum would resize the state."""
+    accumulator = Accumulator(reduction, shape=state)
+    with pytest.raises(UserError, match=r"got a tensor of shape \(.*\); expected shape \(.*\)\. Reduce the tensor"):
+        accumulator.update(torch.ones(value, dtype=torch.int64))
+    assert accumulator.value.tolist() == Accumulator(reduction, shape=state).value.tolist()
+
+
+def test_a_concatenation_takes_one_dim() -> None:
+    with pytest.raises(UserError, match=r"got a tensor of shape \(2, 1\); expected one dim\."):
+        Accumulator("concat", shape=[3]).update(torch.ones(2, 1))
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.5, torch.tensor(math.nan), torch.tensor(2.0)])

@@ -112,13 +112,18 @@ def test_combined_states_of_ranks_give_the_exact_value() -> None:
     assert gathered.compute()["error_bound"].item() == 0.0
 
 
-def test_probabilities_outside_zero_and_one_are_clamped() -> None:
-    """They are in the first and the last bin, and the error bound includes their pairs."""
+def test_rounding_errors_of_probabilities_are_clamped() -> None:
+    metric = BinaryAUROC(exact_samples=0)
+    metric.update(torch.tensor([-1e-7, 0.2, 1 + 1e-6]), torch.tensor([0, 1, 1]))
+    assert metric.compute()["value"].item() == 1.0
+
+
+def test_the_value_is_exact_by_default() -> None:
     from sklearn.metrics import roc_auc_score
 
-    scores, targets = torch.tensor([-3.0, 0.2, 0.7, 1.5, 4.0]), torch.tensor([0, 1, 0, 1, 0])
-    metric = BinaryAUROC()
+    scores, targets = torch.linspace(0.5, 0.5 + 1e-6, 2048, dtype=torch.float64), torch.arange(2048) % 2
+    metric = BinaryAUROC(num_bins=4)
     metric.update(scores, targets)
-    value = {name: tensor.item() for name, tensor in metric.compute().items()}
-    assert value["error_bound"] == pytest.approx(1 / 12)
-    assert abs(value["value"] - roc_auc_score(targets, scores)) <= value["error_bound"] + 1e-12
+    assert compute_metrics({"a": metric}, None) == {"a/value": roc_auc_score(targets, scores), "a/error_bound": 0.0}
+    metric.update(scores[:2], targets[:2])
+    assert metric.compute()["error_bound"].item() > 0.1

@@ -46,8 +46,10 @@ class Accumulator:
         takes a one-dim tensor of any length and ignores its NaNs.
 
         Raises:
-            UserError: If a count gets a tensor of floating dtype, or a number that is not an integer.
+            UserError: If a tensor has another shape, which is not broadcast. Also if a count gets a tensor of floating
+                dtype, or a number that is not an integer.
         """
+        self._check_shape(value)
         if self.reduction == "sum":
             # Adds in float64, without a converted copy of the value.
             self.value.add_(value.detach() if isinstance(value, Tensor) and value.requires_grad else value)
@@ -78,6 +80,19 @@ class Accumulator:
         other.reduction = self.reduction
         other.value = value
         return other
+
+    def _check_shape(self, value: Tensor | float) -> None:
+        """Raise `UserError` for a tensor that would be broadcast, or would broadcast the state."""
+        got = value.shape if isinstance(value, Tensor) else self.value.shape
+        if self.reduction == "concat":
+            expected, is_right = "one dim", len(got) == 1
+        else:
+            expected, is_right = f"shape {tuple(self.value.shape)}", got == self.value.shape
+        if not is_right:
+            raise UserError(
+                f"an accumulator ({self.reduction}) got a tensor of shape {tuple(got)}; expected {expected}. "
+                "Reduce the tensor first, e.g. values.sum(), or create the accumulator with its shape."
+            )
 
     def _append(self, operand: Tensor) -> None:
         """Write the values that are not NaN to the first unused elements, without a host-device synchronization."""

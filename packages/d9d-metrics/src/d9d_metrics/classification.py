@@ -1,6 +1,6 @@
 """Binary, multiclass and multilabel classification metrics; any number of scores share one set of counts.
 
-Values are NaN if a prediction or target of a counted sample was NaN. Samples that the mask excludes have no effect.
+Values are NaN if a counted sample had a NaN or a target that is no label. Samples outside of the mask have no effect.
 
 Legend: N samples (any leading dims), C classes or labels.
 """
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d9d_dist import UserError
+from d9d_metrics._samples import check_samples, mask_of, not_binary
 from d9d_metrics.accumulator import Accumulator
 from d9d_metrics.confusion_scores import ConfusionCounts, Score
 from d9d_metrics.metric import Metric
@@ -21,16 +23,16 @@ class _Classification(Metric):
     """Scores that are computed from per-class counts of true positives, predicted and actual positives."""
 
     def __init__(self, num_classes: int, scores: Mapping[str, Score], *, is_exclusive: bool) -> None:
-        self._scores, self._is_exclusive = dict(scores), is_exclusive
+        self._scores, self._is_exclusive, self._num_classes = dict(scores), is_exclusive, num_classes
         self._true_positive, self._positive, self._true = (Accumulator("count", shape=[num_classes]) for _ in range(3))
-        self._total, self._nan = Accumulator("count"), Accumulator("count")
+        self._total, self._invalid = Accumulator("count"), Accumulator("count")
 
     def _count_above(self, threshold: float, predictions_NC: Tensor, targets_NC: Tensor, mask_N: Tensor | None) -> None:
-        is_nan_N = _is_nan(predictions_NC) | _is_nan(targets_NC)
-        self._count(predictions_NC > threshold, targets_NC.bool(), is_nan_N, mask_N)
+        is_invalid_N = _is_nan(predictions_NC) | not_binary(targets_NC).any(-1)
+        self._count(predictions_NC > threshold, targets_NC.bool(), is_invalid_N, mask_N)
 
-    def _count(self, predicted_NC: Tensor, true_NC: Tensor, is_nan_N: Tensor, mask_N: Tensor | None) -> None:
-        mask_N = torch.ones_like(predicted_NC[..., 0]) if mask_N is None else mask_N.bool()
+    def _count(self, predicted_NC: Tensor, true_NC: Tensor, is_invalid_N: Tensor, mask_N: Tensor | None) -> None:
+        mask_N, is_no_mask_N = mask_of(mask_N, predicted_NC[..., 0])
         predicted_NC, true_NC = predicted_NC & mask_N.unsqueeze(-1), true_NC & mask_N.unsqueeze(-1)
         for accumulator, is_counted_NC in (
             (self._true_positive, predicted_NC & true_NC),
@@ -39,7 +41,7 @@ class _Classification(Metric):
         ):
             accumulator.update(is_counted_NC.reshape(-1, is_counted_NC.shape[-1]).sum(0))
         self._total.update(mask_N.sum())
-        self._nan.update((is_nan_N & mask_N).sum())
+        self._invalid.update(((is_invalid_N | is_no_mask_N) & mask_N).sum())
 
     def compute(self) -> dict[str, Tensor]:
         """Return each score by name: a float64 scalar, or one value per class or label, of shape [C]."""
@@ -52,12 +54,14 @@ class _Classification(Metric):
             true_negative=(self._total.value - predicted_C - true_C + true_positive_C).double(),
             is_exclusive=self._is_exclusive,
         )
-        return {name: _unless_nan(score(counts), self._nan) for name, score in self._scores.items()}
+        return {name: _unless(self._invalid, score(counts)) for name, score in self._scores.items()}
 
 
 @final
 class BinaryClassification(_Classification):
-    """Scores of a binary classifier; class 1 is the positive class. A NaN in a counted sample makes all scores NaN.
+    """Scores of a binary classifier; class 1 is the positive class.
+
+    A NaN, or a target other than 0 and 1, in a counted sample makes all scores NaN.
 
     Args:
         scores: Scores to compute, by name, e.g. `{"precision": precision(), "f1": f_beta(1.0)}`.
@@ -69,10 +73,12 @@ class BinaryClassification(_Classification):
         self._threshold = threshold
 
     def update(self, predictions_N: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
-        """Add samples of any shape: probabilities or logits, and targets (0 or 1, or bool).
+        """Add samples of any shape: probabilities or logits, and targets (0 or 1, or bool) of the same shape.
 
-        `mask_N` is True for samples to count; None counts all.
+        `mask_N`, of the same shape, is True for samples to count; None counts all. For labels that mean "ignore", pass
+        `mask_N=targets_N != -100`. Raises `UserError` if the shapes differ.
         """
+        check_samples(type(self).__name__, predictions_N, targets_N, mask_N)
         self._count_above(self._threshold, predictions_N.unsqueeze(-1), targets_N.unsqueeze(-1), mask_N)
 
 
@@ -80,7 +86,8 @@ class BinaryClassification(_Classification):
 class MultilabelClassification(_Classification):
     """Scores of a classifier with several independent binary labels.
 
-    A NaN in a counted sample makes the scores of all labels NaN. See `BinaryClassification` for the arguments.
+    A NaN, or a target other than 0 and 1, in a counted sample makes the scores of all labels NaN. See
+    `BinaryClassification` for the arguments.
     """
 
     def __init__(self, num_labels: int, scores: Mapping[str, Score], *, threshold: float = 0.5) -> None:
@@ -89,12 +96,15 @@ class MultilabelClassification(_Classification):
 
     def update(self, predictions_NC: Tensor, targets_NC: Tensor, mask_N: Tensor | None = None) -> None:
         """Add samples as in `BinaryClassification.update`; the last dim of predictions and targets is the label."""
+        check_samples(type(self).__name__, predictions_NC, targets_NC, mask_N, num_columns=self._num_classes)
         self._count_above(self._threshold, predictions_NC, targets_NC, mask_N)
 
 
 @final
 class MulticlassClassification(_Classification):
-    """Scores of a classifier over several exclusive classes. A NaN in a counted sample makes all scores NaN.
+    """Scores of a classifier over several exclusive classes.
+
+    A NaN, or a target outside [0, C), in a counted sample makes all scores NaN.
 
     With `top_k` > 1, the predicted class of a sample is the true class if it is among the k highest predictions.
     Otherwise it is the class with the highest prediction. All scores are computed from these predicted classes.
@@ -102,48 +112,58 @@ class MulticlassClassification(_Classification):
 
     Args:
         top_k: Number of highest predictions that may contain the true class.
+
+    Raises:
+        UserError: If `top_k` is less than 1, or greater than the number of classes.
     """
 
     def __init__(self, num_classes: int, scores: Mapping[str, Score], *, top_k: int = 1) -> None:
-        assert 1 <= top_k <= num_classes
+        if not 1 <= top_k <= num_classes:
+            raise UserError(f"got top_k = {top_k}; expected 1 to {num_classes}, the number of classes.")
         super().__init__(num_classes, scores, is_exclusive=True)
-        self._num_classes, self._top_k = num_classes, top_k
+        self._top_k = top_k
 
     def update(self, predictions_NC: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
-        """Add probabilities or logits, whose last dim is the class, and int64 indices of the true classes.
+        """Add probabilities or logits, whose last dim is the class, and integer indices of the true classes.
 
-        `mask_N` is True for samples to count, None counts all; targets of other samples are ignored.
+        `mask_N`, of the targets' shape, is True for samples to count, None counts all; targets of other samples are
+        ignored. Raises `UserError` if a shape differs, or if targets are not integers.
         """
-        targets_N = targets_N if mask_N is None else targets_N.where(mask_N, 0)
+        C = self._num_classes
+        check_samples(type(self).__name__, predictions_NC, targets_N, mask_N, num_columns=C, is_exclusive=True)
+        targets_N, is_invalid_N = _valid_classes(targets_N, predictions_NC)
         predicted_N = _predicted_classes(predictions_NC, targets_N, self._top_k)
-        predicted_NC, true_NC = (
-            F.one_hot(classes_N, self._num_classes).bool() for classes_N in (predicted_N, targets_N)
-        )
-        self._count(predicted_NC, true_NC, _is_nan(predictions_NC), mask_N)
+        predicted_NC, true_NC = (F.one_hot(classes_N, C).bool() for classes_N in (predicted_N, targets_N))
+        self._count(predicted_NC, true_NC, is_invalid_N, mask_N)
 
 
 @final
 class ConfusionMatrix(Metric):
-    """Number of samples of each true class that were predicted as each class; NaN if a counted prediction was NaN."""
+    """Number of samples of each true class that were predicted as each class.
+
+    The value is NaN if a counted sample had a NaN prediction, or a target outside [0, C).
+    """
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
         self._counts = Accumulator("count", shape=[num_classes, num_classes])
-        self._nan = Accumulator("count")
+        self._invalid = Accumulator("count")
 
     def update(self, predictions_NC: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
         """Add a batch of samples; see `MulticlassClassification.update` for the arguments."""
-        targets_N = targets_N if mask_N is None else targets_N.where(mask_N, 0)
-        counted_N = torch.ones_like(targets_N) if mask_N is None else mask_N.bool().long()
-        pairs_N = targets_N * self._num_classes + _predicted_classes(predictions_NC, targets_N, 1)
-        counts = torch.zeros(self._num_classes**2, dtype=torch.int64, device=targets_N.device)
-        counts.scatter_add_(0, pairs_N.reshape(-1), counted_N.reshape(-1))
-        self._counts.update(counts.view(self._num_classes, self._num_classes))
-        self._nan.update((_is_nan(predictions_NC) & counted_N.bool()).sum())
+        C = self._num_classes
+        check_samples(type(self).__name__, predictions_NC, targets_N, mask_N, num_columns=C, is_exclusive=True)
+        targets_N, is_invalid_N = _valid_classes(targets_N, predictions_NC)
+        mask_N, is_no_mask_N = mask_of(mask_N, targets_N)
+        pairs_N = targets_N * C + _predicted_classes(predictions_NC, targets_N, 1)
+        counts = torch.zeros(C**2, dtype=torch.int64, device=targets_N.device)
+        counts.scatter_add_(0, pairs_N.reshape(-1), mask_N.long().reshape(-1))
+        self._counts.update(counts.view(C, C))
+        self._invalid.update(((is_invalid_N | is_no_mask_N) & mask_N).sum())
 
     def compute(self) -> Tensor:
         """Return the counts, of shape [true class, predicted class]; float64, because int64 has no NaN."""
-        return _unless_nan(self._counts.value.double(), self._nan)
+        return _unless(self._invalid, self._counts.value.double())
 
 
 def _is_nan(values_NC: Tensor) -> Tensor:
@@ -151,9 +171,15 @@ def _is_nan(values_NC: Tensor) -> Tensor:
     return values_NC.isnan().any(-1)
 
 
-def _unless_nan(value: Tensor, nan: Accumulator) -> Tensor:
-    """Return the value, or NaN if any sample had a NaN. No host-device synchronization."""
-    return value.where(nan.value == 0, torch.nan)
+def _unless(invalid: Accumulator, value: Tensor) -> Tensor:
+    """Return the value, or NaN if any counted sample was invalid. No host-device synchronization."""
+    return value.where(invalid.value == 0, torch.nan)
+
+
+def _valid_classes(targets_N: Tensor, predictions_NC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int64 targets, 0 for those outside [0, C), and True for these samples and those with a NaN."""
+    is_class_N = (targets_N >= 0) & (targets_N < predictions_NC.shape[-1])
+    return targets_N.long().where(is_class_N, 0), ~is_class_N | _is_nan(predictions_NC)
 
 
 def _predicted_classes(predictions_NC: Tensor, targets_N: Tensor, top_k: int) -> Tensor:
