@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 def updated(kind: str, predictions: Tensor, targets: Tensor, mask: Tensor | None = None) -> Metric:
     metric = METRICS[kind]()
-    metric.update(predictions, targets, mask)  # ty: ignore[unresolved-attribute] - all of them have this update
+    metric.update(predictions, targets, mask)  # ty: ignore[missing-attribute] - all of them have this update
     return metric
 
 

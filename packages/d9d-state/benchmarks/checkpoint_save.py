@@ -12,7 +12,6 @@ CPU.
 
 import argparse
 import ctypes
-import importlib
 import json
 import os
 import random
@@ -28,8 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from d9d_dist import MeshConfig
-from d9d_dist.testing import run_ranks
 from d9d_state import CheckpointStore
 from d9d_state._digests import PartRecord
 
@@ -179,16 +176,6 @@ def peer(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, p
     return {"first": round(theirs[0] / memcpy[0], 2), "later": ratio(theirs[1:], memcpy[1:])}
 
 
-def written_bytes(folder: str, megabytes: int) -> list[int]:
-    """Return the bytes that each rank writes of replicated tensors."""
-    with MeshConfig(data_parallel_replicate=-1).build() as ctx:
-        store = CheckpointStore(folder)
-        torch.manual_seed(0)
-        store.save(1, make_tensors(megabytes, 100), ctx=ctx)
-        (info,) = store.complete()
-        return [record.size for name, record in sorted(info.manifest.files.items()) if name.endswith(".safetensors")]
-
-
 def main() -> None:
     """Parse the arguments, run the benchmarks and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,7 +183,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--tensors", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch")
     arguments.folder.mkdir(parents=True)
@@ -212,10 +198,6 @@ def main() -> None:
             "blocking_against_memcpy": blocking(arguments.folder, tensors, buffer, arguments.pairs),
             "async_save_of_torch": peer(arguments.folder, tensors, buffer, max(5, arguments.pairs // 3)),
         }
-        # Ranks import a function by its module name, so it cannot be in `__main__`.
-        function = importlib.import_module(Path(__file__).stem).written_bytes
-        options = (str(arguments.folder / "ranks"), arguments.megabytes)
-        figures["bytes_written_by_ranks"] = run_ranks(function, *options, world_size=arguments.ranks)[0]
         print(json.dumps(figures, indent=2))
     finally:
         shutil.rmtree(arguments.folder)

@@ -15,6 +15,7 @@ from d9d_state import (
     StateError,
     StateMapper,
     concat,
+    convert_model_state,
     drop,
     identity,
     identity_of,
@@ -116,6 +117,28 @@ def test_an_earlier_export_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["config.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
     assert torch.equal(_peer_reads(tmp_path / "export")["weight"], model.weight)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_export_into_a_link_writes_the_folder_that_it_points_to(tmp_path: Path, exists: bool) -> None:
+    model, folder = nn.Linear(2, 2), tmp_path / "disk" / "folder"
+    (tmp_path / "disk").mkdir()
+    if exists:
+        save_model_state(model, folder)
+    for link, target in (("export", "also"), ("also", "disk/folder")):
+        (tmp_path / link).symlink_to(target)
+    nn.init.ones_(model.weight)
+    save_model_state(model, tmp_path / "export", extra_files={"config.json": {}})
+    assert (tmp_path / "export").is_symlink()
+    assert (_peer_reads(folder)["weight"] == 1).all()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["folder"]
+    convert_model_state(folder, tmp_path / "export2")
+    nn.init.zeros_(model.weight)
+    (tmp_path / "link").symlink_to("export2")
+    convert_model_state(folder, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    with pytest.raises(UserError, match="as both source and target"):
+        convert_model_state(folder, tmp_path / "export")
 
 
 def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:

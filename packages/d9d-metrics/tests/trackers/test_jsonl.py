@@ -185,3 +185,15 @@ def test_a_full_disk_leaves_no_incomplete_line_between_others(tmp_path: Path, mo
     assert path.read_bytes().endswith(b'{"step": ')
     tracker_with_steps(path, 2).close()
     assert steps_in(path) == [1, 2]
+
+
+def test_resume_replaces_the_file_that_a_link_points_to(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "metrics.jsonl").symlink_to("disk/file.jsonl")
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        tracker.log(step, {"loss": 1.0})
+    tracker.resume(1)
+    tracker.close()
+    assert (tmp_path / "metrics.jsonl").is_symlink()
+    assert [each["step"] for each in read_metrics(tmp_path / "disk/file.jsonl")] == [1]

@@ -35,7 +35,8 @@ def convert_model_state(
 
     Args:
         source: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
-        target: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export.
+        target: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export. If it is a
+            symbolic link, the folder that it points to is written.
         mapper: Maps names and shapes in `source` to those in `target`; `None` only redistributes tensors over files.
         ctx: Distributed context; `None` for a single process.
         unused: `"error"` refuses tensors in the source that the mapper does not consume; `"ignore"` skips them.
@@ -52,11 +53,11 @@ def convert_model_state(
         StateError: On every rank, if reading or writing failed. An earlier export at the target stays unchanged.
     """
     ranks, rank = num_ranks(ctx), rank_of(ctx)
-    place = Path(target).absolute()
+    place = Path(target).resolve()
     texts = extra_texts(extra_files or {})
     with failing_together(ctx, f"{source} cannot be converted to {place}"):
         if is_main(ctx):
-            if Path(source).resolve() == place.resolve():
+            if Path(source).resolve() == place:
                 raise UserError(f"got {place} as both source and target; expected a different target folder.")
             refuse_foreign(place, texts)
         folder = ModelFolder.open(source)

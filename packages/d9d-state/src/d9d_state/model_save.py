@@ -36,7 +36,8 @@ def save_model_state(
 
     Args:
         model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
-        folder: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export.
+        folder: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export. If it is a
+            symbolic link, the folder that it points to is written.
         mapper: Maps names and shapes in memory to those on disk, usually `load_mapper.inverse()`; `None` keeps them.
             Every stage passes the mapper of the whole model, which must consume every tensor; `drop` tensors that
             should not be written. Outputs of `keep` are not written. All inputs of a group must be on one stage. If
@@ -59,7 +60,7 @@ def save_model_state(
     """
     num_ranks(ctx)
     mapper = identity_of(model) if mapper is None else mapper
-    target = Path(folder).absolute()
+    target = Path(folder).resolve()
     texts = extra_texts(extra_files or {})
     parts, mine = exchange_stages(model, mapper, ctx)
     with failing_together(ctx, f"{target} cannot be written"):

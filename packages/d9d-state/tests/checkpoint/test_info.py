@@ -1,8 +1,11 @@
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from d9d_dist import UserError
 from d9d_state import CheckpointStore, StateError
 from d9d_state.checkpoint.info import folder_name, open_complete, step_of
 
@@ -20,9 +23,10 @@ def test_other_folder_names_are_not_checkpoints(name: str) -> None:
     assert step_of(name) == -1
 
 
-def test_negative_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="got step = -1; expected 0 or more"):
-        folder_name(-1)
+@pytest.mark.parametrize("step", [-1, True, 1.5, 2.0, "3", None, torch.tensor(3)])
+def test_other_values_than_a_step_are_an_error(step: Any) -> None:
+    with pytest.raises(UserError, match=rf"got step = {re.escape(repr(step))}; expected an int, 0 or more: the number"):
+        folder_name(step)
 
 
 def test_the_verify_error_names_all_damaged_files_and_the_remedy(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -78,11 +79,15 @@ def test_newest_and_best_are_always_kept() -> None:
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"last": 0}, "got last = 0; expected at least 1, or None"),
-        ({"every": 0}, "got every = 0; expected at least 1, or None"),
-        ({"best": -1}, "got best = -1; expected 0 or more"),
+        ({"last": 0}, r"got last = 0; expected an int, at least 1, or None\."),
+        ({"last": 1.5}, r"got last = 1\.5; expected an int, at least 1, or None\."),
+        ({"last": True}, r"got last = True; expected an int, at least 1, or None\."),
+        ({"every": "3"}, r"got every = '3'; expected an int, at least 1, or None\."),
+        ({"every": 0}, r"got every = 0; expected an int, at least 1, or None\."),
+        ({"best": -1}, r"got best = -1; expected an int, 0 or more\."),
+        ({"best": 0.5}, r"got best = 0\.5; expected an int, 0 or more\."),
     ],
 )
-def test_too_small_numbers_are_refused(numbers: dict[str, int], message: str) -> None:
+def test_other_numbers_are_an_error(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Retention(**numbers)  # ty: ignore[invalid-argument-type]
+        Retention(**numbers)

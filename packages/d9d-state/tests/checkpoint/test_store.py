@@ -72,7 +72,7 @@ def test_subset_of_tensors_can_be_loaded(tmp_path: Path) -> None:
 
 def test_newest_has_the_highest_step(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    _save(store, 9, 100, 20)
+    _save(store, 9, 20, 100)
     assert _steps(store) == [100, 20, 9]
 
 
@@ -154,20 +154,72 @@ def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:
         store.save(1, {}, state=not_json)
     with pytest.raises(ValueError, match=r"value\.x is of type object"):
         store.save(1, {}, rank_state=not_json)
-    with pytest.raises(ValueError, match="got step = -1; expected 0 or more"):
-        store.save(-1, {})
+    wrong_steps: list[Any] = [-1, True, 1.5, "3"]
+    for step in wrong_steps:
+        with pytest.raises(ValueError, match=r"got step = .*; expected an int, 0 or more"):
+            store.save(step, {})
+        with pytest.raises(ValueError, match=r"got step = .*; expected an int, 0 or more"):
+            store.save_local(step, {})
+    with pytest.raises(ValueError, match=r"do not support torch\.complex128; pass torch\.view_as_real\(tensor\)"):
+        store.save(1, {"a": torch.ones(2, dtype=torch.complex128)})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_retention_keeps_the_newest_and_the_checkpoint_just_saved(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     _save(store, 1, 2, 3)
     assert _steps(store) == [3, 2]
-    _save(CheckpointStore(tmp_path, keep_last=1), 1)
-    assert _steps(store) == [1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
-    with pytest.raises(ValueError, match="got keep_last = 0; expected at least 1, or None"):
+    with pytest.raises(ValueError, match="got last = 0; expected an int, at least 1, or None"):
         CheckpointStore(tmp_path, keep_last=0)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, None])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_goes_back_to_an_earlier_step_after_discarding_the_later_ones(
+    tmp_path: Path, keep_last: int | None, background: bool
+) -> None:
+    _save(CheckpointStore(tmp_path), 5, 10, 12)
+    store = CheckpointStore(tmp_path, keep_last=keep_last)
+    with pytest.raises(UserError, match=r"got step = 6, but .* has checkpoints of the later steps 10, 12, from which"):
+        store.save(6, {"a": torch.ones(3)}, background=background)
+    assert _steps(store) == [12, 10, 5]
+    with pytest.raises(UserError, match=r"has no complete checkpoint of step 6; expected one to go back to\."):
+        store.discard_after(6)
+    store.discard_after(5)
+    assert _steps(store) == [5]
+    for step in (6, 7, 8):
+        store.save(step, {"a": torch.ones(3)}, background=background)
+    newest = store.newest()
+    assert newest is not None
+    assert newest.step == 8
+    assert _steps(store) == [8, 7, 6, 5][:keep_last]
+
+
+def test_only_later_steps_of_the_same_run_are_discarded(tmp_path: Path) -> None:
+    _save(CheckpointStore(tmp_path, run_id="other"), 10)
+    store = CheckpointStore(tmp_path, run_id="mine")
+    _save(store, 5, 7)
+    store.discard_after(5)
+    assert _steps(store) == [5]
+    assert _steps(CheckpointStore(tmp_path)) == [10, 5]
+
+
+def test_a_damaged_later_step_does_not_stop_a_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 5, 10)
+    next(tmp_path.glob("step-00000010/*.safetensors")).write_bytes(b"cut")
+    _save(store, 6)
+    assert _steps(store) == [6, 5]
+
+
+def test_each_skipped_entry_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    (tmp_path / "step-00000002.partial").mkdir()
+    for _ in range(3):
+        assert _steps(store) == [1]
+        assert store.newest() is not None
+    assert caplog.text.count("step-00000002.partial: it is not a checkpoint") == 1
 
 
 def test_failed_deletion_does_not_fail_the_save(
@@ -460,10 +512,10 @@ def test_a_folder_that_cannot_be_listed_does_not_fail_a_save(
 ) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     _save(store, 1)
-    original = Path.iterdir
+    original, save_folder = Path.iterdir, store.folder / "step-00000002"
 
     def refuse(path: Path) -> Iterator[Path]:
-        if path == store.folder:
+        if path == store.folder and save_folder.exists():
             raise PermissionError(13, "Permission denied")
         return original(path)
 

@@ -5,7 +5,11 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically and durably: if the process is killed, the file has the old or the new content."""
+    """Replace a file atomically and durably: if the process is killed, the file has the old or the new content.
+
+    If the path is a symbolic link, the file that it points to is replaced.
+    """
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)

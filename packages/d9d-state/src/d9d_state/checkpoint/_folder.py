@@ -26,7 +26,7 @@ def newest_first(
     folder: AnyPath,
     *,
     only_run: str | None,
-    log_level: int = logging.DEBUG,
+    skipped: set[str] | None = None,
     above: int = -1,
     up_to: float = math.inf,
     refuse_versions: bool = False,
@@ -35,7 +35,8 @@ def newest_first(
 
     Only checkpoints of the run `only_run`, or of any run, with steps above `above` and up to `up_to` are opened. With
     `refuse_versions`, a checkpoint of another format version raises `VersionError`, instead of being skipped.
-    `log_level` does not apply to disk errors.
+    Disk errors are warnings. Other reasons are warnings if `skipped` is given and does not contain them; it collects
+    them, so that each is logged once.
     """
     if not folder.is_dir():
         return
@@ -53,8 +54,11 @@ def newest_first(
         except (StateError, VersionError) as reason:
             if refuse_versions and isinstance(reason, VersionError):
                 raise
-            level = logging.WARNING if _is_disk_error(reason) else log_level
-            _LOGGER.log(level, "skipping %s: %s", path, reason)
+            text = f"skipping {path}: {reason}"
+            is_new = skipped is not None and text not in skipped
+            _LOGGER.log(logging.WARNING if is_new or _is_disk_error(reason) else logging.DEBUG, "%s", text)
+            if skipped is not None:
+                skipped.add(text)
 
 
 @final
@@ -109,30 +113,24 @@ class RunId:
         return self._written
 
 
-def delete_old(
-    folder: AnyPath, retention: Retention, *, run_id: str, saved_step: int, damaged: Collection[AnyPath]
-) -> None:
-    """Delete the checkpoints that `retention` does not keep, but never the checkpoint of `saved_step`.
-
-    Errors are only logged.
-    """
+def delete_old(folder: AnyPath, retention: Retention, *, run_id: str, damaged: Collection[AnyPath]) -> None:
+    """Delete the checkpoints that `retention` does not keep, but never the newest. Errors are only logged."""
     try:
         found = [info for info in newest_first(folder, only_run=run_id) if info.root not in damaged]
     except (OSError, UnreadableError) as error:
         _LOGGER.warning("%s could not be read, so no old checkpoint is deleted: %s", folder, describe(error))
         return
-    found.sort(key=lambda info: info.step == saved_step, reverse=True)
     kept = retention.kept({info.step: info.metric for info in found})
     for info in found:
         if info.step in kept:
             continue
         try:
-            _delete(info.root)
+            delete(info.root)
         except (OSError, StateError) as error:
             _LOGGER.warning("%s could not be deleted: %s", info.root, describe(error))
 
 
-def _delete(folder: AnyPath) -> None:
+def delete(folder: AnyPath) -> None:
     """Delete a checkpoint. A killed deletion leaves an incomplete checkpoint, which `discard_partials` deletes."""
     if isinstance(folder, ObjectPath):
         folder.remove_all(first=[MANIFEST_NAME])
@@ -183,7 +181,7 @@ def move_aside(folder: AnyPath, reason: StateError) -> None:
         with as_state_error(f"{folder} is damaged and could not be deleted"):
             if (folder / MANIFEST_NAME).exists():
                 _LOGGER.warning("deleting %s: %s", folder, reason)
-                _delete(folder)
+                delete(folder)
         return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():

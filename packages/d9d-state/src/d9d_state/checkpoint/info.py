@@ -92,9 +92,9 @@ class CheckpointInfo:
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint, such as `step-00000100`; raise `ValueError` if it is negative."""
-    if step < 0:
-        raise ValueError(f"got step = {step}; expected 0 or more.")
+    """Return the folder name of a step's checkpoint, such as `step-00000100`; raise `UserError` if it is no step."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UserError(f"got step = {step!r}; expected an int, 0 or more: the number of completed optimizer steps.")
     return f"step-{step:08d}"
 
 

@@ -11,7 +11,7 @@ from d9d_dist import UserError
 @final
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention policy. A checkpoint is kept if any of the rules applies; the one just saved is always kept.
+    """Retention policy. A checkpoint is kept if any of the rules applies; the newest is always kept.
 
     Attributes:
         last: Keep this many of the newest checkpoints; `None` keeps all.
@@ -21,7 +21,7 @@ class Retention:
         higher_is_better: True if a larger metric is better.
 
     Raises:
-        UserError: If `last` or `every` is less than 1, or `best` is negative.
+        UserError: If `last` or `every` is less than 1, `best` is negative, or one of them is not an int.
     """
 
     last: int | None = None
@@ -32,10 +32,10 @@ class Retention:
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name, value in (("last", self.last), ("every", self.every)):
-            if value is not None and value < 1:
-                raise UserError(f"got {name} = {value}; expected at least 1, or None.")
-        if self.best < 0:
-            raise UserError(f"got best = {self.best}; expected 0 or more.")
+            if value is not None and not (_is_integer(value) and value >= 1):
+                raise UserError(f"got {name} = {value!r}; expected an int, at least 1, or None.")
+        if not (_is_integer(self.best) and self.best >= 0):
+            raise UserError(f"got best = {self.best!r}; expected an int, 0 or more.")
 
     def kept(self, metrics: Mapping[int, float | None]) -> set[int]:
         """Return the steps of the checkpoints to keep.
@@ -49,3 +49,7 @@ class Retention:
         sign = -1 if self.higher_is_better else 1
         best_first = sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))
         return kept | {step for _, step in best_first[: self.best]}
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

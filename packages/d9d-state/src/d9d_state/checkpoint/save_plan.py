@@ -112,22 +112,19 @@ def _merge(descriptions: list[Any]) -> SavePlan:
             if region.num_elements:
                 holders.setdefault((name, region), []).append(rank)
     _check_cover(tensors, holders)
-    parts = _share_out(tensors, holders, len(descriptions))
+    parts = _first_holders(holders, len(descriptions))
     return SavePlan(tensors, parts, hashlib.sha256(dump_json(descriptions)).hexdigest())
 
 
-def _share_out(
-    tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[int]], num_ranks: int
-) -> tuple[tuple[Part, ...], ...]:
-    """Assign each part to the rank with the fewest assigned bytes among its holders, larger parts first."""
-    loads = [0] * num_ranks
+def _first_holders(holders: Mapping[Part, list[int]], num_ranks: int) -> tuple[tuple[Part, ...], ...]:
+    """Assign each part to the first rank that holds it.
+
+    If replicas differ, for example the running statistics of a model in torch's DDP, the checkpoint has the values of
+    one replica. A balanced assignment would mix the replicas.
+    """
     given: list[list[Part]] = [[] for _ in range(num_ranks)]
-    sizes = {part: part[1].num_elements * tensors[part[0]].dtype.itemsize for part in holders}
-    # Parts with a single holder come first: their load is fixed, and replicated parts are balanced around it.
-    for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part)):
-        rank = min(holders[part], key=lambda rank: loads[rank])
-        loads[rank] += sizes[part]
-        given[rank].append(part)
+    for part, ranks in holders.items():
+        given[ranks[0]].append(part)
     return tuple(tuple(sorted(parts)) for parts in given)
 
 

@@ -16,6 +16,7 @@ from d9d_state.checkpoint._background import Background, Staging
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
 from d9d_state.checkpoint._folder import (
     RunId,
+    delete,
     delete_old,
     discard_incomplete,
     discard_partials,
@@ -72,18 +73,17 @@ class CheckpointStore:
             tiers: Local tiers for `save_local`, fastest first. `newest` and `load` use them too.
 
         Raises:
-            UserError: If `keep_last` is less than 1, or both `keep_last` and `retention` are given.
+            UserError: If `keep_last` is not an int of at least 1, or both `keep_last` and `retention` are given.
         """
         if keep_last is not None and retention is not None:
             raise UserError("got both keep_last and retention; expected at most one. Use Retention(last=...).")
-        if keep_last is not None and keep_last < 1:
-            raise UserError(f"got keep_last = {keep_last}; expected at least 1, or None to keep every checkpoint.")
         found = as_folder(folder)
         self.root: AnyPath = found.absolute() if isinstance(found, Path) else found
         self._retention = retention or Retention(last=keep_last)
         self._run_id = RunId(self.root, run_id)
         self._planner, self._staging, self._background = SavePlanner(), Staging(), Background()
         self._damaged: set[AnyPath] = set()
+        self._skipped: set[str] = set()
         self.tiers = tuple(tiers)
         self._threads = [self._background, *(tier.background for tier in tiers)]
 
@@ -104,7 +104,7 @@ class CheckpointStore:
                 raise
 
     def complete(self) -> list[CheckpointInfo]:
-        """Return every complete checkpoint, newest first. Other entries of the folder are skipped with a log line.
+        """Return every complete checkpoint, newest first. Other entries are skipped, each with one log line per store.
 
         A complete checkpoint has a valid manifest of this format version and files of the recorded sizes. Digests are
         not verified; `newest` and `load` verify them. No collectives.
@@ -113,7 +113,7 @@ class CheckpointStore:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
         with as_state_error(f"{self.root} cannot be read", OSError):
-            return list(newest_first(self.root, only_run=self._run_id.given, log_level=logging.WARNING))
+            return list(newest_first(self.root, only_run=self._run_id.given, skipped=self._skipped))
 
     def newest(self, ctx: DistributedContext | None = None, *, verify: bool = True) -> CheckpointInfo | None:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
@@ -142,7 +142,7 @@ class CheckpointStore:
             candidates = newest_first(
                 self.root,
                 only_run=self._run_id.given,
-                log_level=logging.WARNING,
+                skipped=self._skipped,
                 above=floor,
                 up_to=ceiling,
                 refuse_versions=True,
@@ -207,11 +207,13 @@ class CheckpointStore:
         this method waits for the previous save.
 
         Args:
-            step: Number of completed optimizer steps.
-            tensors: Plain tensors, equal on all ranks that pass them, and `DTensor`s, of which each shard is written
-                once. Ranks may pass different names, as pipeline stages do.
-            state: State that is equal on every rank; only the main process's value is written.
-            rank_state: State of this rank, such as its random state.
+            step: Number of completed optimizer steps, greater than that of every complete checkpoint of the run.
+            tensors: Plain tensors, and `DTensor`s, of which each shard is written once. The first rank that passes a
+                tensor or shard writes it; values that differ on other ranks are lost. Ranks may pass different names,
+                as pipeline stages do.
+            state: State in JSON, equal on every rank; only the main process's value is written. Tuples are restored as
+                lists.
+            rank_state: State of this rank in JSON, such as its random state.
             metric: Quality of the model, for `Retention(best=...)`. A non-finite metric is not saved.
             background: True to copy this rank's tensor parts to host memory and write them in a thread. After this
                 returns, the tensors may change, on an accelerator by work on the current stream: the host does not wait
@@ -220,7 +222,8 @@ class CheckpointStore:
             ctx: Distributed context; `None` for a single process.
 
         Raises:
-            UserError: If an undamaged checkpoint of this step exists.
+            UserError: If an undamaged checkpoint of this step, or a complete one of a later step, exists. Call
+                `discard_after` to go back to an earlier step. Also if the step is not an int, 0 or more.
             ValueError: If a value is not a tensor or not JSON, or if `ctx` is missing although there are several ranks.
             StateError: On every rank, if writing failed on any rank, or a previous background save failed.
         """
@@ -256,8 +259,9 @@ class CheckpointStore:
         all hosts. Each tier waits only for its own previous save.
 
         Raises:
-            UserError: If the job has too few hosts for the replicas of a tier.
+            UserError: If the job has too few hosts for the replicas of a tier, or the step is not an int, 0 or more.
         """
+        folder_name(step)  # raises for a value that is no step
         due = [tier for tier in self.tiers if step % tier.every == 0]
         run_id = self._run_id.written(ctx) if due else ""
         for tier in due:
@@ -267,6 +271,30 @@ class CheckpointStore:
         """Delete the local tiers on every host, when the run is complete. Collective."""
         for tier in self.tiers:
             tier.clear(ctx)
+
+    def discard_after(self, step: int, ctx: DistributedContext | None = None) -> None:
+        """Delete the checkpoints of all later steps, so that the run continues from `step`. Collective.
+
+        Without this call, `save` does not save a step that is earlier than a complete checkpoint, because `newest`
+        would return the later checkpoint. Local tiers are cleared. A store with a `run_id` keeps the checkpoints of
+        other runs.
+
+        Raises:
+            UserError: If no complete checkpoint of `step` exists.
+            StateError: On every rank, if a checkpoint cannot be deleted.
+        """
+        self.wait()
+        with failing_together(ctx, f"the checkpoints after step {step} could not be deleted"):
+            if is_main(ctx):
+                found = self._complete_from(step)
+                if step not in [info.step for info in found]:
+                    raise UserError(
+                        f"{self.root} has no complete checkpoint of step {step}; expected one to go back to."
+                    )
+                for info in found:  # newest first: a kill leaves the checkpoints up to some step
+                    if info.step > step:
+                        delete(info.root)
+        self.clear_tiers(ctx)
 
     def raise_if_failed(self) -> None:
         """Raise the `StateError` of a failed background save, once. Local and cheap: call it every step."""
@@ -384,9 +412,21 @@ class CheckpointStore:
         return SaveJob(folder, run_id, step, metric, mesh_shape(ctx), plan, *texts, ctx)
 
     def _clear_path(self, folder: AnyPath, ctx: DistributedContext | None) -> None:
-        """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective."""
+        """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective.
+
+        Also raises `UserError` if there are complete checkpoints of later steps.
+        """
         with failing_together(ctx, f"{folder} cannot be read"):
-            if not is_main(ctx) or not folder.exists():
+            if not is_main(ctx):
+                return
+            step = step_of(folder.name)
+            if later := [info.step for info in self._complete_from(step + 1) if info.root not in self._damaged]:
+                raise UserError(
+                    f"got step = {step}, but {self.root} has checkpoints of the later steps "
+                    f"{', '.join(map(str, reversed(later)))}, from which a resume would continue. To go back to an "
+                    "earlier step N, call discard_after(N), which deletes the later ones; or save in another folder."
+                )
+            if not folder.exists():
                 return
             try:
                 if folder in self._damaged:
@@ -401,6 +441,10 @@ class CheckpointStore:
                 f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
             )
 
+    def _complete_from(self, step: int) -> list[CheckpointInfo]:
+        """Return the complete checkpoints of a step and of later ones, newest first. Main process only."""
+        return list(newest_first(self.root, only_run=self._run_id.given, above=step - 1))
+
     def _delete_old(self, job: SaveJob) -> None:
         if not is_main(job.ctx):
             return
@@ -410,7 +454,7 @@ class CheckpointStore:
             except StateError as error:
                 _LOGGER.warning("%s", error)
         if self._retention.last is not None:
-            delete_old(self.root, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
+            delete_old(self.root, self._retention, run_id=job.run_id, damaged=self._damaged)
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
         """Return the complete steps of the local tiers, newest first, then fastest tier first. Collective."""
