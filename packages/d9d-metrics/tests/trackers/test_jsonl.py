@@ -65,7 +65,22 @@ def test_resume_drops_later_steps_and_continues(tmp_path: Path) -> None:
     tracker.log(3, {"loss": 9.0})
     assert steps_in(path) == [1, 2, 3]
     assert read_metrics(path)[-1]["loss"] == 9.0
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"], "a temporary file stayed"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics-after-step-2.jsonl", "metrics.jsonl"]
+    assert steps_in(tmp_path / "metrics-after-step-2.jsonl") == [3, 4]
+
+
+def test_repeated_resumes_keep_one_copy_of_later_steps_and_of_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for last in (4, 3, 4):
+        tracker = JsonlTracker(path)
+        tracker.resume(0)
+        tracker.log_config({"steps": 9, "betas": (0.9, 0.95)})
+        for step in range(1, last + 1):
+            tracker.log(step, {})
+        tracker.close()
+    assert steps_in(tmp_path / "metrics-after-step-0.jsonl") == [1, 2, 3, 4], "a shorter copy replaced a longer one"
+    assert path.read_text().count("config") == 1
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_resume_keeps_the_file_mode(tmp_path: Path) -> None:
@@ -94,27 +109,29 @@ def test_an_incomplete_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None
     assert steps_in(path) == [1, 2]
 
 
-def test_the_error_names_an_invalid_line_and_the_file_stays_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [b"[1, 2]\n", b'{"st\rep": 2\n', b"\xff\xfe\n", b'{"step": "x"}\n', b"damaged\n"], ids=repr
+)
+def test_damaged_lines_are_moved_aside_and_the_job_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n[1, 2]\n')
-    tracker = JsonlTracker(path, clock=lambda: 0.0)
-    with pytest.raises(
-        UserError, match=r"got b'\[1, 2\]' in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"
-    ):
-        tracker.resume(0)
-    assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n'
-    tracker.log(2, {})  # the file is still open
-    assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n{"step": 2, "time": 0.0}\n'
-
-
-def test_a_carriage_return_in_a_damaged_line_does_not_hide_later_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    content = b'{"step": 1}\n{"st\rep": 2}\n{"step": 3}\n'
+    content = b'{"step": 1}\n' + damage + b'{"step": 3}\n'
     path.write_bytes(content)
     tracker = JsonlTracker(path, clock=lambda: 0.0)
-    with pytest.raises(UserError, match=r"in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"):
-        tracker.resume(3)
-    assert path.read_bytes() == content
+    tracker.resume(3)
+    tracker.log(4, {})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n{"step": 4, "time": 0.0}\n'
+    assert (tmp_path / "metrics-damaged-1.jsonl").read_bytes() == content
+    assert "metrics.jsonl has damaged lines, which are dropped; the whole file is kept as" in caplog.text
+
+
+def test_the_reader_names_a_damaged_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n[1, 2]\n')
+    message = r"got b'\[1, 2\]' in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"
+    with pytest.raises(UserError, match=message):
+        read_metrics(path)
 
 
 def test_rejects_a_value_with_a_reserved_name(tmp_path: Path) -> None:

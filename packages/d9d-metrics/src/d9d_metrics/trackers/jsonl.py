@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import time
@@ -13,12 +14,13 @@ from typing import Any, Literal, final
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers._files import make_folder, open_complete_lines, replace_file, sync
+from d9d_metrics.trackers._files import free_path, make_folder, open_complete_lines, replace_file, sync
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Image, Tracked, to_json
 
+_LOGGER = logging.getLogger("d9d.metrics")
 _UNSAFE_IN_FILE_NAME = re.compile(r"[^\w.-]")
 RESERVED_NAMES = frozenset({"step", "time", "config"})
 
@@ -41,24 +43,38 @@ class JsonlTracker(Tracker):
         """Open the file for appending; create its folder if needed, and drop an incomplete last line."""
         self._path = path
         self._clock = clock
+        self._config: JsonValue = None
         make_folder(path.parent)
         self._file = _open(path)
         sync(path.parent)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Drop the lines of steps after `step`, atomically.
+        """Move the lines of steps after `step` to another file, such as `metrics-after-step-20.jsonl`.
 
-        Raises:
-            UserError: If a line is not a JSON object; the file is unchanged then.
+        If a line is damaged, the whole file is also copied to `metrics-damaged-1.jsonl`, and a warning names it.
         """
-        kept = [line for line, record in _lines(self._path) if record.get("step", step) <= step]
+        lines = list(_parsed(self._path))
+        if None in (record for _, record in lines):
+            aside = free_path(self._path, "damaged")
+            replace_file(aside, b"".join(line for line, _ in lines))
+            _LOGGER.warning("%s has damaged lines, which are dropped; the whole file is kept as %s", self._path, aside)
+        records = [(line, record) for line, record in lines if record is not None]
+        kept = [line for line, record in records if record.get("step", step) <= step]
+        later = [line for line, record in records if record.get("step", step) > step]
+        aside = self._path.with_name(f"{self._path.stem}-after-step-{max(step, 0)}{self._path.suffix}")
+        # A job that fails repeatedly before its next checkpoint repeats these steps: one copy is enough.
+        if later and not (aside.exists() and aside.stat().st_size > sum(map(len, later))):
+            replace_file(aside, b"".join(later))
+        self._config = next((record["config"] for _, record in reversed(records) if "config" in record), None)
         self._file.close()
         replace_file(self._path, b"".join(kept))
         self._file = _open(self._path)
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Append a line with the configuration, with secrets redacted."""
-        self._append({"time": self._clock(), "config": redact_secrets(config)})
+        """Append a line with the configuration, with secrets redacted, unless it is that of the last start."""
+        redacted = redact_secrets(config)
+        if json.loads(json.dumps(redacted)) != self._config:
+            self._append({"time": self._clock(), "config": redacted})
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Append a line with the values of a step.
@@ -128,26 +144,28 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
     Raises:
         UserError: If a line is not a JSON object.
     """
-    return [
-        {name: float(value) for name, value in record.items() if not isinstance(value, dict)} | {"step": record["step"]}
-        for _, record in _lines(Path(path))
-        if "step" in record
-    ]
+    records: list[dict[str, float]] = []
+    for number, (line, record) in enumerate(_parsed(Path(path)), start=1):
+        if record is None:
+            raise UserError(
+                f"got {line[:-1][:40]!r} in line {number} of {path}; expected a JSON object. Delete the line or the file."
+            )
+        if "step" in record:
+            numbers = {name: float(value) for name, value in record.items() if not isinstance(value, dict)}
+            records.append(numbers | {"step": record["step"]})
+    return records
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield the complete lines of a file, each with its JSON object."""
+def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield the complete lines of a file, each with its JSON object; `None` for a damaged line."""
     *lines, _incomplete = path.read_bytes().split(b"\n")  # not splitlines(), which also splits at a carriage return
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             record = None
-        if not isinstance(record, dict):
-            raise UserError(
-                f"got {line[:40]!r} in line {number} of {path}; expected a JSON object. Delete the line or the file."
-            )
-        yield line + b"\n", record
+        is_sound = isinstance(record, dict) and isinstance(record.get("step", 0), int)
+        yield line + b"\n", record if is_sound else None
 
 
 def _open(path: Path) -> FileIO:
