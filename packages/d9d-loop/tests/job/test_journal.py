@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from d9d_dist import DistributedContext
+from d9d_loop.job.earlier_run import EarlierRun, read_earlier_run
 from d9d_loop.job.journal import Journal
 from d9d_loop.report.run_history import JOURNAL, read_history
 
@@ -17,25 +18,28 @@ def test_progress_is_recorded_at_once_and_then_every_ten_seconds(
     tmp_path: Path, ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path, ctx)
-    journal.started(3)
-    for now, step in [(1000.0, 4), (1009.9, 5), (1010.0, 6), (1019.0, 7)]:
+    journal.started(3, "id")
+    for now, step, saved in [(1000.0, 4, None), (1009.9, 5, None), (1010.0, 6, None), (1011.0, 7, 6), (1020.0, 8, 6)]:
         monkeypatch.setattr("time.monotonic", lambda now=now: now)
-        journal.progress(step)
+        journal.progress(step, saved=saved)
     journal.ended(8, "finished")
     assert [(record["event"], record["step"]) for record in _records(tmp_path)] == [
         ("started", 3),
         ("progress", 4),
         ("progress", 6),
+        ("progress", 7),
         ("ended", 8),
     ]
+    assert [record.get("saved") for record in _records(tmp_path)] == [None, 3, 3, 6, 8]
+    assert read_earlier_run(tmp_path) == EarlierRun(completed=8, saved=8, run_id="id")
 
 
 def test_a_restart_after_a_failure_is_an_interruption(tmp_path: Path, ctx: DistributedContext) -> None:
     first = Journal(tmp_path, ctx)
-    first.started(0)
-    first.progress(7)
+    first.started(0, "id")
+    first.progress(7, saved=None)
     first.failed("KeyError: 'x'\nin line 3")
-    Journal(tmp_path, ctx).started(5)
+    Journal(tmp_path, ctx).started(5, "id")
     history = read_history(tmp_path)
     assert history is not None
     (found,) = history.interruptions
@@ -43,5 +47,5 @@ def test_a_restart_after_a_failure_is_an_interruption(tmp_path: Path, ctx: Distr
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path, ctx: DistributedContext) -> None:
-    Journal(tmp_path / "missing", ctx).started(0)
+    Journal(tmp_path / "missing", ctx).started(0, "id")
     assert not (tmp_path / "missing").exists()

@@ -161,11 +161,20 @@ def test_nothing_is_written_before_entering(tmp_path: Path, ctx: DistributedCont
     before = threading.active_count()
     run = _Run(_config(tmp_path / "runs"), ctx, time)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "runs" / "run").mkdir(parents=True)
-    (tmp_path / "runs" / "run" / "metrics.jsonl").write_text("no JSON\n")
-    with pytest.raises(UserError, match="expected a JSON object"):
+    with mock.patch("d9d_loop.job.reports.build_trackers", side_effect=UserError), pytest.raises(UserError):
         run.reports.__enter__()
     assert threading.active_count() == before
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_job(
+    tmp_path: Path, ctx: DistributedContext, time: _Time, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _Run(_config(tmp_path), ctx, time)
+    with run.reports:
+        run.steps(1)
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write("damaged\n")
+    assert "report.html could not be written: got b'damaged' in line" in capsys.readouterr().out
 
 
 def _throughput(folder: Path) -> tuple[float, float | None]:

@@ -74,7 +74,7 @@ def test_repeated_resumes_keep_one_copy_of_later_steps_and_of_the_configuration(
     for last in (4, 3, 4):
         tracker = JsonlTracker(path)
         tracker.resume(0)
-        tracker.log_config({"steps": 9, "betas": (0.9, 0.95)})
+        tracker.log_config({"steps": 9, "betas": [0.9, 0.95]})
         for step in range(1, last + 1):
             tracker.log(step, {})
         tracker.close()

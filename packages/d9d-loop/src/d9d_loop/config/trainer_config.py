@@ -64,6 +64,17 @@ class RunConfig(Section):
         return self.folder / self.name
 
 
+class TrainingRunConfig(RunConfig):
+    """Output folder of a training job, and its relation to earlier starts."""
+
+    from_scratch: bool = Field(
+        default=False,
+        description="Start at step 0 if the run has progress, but its checkpoints are missing; its figures and export "
+        "are renamed. Has no effect if there is a checkpoint.",
+    )
+    adopt: bool = Field(default=False, description="Continue from a checkpoint of another run.")
+
+
 class BatchConfig(Section):
     """Global batch size and microbatch size."""
 
@@ -267,7 +278,7 @@ class TrainerConfig(JobConfig):
     )
     batch: BatchConfig
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
-    run: RunConfig = RunConfig()
+    run: TrainingRunConfig = TrainingRunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     precision: TrainingPrecision = "auto"
     pipeline: PipelineConfig = PipelineConfig.model_validate({})

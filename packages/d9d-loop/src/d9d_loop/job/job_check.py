@@ -12,6 +12,7 @@ from d9d_dist import MeshConfig, UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_stream import SampleStream
+from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_state import frozen_digest_of
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.model_provider import ModelProvider
@@ -179,12 +180,16 @@ def check_checkpoint(
         trainable parameters. And a line for each setting that affects the training and differs from the checkpoint's.
 
     Raises:
-        UserError: If the checkpoint is of another model, other data or another kind of optimizer, or has more steps
-            than the job.
+        UserError: If the checkpoint is of another run, model, data or kind of optimizer, or has more steps than the
+            job. Also if there is no checkpoint, but the run folder has saved progress.
     """
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
+        has_tiers = config.checkpoint.memory_every is not None or config.checkpoint.local_every is not None
+        if not has_tiers and not _has_damaged(config):  # else the check is repeated after the search for a checkpoint
+            check_progress(config, checkpoint_folder(config))
         return True, []
+    check_owner(config, info)
     trainable_only = frozen_digest_of(info) is not None
     check_same_model(info, model, trainable_only=trainable_only)
     if info.step > steps and not config.evaluation.only:
@@ -212,6 +217,12 @@ def check_checkpoint(
         )
     changes = [line for key in shared for line in differences(before[key], now[key], key, known_only=True)]
     return trainable_only or config.checkpoint.trainable_only, changes
+
+
+def _has_damaged(config: TrainerConfig) -> bool:
+    """Return True if the folder of checkpoints is not empty: a damaged checkpoint is an error of the start."""
+    folder = Path(checkpoint_folder(config))
+    return folder.is_dir() and any(path.name.startswith("step-") for path in folder.iterdir())
 
 
 def _is_readable(info: CheckpointInfo) -> bool:

@@ -71,7 +71,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             job.profiler.step(done)
             collect_garbage(record.step)
             job.reports.step(result)
-            job.journal.progress(record.step)
+            job.journal.progress(record.step, saved=job.state.last_saved)
             if timeline is not None and job.ctx.is_main_process:
                 with job.reports.not_training():
                     title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
@@ -118,7 +118,8 @@ def _write_start(job: Job) -> None:
             if config.logging.draw_lr_schedule:
                 peak = config.optimizer.learning_rate
                 draw_lr_schedule(plan.lr_schedule, folder, num_steps=plan.steps, peak=peak)
-    job.journal.started(job.record.step)
+    if job.ctx.is_main_process:
+        job.journal.started(job.record.step, job.state.store.run_id)
 
 
 def _end_startup(job: Job, result: StepResult) -> None:

@@ -114,6 +114,8 @@ class JobState:
         self._built_groups = group_values(optimizer)
         self._built_values = [dict(group) for group in optimizer.param_groups]
         self._being_written: int | None = None
+        self._saved: int | None = None
+        self.restored_from: str | None = None
 
     def restore(self, *, is_rollback: bool = False) -> Record:
         """Load the newest valid checkpoint and return its record; without one, keep the initial values. Collective.
@@ -143,6 +145,7 @@ class JobState:
         if expected is None:  # the checkpoint may have replaced the frozen parameters
             self._check_frozen()
             self._is_digest_checked = False
+        self.restored_from = str(info.root)
         state: Any = info.state
         record = _RECORD.validate_python(state["record"])
         for name, part in self._parts.items():
@@ -208,6 +211,7 @@ class JobState:
         self.store.save(record.step, **self._content(record), metric=metric, background=background)
         self._being_written = record.step if background else None
         if not background:
+            self._saved = record.step
             self._events.emit(CheckpointSaved(record.step))
 
     def save_local(self, record: Record) -> None:
@@ -248,8 +252,15 @@ class JobState:
         """Wait for a pending background save (`StateError` if it failed), then emit `CheckpointSaved`. Collective."""
         self.store.wait()
         if self._being_written is not None:
+            self._saved = self._being_written
             self._events.emit(CheckpointSaved(self._being_written))
             self._being_written = None
+
+    @property
+    def last_saved(self) -> int | None:
+        """Last step whose checkpoint this process has completed; `None` before the first one. No collectives."""
+        is_written = self._being_written is not None and not self.store.is_saving
+        return self._being_written if is_written else self._saved
 
     def _check_frozen(self) -> None:
         """With `trainable_only`, check once that no event handler has changed a frozen parameter. Collective."""

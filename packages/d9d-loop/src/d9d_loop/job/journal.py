@@ -25,27 +25,33 @@ class Journal:
     """Journal in a run folder. I/O errors are ignored, because training does not depend on the journal."""
 
     def __init__(self, folder: Path, ctx: DistributedContext) -> None:
-        self._file, self._ctx, self._next = folder / JOURNAL, ctx, 0.0
+        self._file, self._ctx, self._next, self._saved = folder / JOURNAL, ctx, 0.0, 0
 
-    def started(self, step: int) -> None:
-        """Record that the job starts, or resumes after `step` completed steps."""
+    def started(self, step: int, run_id: str) -> None:
+        """Record that the job starts, or resumes after `step` completed steps, with the run id of its checkpoints."""
         if self._ctx.is_main_process:
-            self._write("started", step=step, ranks=self._ctx.world_size)
+            self._saved = step
+            self._write("started", step=step, ranks=self._ctx.world_size, run_id=run_id)
 
-    def progress(self, step: int) -> None:
-        """Record the number of completed steps, at most every 10 seconds."""
-        if self._ctx.is_main_process and time.monotonic() >= self._next:
+    def progress(self, step: int, *, saved: int | None) -> None:
+        """Record the number of completed steps at most every 10 seconds, or at once if `saved` is new.
+
+        `saved` is the last step whose checkpoint is complete; `None` if this process has saved none.
+        """
+        is_new = saved is not None and saved != self._saved
+        if self._ctx.is_main_process and (is_new or time.monotonic() >= self._next):
             self._next = time.monotonic() + _SECONDS
-            self._write("progress", step=step)
+            self._saved = saved or self._saved
+            self._write("progress", step=step, saved=self._saved)
 
     def slow(self, step: int, parts: Sequence[str]) -> None:
         """Record ranks that have become slow. Call this method on the main process only."""
         self._write("slow", step=step, parts=list(parts))
 
     def ended(self, step: int, how: str) -> None:
-        """Record that the job ended as intended: "finished", or the cause of the stop."""
+        """Record that the job ended as intended, with a checkpoint of `step`: "finished", or the cause of the stop."""
         if self._ctx.is_main_process:
-            self._write("ended", step=step, how=how)
+            self._write("ended", step=step, saved=step, how=how)
 
     def failed(self, cause: str) -> None:
         """Record that this rank failed, and the cause if this rank knows it. Any rank may call this method."""

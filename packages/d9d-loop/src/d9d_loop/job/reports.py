@@ -4,6 +4,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -70,11 +71,17 @@ class Reports:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Deliver the pending values, close progress bar and trackers, and write the report unless the job failed."""
         self._open.__exit__(kind, error, at)
-        folder = self._config.run.dir
         if kind is None and self._ctx.is_main_process and self._config.logging.report:
+            self._write_report(self._config.run.dir)
+
+    def _write_report(self, folder: Path) -> None:
+        """Write the environment and the report. Training does not depend on them, so errors are only printed."""
+        try:
             write_environment(folder, self._ctx, started=self._started)
             if (folder / "metrics.jsonl").is_file():
                 write_report(folder)
+        except (OSError, ValueError) as error:
+            print(f"d9d: {folder}/report.html could not be written: {error}", flush=True)
 
     def step(self, result: StepResult) -> None:
         """Count a step, and report its values if a report is due (collective). No host-device synchronization."""

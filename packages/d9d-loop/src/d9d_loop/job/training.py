@@ -9,6 +9,7 @@ from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
+from d9d_loop.job.earlier_run import check_progress, keep_earlier_files, read_earlier_run
 from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_run import evaluate_job, run_job
@@ -54,6 +55,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
         # On any exit, the store finishes a pending save before the folder is unlocked.
         with store.locked(ctx), _locked_for_export(config, ctx), store:
             job = build_job(plan, store=store, ctx=ctx, events=events)
+            _describe_start(job)
             if plan.changes and ctx.is_main_process:
                 print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
             if config.evaluation.only:
@@ -73,6 +75,29 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
             notes = getattr(error, "__notes__", ())
             job.journal.failed("\n".join([f"{type(error).__name__}: {error}", *notes]))
         raise
+
+
+def _describe_start(job: Job) -> None:
+    """Print from which step the job starts. A start at step 0 must not lose progress. Collective."""
+    config, source = job.plan.config, job.state.restored_from
+    problem: UserError | None = None
+    if job.ctx.is_main_process:
+        try:
+            if source is None:
+                check_progress(config, job.state.store.root)
+                if not config.evaluation.only:
+                    keep_earlier_files(config)
+        except UserError as error:
+            problem = error
+    agree(problem)
+    if not job.ctx.is_main_process:
+        return
+    if source is not None:
+        print(f"d9d: resumed from step {job.record.step} at {source}.", flush=True)
+    else:
+        lost = read_earlier_run(config.run.dir).completed
+        note = f" The {lost} steps of the last start were not saved." if lost else ""
+        print(f"d9d: the run in {config.run.dir} starts from scratch.{note}", flush=True)
 
 
 def _warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -88,8 +89,7 @@ def _describe(each: Interruption) -> str:
 
 def read_history(folder: Path) -> RunHistory | None:
     """Return the history of a run folder, or `None` if it has no journal. Incomplete lines are skipped."""
-    path = folder / JOURNAL
-    records = _records(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+    records = read_journal(folder)
     lives: list[list[Mapping[str, Any]]] = []
     for record in records:
         if record["event"] == "started":
@@ -108,13 +108,17 @@ def read_history(folder: Path) -> RunHistory | None:
     return RunHistory(total, useful / total if total > 0 else 1.0, interruptions, slow, points)
 
 
-def _records(text: str) -> list[Mapping[str, Any]]:
-    records = []
-    for line in text.splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:  # a line that a killed process did not finish
-            continue
+def read_journal(folder: Path) -> list[Mapping[str, Any]]:
+    """Return the records of a run folder's journal; empty without a journal. Damaged lines are skipped."""
+    records: list[Mapping[str, Any]] = []
+    with suppress(FileNotFoundError):
+        for line in (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line that a killed process did not finish
+                continue
+            if isinstance(record, dict) and "event" in record and "time" in record:
+                records.append(record)
     return records
 
 

@@ -73,7 +73,7 @@ class JsonlTracker(Tracker):
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Append a line with the configuration, with secrets redacted, unless it is that of the last start."""
         redacted = redact_secrets(config)
-        if json.loads(json.dumps(redacted)) != self._config:
+        if redacted != self._config:
             self._append({"time": self._clock(), "config": redacted})
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
@@ -148,7 +148,8 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
     for number, (line, record) in enumerate(_parsed(Path(path)), start=1):
         if record is None:
             raise UserError(
-                f"got {line[:-1][:40]!r} in line {number} of {path}; expected a JSON object. Delete the line or the file."
+                f"got {line[:-1][:40]!r} in line {number} of {path}; expected a JSON object. "
+                "Delete the line or the file."
             )
         if "step" in record:
             numbers = {name: float(value) for name, value in record.items() if not isinstance(value, dict)}

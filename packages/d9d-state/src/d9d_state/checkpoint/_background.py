@@ -66,6 +66,11 @@ class Background:
         """True while the task is running."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def has_failed(self) -> bool:
+        """True if a task has failed and its error was not raised yet."""
+        return self._failure is not None
+
     def _run(self, what: str, work: Callable[[], None]) -> None:
         try:
             work()

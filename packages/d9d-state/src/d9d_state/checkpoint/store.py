@@ -88,6 +88,16 @@ class CheckpointStore:
         self._threads = [self._background, *(tier.background for tier in tiers)]
 
     @property
+    def run_id(self) -> str:
+        """Id of the run under which the store saves. For the main process only."""
+        return self._run_id.current()
+
+    @property
+    def is_saving(self) -> bool:
+        """True while this process's background save is unfinished, and after it has failed."""
+        return self._background.is_busy or self._background.has_failed
+
+    @property
     def folder(self) -> Path:
         """Folder of the checkpoints in a file system; raises `UserError` for an object store."""
         return as_local(self.root)
