@@ -126,9 +126,9 @@ def check_package(name: str, wheels: Path, prepared: Path, choice: Choice) -> st
 def check_meta(names: list[str], wheels: Path, choice: Choice) -> str:
     """Install the meta package from the wheels, import all of its packages, and run its README."""
     with tempfile.TemporaryDirectory() as folder:
-        python = environment(Path(folder), wheels, "d9d", choice)
+        python = environment(Path(folder), wheels, "d9d-all", choice)
         run(python, "-I", "-c", "".join(f"import {name.replace('-', '_')}\n" for name in names))
-        run(python, "integration_tests/snippets.py", "packages/d9d/README.md")
+        run(python, "integration_tests/snippets.py", "packages/d9d-all/README.md")
     return f"installs and imports {len(names)} packages, and its README runs"
 
 
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     choice = Choice(options.python, options.lowest, options.readme_only)
     chosen = options.packages or names
-    alone = [name for name in chosen if name != "d9d"]
+    alone = [name for name in chosen if name != "d9d-all"]
     with tempfile.TemporaryDirectory() as folder:
         wheels = Path(folder)
         run("uv", "build", "-q", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels)
@@ -156,8 +156,8 @@ def main(arguments: list[str]) -> None:
                 start = time.monotonic()
                 summary = check_package(name, wheels, prepared, choice)
                 print(f"{name}: {summary}; {time.monotonic() - start:.0f} s", flush=True)
-        if "d9d" in chosen:
-            print(f"d9d: {check_meta([name for name in names if name != 'd9d'], wheels, choice)}", flush=True)
+        if "d9d-all" in chosen:
+            print(f"d9d-all: {check_meta([name for name in names if name != 'd9d-all'], wheels, choice)}", flush=True)
 
 
 if __name__ == "__main__":

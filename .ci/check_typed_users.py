@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "integration_tests"))
 from snippets import blocks  # noqa: E402
 
-PAGES = ("docs/index.md", "docs/quickstart.md", "packages/d9d-loop/README.md", "packages/d9d/README.md")
+PAGES = ("docs/index.md", "docs/quickstart.md", "packages/d9d-loop/README.md", "packages/d9d-all/README.md")
 EXAMPLES = ("examples/quickstart.py", "examples/pretrain.py", "examples/finetune_lora.py")
 
 

@@ -8,12 +8,12 @@ from mkdocs.structure.files import File, Files
 
 HEAD = """# d9d
 
-> Distributed training for PyTorch in eight small packages. A layout changes where the numbers are computed, never the
-> numbers. Models are plain nn.Modules; parallelism is DTensor on DeviceMesh; the same script runs on one CPU and on a
-> cluster.
+> Distributed training for PyTorch in eight small packages. A layout changes where the numbers are computed, and the
+> numbers only by rounding. Models are plain nn.Modules; parallelism is DTensor on DeviceMesh; the same script runs on
+> one CPU and on a cluster. Everything has run on CPUs over gloo, nothing on an accelerator yet.
 
-Install all packages with `pip install d9d`, or one with `pip install d9d-loop`. Distribution `d9d-x` is imported as
-`d9d_x`.
+The packages are installed from a checkout with `pip install ./packages/*`. They are not on PyPI, where the name `d9d`
+belongs to another project. Distribution `d9d-x` is imported as `d9d_x`.
 """
 
 

@@ -5,7 +5,7 @@
     uv run --group release python .ci/release.py all --dry-run               # everything unreleased, in a copy
 
 A bump is `patch`, `minor` or `major`; `current` releases the version as it stands, which is how a package starts. The
-distributions are in `dist/`. Nothing is uploaded and nothing is pushed: the last lines of the output name the commands.
+distributions are in `dist/`. Nothing is uploaded and nothing is pushed: the last line of the output names the command.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from release_plan import META, Plan, ReleaseError, plan_release
 
 ROOT = Path(__file__).resolve().parents[1]
 RATING = 8
-"""Least rating by pyroma. The points that are missing are those of an author's e-mail address."""
+"""Least rating by pyroma. The missing points are those of an e-mail address and a home page."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
     if chosen.dry_run:
         print("A dry run: nothing was kept.")
     else:
-        print(f"Next: git push origin HEAD {' '.join(plan.tags)} && uv publish dist/*")
+        print(f"Next: git push origin HEAD {' '.join(plan.tags)}")
     return 0
 
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-META = "d9d"
+META = "d9d-all"
 BUMPS = ("current", "patch", "minor", "major")
 UNRELEASED = re.compile(r"^## (?:Unreleased|\S+ \(unreleased\))$", re.MULTILINE)
 
@@ -236,7 +236,7 @@ def _with_ranges(text: str, versions: Mapping[str, Version]) -> str:
         extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
         return f'"{requirement.name}{extras}{written(compatible_range(version))}"'
 
-    return re.sub(r'"(d9d[\w-]*(?:\[[\w,-]+\])?[<>=~!][^"]*)"', moved, text)
+    return re.sub(r'"(d9d-[\w-]+(?:\[[\w,-]+\])?[<>=~!][^"]*)"', moved, text)
 
 
 def _notes(packages: Mapping[str, Package], versions: Mapping[str, Version]) -> Iterator[str]:

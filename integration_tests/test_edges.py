@@ -50,7 +50,7 @@ def test_declared_dependencies_are_the_edges(name: str) -> None:
 
 
 def test_the_meta_package_depends_on_all_packages_and_has_a_version_of_at_least_2026() -> None:
-    project = _project("d9d")["project"]
+    project = _project("d9d-all")["project"]
     assert _siblings(project["dependencies"]) == set(EDGES)
     assert int(project["version"].split(".")[0]) >= 2026
     for name in EDGES:

@@ -90,7 +90,7 @@ def test_every_package_has_its_documents(package: str) -> None:
     folder = ROOT / "packages" / package
     for name in ("README.md", "CHANGELOG.md"):
         assert len((folder / name).read_text(encoding="utf-8")) > 100, name
-    if package != "d9d":
+    if package != "d9d-all":
         assert (folder / "src" / package.replace("-", "_") / "py.typed").exists()
     version = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert version in (folder / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -102,6 +102,43 @@ def _dev_requirements() -> list[str]:
         for path in [ROOT / "pyproject.toml", *(ROOT / "packages").glob("*/pyproject.toml")]
     ]
     return [line for project in projects for group in project.get("dependency-groups", {}).values() for line in group]
+
+
+def _texts() -> dict[str, str]:
+    """Return the text of every file in the repository, except for the lock, of which uv.lock's own test reads names."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    suffixes = {".cfg", ".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml"}
+    paths = [ROOT / name for name in names if name and Path(name).suffix in {*suffixes, ""}]
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8", errors="ignore")
+        for path in paths
+        if path.is_file()
+    }
+
+
+def test_nothing_names_our_packages_for_an_index_or_the_project_called_d9d() -> None:
+    """Nothing is published: `d9d` on PyPI is another project, and anyone may register the other names."""
+    installs = re.compile(r"\b(?:install|add)(?:\s+[^\s`(]+)*?\s+[`'\"]?d9d\b[^\s`'\"]*")
+    elsewhere = re.compile(r"d9d-project|pypi\.org/(?:project/|simple/)?d9d|uv\s+publish|twine\s+upload", re.IGNORECASE)
+    assert installs.search("pip install 'd9d-loop[plot]'")
+    assert installs.search("RUN uv pip install --quiet d9d")
+    assert not installs.search("pip install ./packages/d9d-loop './packages/d9d-all[plot]'")
+    found = [
+        f"{name}: {match[0]}"
+        for name, text in _texts().items()
+        if name not in {"uv.lock", "integration_tests/test_house.py"}
+        for pattern in (installs, elsewhere)
+        for match in pattern.finditer(text)
+    ]
+    assert not found
+
+
+def test_every_distribution_is_named_d9d_and_something_and_has_no_address() -> None:
+    for path in (ROOT / "packages").glob("*/pyproject.toml"):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        assert project["name"] == path.parent.name != "d9d"
+        assert "urls" not in project
 
 
 def test_every_development_dependency_has_a_lower_bound() -> None:

@@ -16,7 +16,7 @@ PROJECTS = {
     "d9d-dist": ("0.1.0", []),
     "d9d-state": ("0.1.0", ['"d9d-dist>=0.1,<0.2"']),
     "d9d-loop": ("0.1.0", ['"d9d-dist>=0.1,<0.2"', '"d9d-state>=0.1,<0.2"']),
-    "d9d": ("2026.11.0", ['"d9d-dist>=0.1,<0.2"', '"d9d-loop>=0.1,<0.2"', '"d9d-state>=0.1,<0.2"']),
+    "d9d-all": ("2026.11.0", ['"d9d-dist>=0.1,<0.2"', '"d9d-loop>=0.1,<0.2"', '"d9d-state>=0.1,<0.2"']),
 }
 
 
@@ -32,7 +32,7 @@ def unreleased(tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
         lines = ["[project]", f'name = "{name}"', f'version = "{version}"', "dependencies = ["]
         lines += [f"    {each}," for each in requirements] + ["]"]
-        if name == "d9d":
+        if name == "d9d-all":
             lines += ["[project.optional-dependencies]", 'plot = ["d9d-state[plot]>=0.1,<0.2"]']
         (folder / "pyproject.toml").write_text("\n".join(lines) + "\n")
         (folder / "CHANGELOG.md").write_text(f"# Changelog of {name}\n\n## {version} (unreleased)\n\n- First.\n")
@@ -93,16 +93,16 @@ def test_a_release_outside_of_the_ranges_names_packages_to_release_with_it(relea
         plan_release(released, ["d9d-state=minor"], TODAY)
     assert str(refused.value).splitlines() == [
         "d9d-loop requires d9d-state>=0.1,<0.2, which excludes 0.2.0. Release it together, with a new range.",
-        "d9d requires d9d-state>=0.1,<0.2, which excludes 0.2.0. Release it together, with a new range.",
-        "Try: python .ci/release.py d9d-state=minor d9d-loop=patch d9d=patch",
+        "d9d-all requires d9d-state>=0.1,<0.2, which excludes 0.2.0. Release it together, with a new range.",
+        "Try: python .ci/release.py d9d-state=minor d9d-loop=patch d9d-all=patch",
     ]
     words = str(refused.value).splitlines()[-1].split()[3:]
     plan = plan_release(released, words, TODAY)
-    assert plan.tags == ["d9d-state-v0.2.0", "d9d-loop-v0.1.1", "d9d-v2026.12.0"]
+    assert plan.tags == ["d9d-state-v0.2.0", "d9d-loop-v0.1.1", "d9d-all-v2026.12.0"]
     _write(plan, released)
     assert '"d9d-state>=0.2,<0.3"' in _project(released, "d9d-loop")
     assert '"d9d-dist>=0.1,<0.2"' in _project(released, "d9d-loop")
-    assert 'plot = ["d9d-state[plot]>=0.2,<0.3"]' in _project(released, "d9d")
+    assert 'plot = ["d9d-state[plot]>=0.2,<0.3"]' in _project(released, "d9d-all")
     assert _changelog(released, "d9d-loop") == (
         "# Changelog of d9d-loop\n\n## 0.1.1 (2026-12-24)\n\n- Requires `d9d-state>=0.2,<0.3`.\n\n"
         "## 0.1.0 (2026-12-24)\n\n- First.\n"
@@ -112,7 +112,7 @@ def test_a_release_outside_of_the_ranges_names_packages_to_release_with_it(relea
 def test_a_new_dependency_range_is_listed_in_the_changelog(released: Path) -> None:
     _change(released, "d9d-state", "New.")
     _change(released, "d9d-loop", "Fixed.")
-    _write(plan_release(released, ["d9d-state=minor", "d9d-loop=minor", "d9d=patch"], TODAY), released)
+    _write(plan_release(released, ["d9d-state=minor", "d9d-loop=minor", "d9d-all=patch"], TODAY), released)
     assert "## 0.2.0 (2026-12-24)\n\n- Requires `d9d-state>=0.2,<0.3`.\n- Fixed.\n\n" in _changelog(
         released, "d9d-loop"
     )
@@ -122,8 +122,8 @@ def test_dependency_ranges_of_test_groups_are_updated_without_a_release(released
     path = released / "packages" / "d9d-dist" / "pyproject.toml"
     path.write_text(f'{path.read_text()}[dependency-groups]\ntest = ["d9d-loop>=0.1,<0.2"]\n')
     _change(released, "d9d-loop", "New.")
-    plan = plan_release(released, ["d9d-loop=minor", "d9d=patch"], TODAY)
-    assert list(plan.versions) == ["d9d-loop", "d9d"]
+    plan = plan_release(released, ["d9d-loop=minor", "d9d-all=patch"], TODAY)
+    assert list(plan.versions) == ["d9d-loop", "d9d-all"]
     assert 'test = ["d9d-loop>=0.2,<0.3"]' in plan.texts[path]
 
 
@@ -147,7 +147,7 @@ def test_requirements_of_a_release_must_be_installable(released: Path) -> None:
         (["d9d-dist=current"], "d9d-dist 0.1.0 does not follow 0.1.0, which was released; name a bump"),
         (
             ["d9d-dst=patch"],
-            "'d9d-dst' is not a package; expected one of d9d-dist, d9d-state, d9d-loop, d9d, or all alone",
+            "'d9d-dst' is not a package; expected one of d9d-dist, d9d-state, d9d-loop, d9d-all, or all alone",
         ),
         (["d9d-dist=big"], "d9d-dist=big: expected d9d-dist= and one of current, patch, minor, major"),
         (["d9d-dist"], "d9d-dist=: expected d9d-dist= and one of"),

@@ -83,7 +83,7 @@ def test_error_names_the_values_of_the_file(tmp_path: Path) -> None:
 def test_without_matplotlib_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=2, values=("loss",))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: pip install 'd9d-metrics\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib\. Install it: pip install 'matplotlib>=3"):
         plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
 
 

@@ -282,7 +282,7 @@ def test_rejections_of_the_kernels_state_the_reason(monkeypatch: pytest.MonkeyPa
     )
     _install(monkeypatch, version="0.4.2")
     assert why_not(_OnAccelerator()) == (
-        "version 0.4.2 is installed, 0.6 or later is needed: pip install --upgrade 'd9d-modules[fla]'"
+        "version 0.4.2 is installed, 0.6 or later is needed: pip install 'fla-core>=0.6'"
     )
 
 
@@ -292,9 +292,7 @@ def test_an_unavailable_package_is_an_error_only_if_selected(
     inputs = _inputs(3)
     monkeypatch.setattr("d9d_modules._fla_delta_rule.find_spec", lambda _: None)
     gated_delta_rule(**inputs)
-    with pytest.raises(
-        UserError, match=r"'fla' is not available: it is not installed: pip install 'd9d-modules\[fla\]'\."
-    ):
+    with pytest.raises(UserError, match=r"'fla' is not available: it is not installed: pip install 'fla-core>=0\.6'\."):
         gated_delta_rule(**inputs, backend="fla")
     monkeypatch.undo()
     _install(monkeypatch)

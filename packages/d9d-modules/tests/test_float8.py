@@ -113,6 +113,6 @@ def test_a_module_without_convertible_layers_raises(ctx: DistributedContext) -> 
 def test_missing_torchao_raises(ctx: DistributedContext) -> None:
     with (
         mock.patch("d9d_modules.float8.find_spec", return_value=None),
-        pytest.raises(UserError, match=r"pip install 'd9d-modules\[float8\]'"),
+        pytest.raises(UserError, match=r"pip install 'torchao>=0"),
     ):
         convert_to_float8(nn.Linear(16, 16), EMULATED, ctx)

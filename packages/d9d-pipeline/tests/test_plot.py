@@ -110,5 +110,5 @@ def test_plots_an_empty_timeline(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"plots need matplotlib: pip install 'd9d-pipeline\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"plots need matplotlib\. Install it: pip install 'matplotlib>=3"):
         plot_program(build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1), tmp_path / "picture.png")

@@ -76,7 +76,7 @@ def test_the_error_for_missing_yaml_support_names_the_extra(tmp_path: Path, monk
 
     file.write_text("steps: 3", encoding="utf-8")
     monkeypatch.setattr(builtins, "__import__", without_yaml)
-    with pytest.raises(UserError, match=r"needs PyYAML, which is not installed: pip install 'd9d-loop\[yaml\]'"):
+    with pytest.raises(UserError, match=r"needs PyYAML, which is not installed\. Install it: pip install 'pyyaml>=6"):
         read_config_file(file)
 
 

@@ -108,5 +108,5 @@ def test_an_unusable_tokenizer_is_reported(tmp_path: Path, tokenizer: Path) -> N
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d9d_loop.data.text_tokens.find_spec", lambda _name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'd9d-loop\[tokenizers\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tokenizers>=0"):
         train_tokenizer(TEXTS, vocab_size=300)

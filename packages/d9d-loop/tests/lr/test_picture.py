@@ -35,5 +35,5 @@ def test_a_run_folder_gets_a_plot(tmp_path: Path) -> None:
 
 def test_without_matplotlib_a_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'd9d-loop\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'matplotlib>=3"):
         plot_lr_schedule(SCHEDULE, tmp_path / "x.png", num_steps=3)

@@ -376,7 +376,7 @@ def test_models_that_cannot_be_built_are_refused_with_advice(tmp_path: Path) -> 
 
 def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'd9d-loop\[transformers\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'transformers>=5"):
         hugging_face_model("folder")
 
 

@@ -95,7 +95,7 @@ def test_a_job_starts_from_the_folder_and_exports_its_files(tmp_path: Path, monk
 
 
 def test_the_error_without_a_recognizer_names_the_package_to_install(tmp_path: Path) -> None:
-    with _registered(), pytest.raises(ModuleNotFoundError, match="needs d9d-modules: pip install d9d-modules"):
+    with _registered(), pytest.raises(ModuleNotFoundError, match=r"Install it: pip install \./packages/d9d-mod"):
         pretrained_model(tmp_path)
     with (
         _registered("one", "two"),

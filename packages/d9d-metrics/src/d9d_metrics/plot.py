@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_metrics.trackers.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def _new_figure(*, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plot_metrics needs matplotlib: pip install 'd9d-metrics[plot]'") from error
+        hint = install_hint("d9d-metrics", "plot")
+        raise ModuleNotFoundError(f"plot_metrics needs matplotlib. Install it: {hint}") from error
     return Figure(figsize=(8.0, height), dpi=150, layout="constrained")
 
 

@@ -112,5 +112,5 @@ def test_runs_of_a_folder_share_a_repository_and_have_names(tmp_path: Path) -> N
 
 def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
-    with pytest.raises(UserError, match=r"the aim tracker needs .* pip install 'd9d-metrics\[aim\]'"):
+    with pytest.raises(UserError, match=r"the aim tracker needs .* pip install 'aim>=3.* 'boto3>=1"):
         AimTrackerConfig().build(tmp_path)

@@ -46,9 +46,7 @@ def test_no_tracker_is_open_after_an_error(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_extras, "find_spec", lambda module: None if module == "tensorboard" else object())
     before = threading.active_count()
     for refuse in (lambda: check_trackers(configs), lambda: build_trackers(configs, tmp_path)):
-        with pytest.raises(
-            UserError, match=r"the tensorboard tracker needs .*pip install 'd9d-metrics\[tensorboard\]'"
-        ):
+        with pytest.raises(UserError, match=r"the tensorboard tracker needs .*pip install 'tensorboard>=2"):
             refuse()
     # The second tracker fails for another reason, after the first one has started its threads.
     (tmp_path / "trackers").mkdir()

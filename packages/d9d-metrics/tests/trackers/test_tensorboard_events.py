@@ -83,5 +83,5 @@ def test_config_writes_to_the_run_folder(tmp_path: Path) -> None:
 
 def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
-    with pytest.raises(UserError, match=r"tensorboard.* not installed: pip install 'd9d-metrics\[tensorboard\]'"):
+    with pytest.raises(UserError, match=r"tensorboard.* not installed\. Install it: pip install 'tensorboard>=2"):
         TensorBoardTrackerConfig().build(tmp_path)

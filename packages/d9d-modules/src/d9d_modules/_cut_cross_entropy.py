@@ -6,13 +6,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from d9d_dist.install_hint import install_hint
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY
 
 
 def why_not_cut_cross_entropy(hidden_TD: Tensor, num_weights: int, loss: object) -> str | None:
     """Return the reason why the package does not support a call, or None if it does."""
     if find_spec("cut_cross_entropy") is None:
-        return "it is not installed: pip install 'd9d-modules[cut-cross-entropy]'"
+        return f"it is not installed: {install_hint('d9d-modules', 'cut-cross-entropy')}"
     if hidden_TD.device.type in ("cpu", "meta"):
         return f"it needs an accelerator, but the hidden states are on {hidden_TD.device.type}"
     if hidden_TD.dtype not in (torch.bfloat16, torch.float16):

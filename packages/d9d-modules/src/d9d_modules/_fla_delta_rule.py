@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from d9d_dist.install_hint import install_hint
+
 _OLDEST_VERSION = (0, 6)
 """Earlier versions require equal numbers of query/key and value heads."""
 
@@ -21,13 +23,13 @@ _RESET_LOG_DECAY = -100.0
 def why_not_fla(v_BLHV: Tensor, *, key_dim: int) -> str | None:
     """Return the reason why the package does not support a call, or None if it does."""
     if find_spec("fla") is None:
-        return "it is not installed: pip install 'd9d-modules[fla]'"
+        return f"it is not installed: {install_hint('d9d-modules', 'fla')}"
     reason = _unsupported_reason(v_BLHV, key_dim)
     if reason is not None:
         return reason
     version: str = import_module("fla").__version__
     if tuple(int(number) for number in version.split(".")[:2]) < _OLDEST_VERSION:
-        return f"version {version} is installed, 0.6 or later is needed: pip install --upgrade 'd9d-modules[fla]'"
+        return f"version {version} is installed, 0.6 or later is needed: {install_hint('d9d-modules', 'fla')}"
     return None
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError
+from d9d_dist.install_hint import install_hint
 from d9d_modules.kernel_choice import compute_capability
 
 Float8Recipe: TypeAlias = Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"]
@@ -107,7 +108,8 @@ def _convert(linear: nn.Linear, float8: Float8) -> None:
 
 def _check_can_multiply(float8: Float8, device: torch.device) -> None:
     if find_spec("torchao") is None:
-        raise UserError("float8 needs torchao, which is not installed. Install it: pip install 'd9d-modules[float8]'.")
+        hint = install_hint("d9d-modules", "float8")
+        raise UserError(f"float8 needs torchao, which is not installed. Install it: {hint}")
     if float8.emulate:
         return
     least = _LEAST_CAPABILITY[float8.recipe]

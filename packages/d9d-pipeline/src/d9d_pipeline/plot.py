@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from d9d_dist.install_hint import install_hint
 from d9d_pipeline._earliest import Product, makes, needs
 from d9d_pipeline.actions import Backward, BackwardInput, BackwardWeight, Forward, Overlap, Part, Transfer, parts
 from d9d_pipeline.program import Program
@@ -90,7 +91,8 @@ def _new_figure(timeline: Timeline) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plots need matplotlib: pip install 'd9d-pipeline[plot]'") from error
+        hint = install_hint("d9d-pipeline", "plot")
+        raise ModuleNotFoundError(f"plots need matplotlib. Install it: {hint}") from error
     lengths = sorted(each.end - each.start for rank in range(len(timeline.ranks)) for each in timeline.computed(rank))
     short = lengths[len(lengths) // 4] if lengths else 0.0
     boxes = timeline.makespan / short if short > 0 else 0.0

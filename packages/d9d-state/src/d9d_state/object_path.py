@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Self, TypeVar, final
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_state._digests import PartRecord
 from d9d_state._s3_upload import S3Object
 from d9d_state.errors import UnreadableError
@@ -51,8 +52,8 @@ class ObjectPath:
             filesystem, _ = fsspec.core.url_to_fs(url, use_listings_cache=False, **(options or {}))
         except (ImportError, ValueError) as error:
             raise UserError(
-                f"{url} cannot be opened: {error}; expected a URL of an installed protocol of fsspec. For s3://, "
-                "install d9d-state[s3]."
+                f"{url} cannot be opened: {error}; expected a URL of an installed protocol of fsspec. For s3://: "
+                f"{install_hint('d9d-state', 's3')}"
             ) from error
         return cls(url.rstrip("/"), filesystem)
 

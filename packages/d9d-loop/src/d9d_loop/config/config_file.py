@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 
 _Values = dict[str, Any]
 
@@ -95,8 +96,8 @@ def _parse_yaml(text: str) -> Any:
         from d9d_loop.config._strict_yaml import parse_yaml  # noqa: PLC0415  (PyYAML is optional)
     except ImportError:
         raise UserError(
-            "a .yaml configuration file needs PyYAML, which is not installed: pip install 'd9d-loop[yaml]', or write "
-            "it as .toml."
+            f"a .yaml configuration file needs PyYAML, which is not installed. Install it: "
+            f"{install_hint('d9d-loop', 'yaml')}, or write the file as .toml."
         ) from None
     return parse_yaml(text)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.data.conversation import Message
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -92,7 +93,7 @@ def _content(token: Any) -> str:
 
 def _compile(source: str) -> Any:
     if find_spec("jinja2") is None or find_spec("tokenizers") is None:
-        raise ModuleNotFoundError("chats need the packages jinja2 and tokenizers: pip install 'd9d-loop[chat]'")
+        raise ModuleNotFoundError(f"chats need jinja2 and tokenizers. Install them: {install_hint('d9d-loop', 'chat')}")
     from jinja2 import TemplateSyntaxError, nodes  # noqa: PLC0415 - optional
     from jinja2.exceptions import TemplateError  # noqa: PLC0415
     from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415

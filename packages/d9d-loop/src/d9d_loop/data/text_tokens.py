@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.data.token_file import TokenFile
 from d9d_loop.data.token_file_writer import TokenFileWriter
 
@@ -171,4 +172,6 @@ def load_tokenizer(path: Path) -> "Tokenizer":
 
 def _check_installed() -> None:
     if find_spec("tokenizers") is None:
-        raise ModuleNotFoundError("tokenizing needs the package tokenizers: pip install 'd9d-loop[tokenizers]'")
+        raise ModuleNotFoundError(
+            f"tokenizing needs the package tokenizers. Install it: {install_hint('d9d-loop', 'tokenizers')}"
+        )

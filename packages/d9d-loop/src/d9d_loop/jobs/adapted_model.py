@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.events import Finished
 from d9d_loop.jobs.job_config import AdapterConfig
 from d9d_loop.model.model_provider import ModelProvider
@@ -25,8 +26,8 @@ class AdaptedModel(ModelProvider):
             import d9d_peft  # noqa: PLC0415 - an extra
         except ModuleNotFoundError:
             raise UserError(
-                "[adapter] needs the package d9d-peft, which is not installed: pip install d9d-peft, or remove the "
-                "section."
+                "[adapter] needs the package d9d-peft, which is not installed. Remove the section, or install it: "
+                f"{install_hint('d9d-peft')}"
             ) from None
         self._peft: Any = d9d_peft
         self._base, self._adapter = base, adapter

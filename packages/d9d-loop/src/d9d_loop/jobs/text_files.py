@@ -8,6 +8,7 @@ from typing import Any, final
 from torch.utils.data import Subset
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.data import JsonLines
 from d9d_loop.data.samples import Samples
 
@@ -57,8 +58,8 @@ def open_samples(paths: Sequence[Path], *, key: str, text_field: str) -> Samples
         return PlainTexts(paths, field=text_field)
     if find_spec("datasets") is None:
         raise UserError(
-            f"{key}: {paths[0]} needs the package datasets, which is not installed: pip install "
-            "'d9d-loop[huggingface]', or convert it to .jsonl."
+            f"{key}: {paths[0]} needs the package datasets, which is not installed. Install it: "
+            f"{install_hint('d9d-loop', 'huggingface')}, or convert the file to .jsonl."
         )
     import datasets
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.data import DataProvider
 from d9d_loop.events import Finished
 from d9d_loop.job.trainer import Trainer
@@ -40,8 +41,8 @@ def text_trainer(config: TextJobConfig) -> Trainer:
     """
     if find_spec("transformers") is None:
         raise UserError(
-            f"job = {config.job} needs the package transformers, which is not installed: pip install "
-            "'d9d-loop[transformers]'."
+            f"job = {config.job} needs the package transformers, which is not installed. Install it: "
+            f"{install_hint('d9d-loop', 'transformers')}"
         )
     _check_folders(config)
     data, task, model = _parts(config)

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from d9d_dist.install_hint import install_hint
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -27,7 +29,8 @@ def plot_lr_schedule(
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("plots need matplotlib: pip install 'd9d-loop[plot]'") from error
+            hint = install_hint("d9d-loop", "plot")
+            raise ModuleNotFoundError(f"plots need matplotlib. Install it: {hint}") from error
         figure = Figure(figsize=(8.0, 3.2), dpi=150, layout="constrained")
         plot_lr_schedule(schedule, figure.subplots(), num_steps=num_steps, peak=peak, title=title)
         figure.savefig(target)

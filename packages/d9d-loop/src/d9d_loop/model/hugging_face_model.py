@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp, parallelize_tensor
+from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper
@@ -62,7 +63,8 @@ def hugging_face_model(
             built, before the job starts.
     """
     if find_spec("transformers") is None:
-        raise ModuleNotFoundError("hugging_face_model needs transformers: pip install 'd9d-loop[transformers]'")
+        hint = install_hint("d9d-loop", "transformers")
+        raise ModuleNotFoundError(f"hugging_face_model needs transformers. Install it: {hint}")
     folder = None
     if isinstance(source, str | Path):
         folder = Path(source)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper
 
@@ -74,7 +75,7 @@ def pretrained_model(
     """
     found = list(entry_points(group=RECOGNIZER_ENTRY_POINTS))
     if not found:
-        raise ModuleNotFoundError("pretrained_model needs d9d-modules: pip install d9d-modules")
+        raise ModuleNotFoundError(f"pretrained_model needs d9d-modules. Install it: {install_hint('d9d-modules')}")
     if len(found) > 1:
         raise UserError(
             f"got the model recognizers {', '.join(each.value for each in found)}; expected one installed package with "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.planning.job_plan import ClusterPlan, describe
 from d9d_loop.planning.plan_report import report, verdict
 from d9d_loop.planning.schedule_time import simulated_step
@@ -52,7 +53,7 @@ def write_html(plan: ClusterPlan, path: Path) -> None:
         if plan.search is not None and plan.search.fitting:
             pictures.append(("Layouts: time and memory", _pareto(plan)))
     except ModuleNotFoundError:
-        raise UserError("--html needs matplotlib. Install it: pip install 'd9d-loop[plot]'.") from None
+        raise UserError(f"--html needs matplotlib. Install it: {install_hint('d9d-loop', 'plot')}") from None
     lines = verdict(plan).split("\n")
     body = [f"<h1>{html.escape(plan.hardware.name)}: {plan.layout.world_size} devices</h1>"]
     mark = "#009e73" if plan.fits else "#d55e00"

@@ -9,6 +9,7 @@ from typing import Any, Protocol, final
 import torch
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.data.byte_tokenizer import NUM_BYTES, ByteTokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -60,7 +61,8 @@ def load_result(path: str | Path, *, device: torch.device) -> LoadedResult:
     folder = find_export(Path(path))
     if find_spec("transformers") is None:
         raise ModuleNotFoundError(
-            "a result is loaded by transformers, which is missing. Install it: pip install 'd9d-loop[transformers]'."
+            f"a result is loaded by transformers, which is missing. Install it: "
+            f"{install_hint('d9d-loop', 'transformers')}"
         )
     from transformers import AutoConfig, AutoModelForCausalLM
 

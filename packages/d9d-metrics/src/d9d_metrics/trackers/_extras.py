@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.tracker import Tracker
 
@@ -23,8 +24,8 @@ class ExtraTrackerConfig(BaseModel, ABC):
         """Raise a `UserError` with the command that installs the package if it is missing; do not import it."""
         if find_spec(self.kind) is None:
             raise UserError(
-                f"the {self.kind} tracker needs the package {self.kind}, which is not installed: "
-                f"pip install 'd9d-metrics[{self.kind}]'"
+                f"the {self.kind} tracker needs the package {self.kind}, which is not installed. Install it: "
+                f"{install_hint('d9d-metrics', self.kind)}"
             )
 
     def build(self, run_dir: Path) -> BackgroundTracker:
