@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from d9d_dist._model_tensors import canonical_name as canonical_name
     from d9d_dist.batch_norm import synchronize_batch_norm as synchronize_batch_norm
     from d9d_dist.block_gather import gather_in_blocks as gather_in_blocks
+    from d9d_dist.buffer_values import BufferValues as BufferValues
     from d9d_dist.collectives import all_gather as all_gather
     from d9d_dist.collectives import all_gather_variadic as all_gather_variadic
     from d9d_dist.collectives import all_reduce_scalars as all_reduce_scalars

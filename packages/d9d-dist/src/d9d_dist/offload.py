@@ -5,7 +5,7 @@ internal references stay the same objects, and are valid again after onloading. 
 error or returns garbage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
 
@@ -88,11 +88,17 @@ class ModuleOffloader:
     """Offloader of a module's training state: parameters, buffers, gradients and optimizer state.
 
     Use it between steps. FSDP modules with gathered parameters are resharded first. Unreduced gradients that FSDP
-    accumulates within a step stay on the device.
+    accumulates within a step stay on the device. `others` returns further tensors of the state, such as copies.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._module, self._optimizer = module, optimizer
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        others: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        self._module, self._optimizer, self._others = module, optimizer, others
         self._offloaded: Offloaded | None = None
 
     def offload(self) -> None:
@@ -117,6 +123,7 @@ class ModuleOffloader:
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self._module.buffers()
+        yield from self._others()
         if self._optimizer is not None:
             states = tree_leaves(list(self._optimizer.state.values()))
             yield from (state for state in states if isinstance(state, Tensor))

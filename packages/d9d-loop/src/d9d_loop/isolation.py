@@ -8,18 +8,20 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from d9d_dist import stream_key
+from d9d_dist import BufferValues, stream_key
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Generator[None]:
-    """Switch to evaluation mode without gradients; restore the modules' modes and the random states on exit."""
+    """Switch to evaluation mode without gradients; restore modes of modules, buffers and random states on exit."""
     training = [module for module in model.modules() if module.training]
+    buffers = BufferValues(model)
     model.eval()
     try:
         with torch.no_grad(), _restored_random(device=True):
             yield
     finally:
+        buffers.restore()
         for module in training:
             module.training = True
 

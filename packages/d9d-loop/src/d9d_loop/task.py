@@ -50,12 +50,20 @@ class BatchTask(ABC):
         `split_sequence`.
         """
 
+    def token_mask(self, batch: Any) -> torch.Tensor | None:
+        """Return a mask [B, L], False at padding, or None (the default) if the batch has no padding.
+
+        A model whose forward has an argument `mask_BL` gets the mask, unless `inputs` passes one: padding must change
+        neither router losses nor tokens per expert. A stand-in has no tokens: its mask is False everywhere.
+        """
+        return None
+
     def stand_in(self, batch: Any) -> Any:
         """Return a batch with the shapes of `batch` as a stand-in, for a rank with fewer microbatches than others.
 
         All ranks run the same number of microbatches, because their collectives must match. The loss of a stand-in is
-        0, and its outputs are dropped. The default is the batch itself; override this method if the model counts
-        tokens, and set the token mask to 0. Called with a batch before its split for context parallelism.
+        0, its outputs are dropped, and its token mask is False. The default is the batch itself. Called with a batch
+        before its split for context parallelism.
         """
         return batch
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist.buffer_values import BufferValues
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.mixer_cache import MixerCache, SupportsCache
@@ -133,8 +134,12 @@ def row_positions(mask_BS: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: Callable[..., Any]) -> Generator[None]:
-    """Use evaluation mode inside the context, and bypass `torch.compile`, because the length changes with each step."""
+    """Use evaluation mode inside the context, and bypass `torch.compile`, because the length changes with each step.
+
+    Afterwards the buffers of the model have their earlier values.
+    """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    buffers = BufferValues(model) if isinstance(model, nn.Module) else None
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False
@@ -144,5 +149,7 @@ def evaluating(model: Callable[..., Any]) -> Generator[None]:
         try:
             yield
         finally:
+            if buffers is not None:
+                buffers.restore()
             for module in training:
                 module.training = True

@@ -90,7 +90,7 @@ class Engine:
         self.pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
         self.events = Events() if events is None else events
-        self.num_steps = 0
+        self.num_steps, self._num_updates = 0, 0
         self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
         self._state_mapper = state_mapper
         self._initial_rates = [group["lr"] for group in optimizer.param_groups]
@@ -106,7 +106,8 @@ class Engine:
         )
         self._agree = MicrobatchAgreement(task, ctx)
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
-        self._offloader, self._is_offloaded = ModuleOffloader(self._whole, optimizer), False
+        offloader = ModuleOffloader(self._whole, optimizer, others=self._step.copies_of_buffers)
+        self._offloader, self._is_offloaded = offloader, False
         self._reference, self._in_reference = reference_context(reference, self.model, whole=self._whole), False
         self._first_steps = FirstSteps(self.model, ctx)
 
@@ -242,7 +243,7 @@ class Engine:
         Raises:
             UserError: If the state mapper does not match the model or has no inverse, or if it omits trained parameters
                 without `base_only`; with `shards` also if it computes values, such as dequantized ones. Also
-                if a step, `offload` or `reference` occurs during the iteration.
+                if a step, `load`, `offload` or `reference` occurs during the iteration.
         """
         self._require_onloaded("weights()")
         free_gathered_parameters(self._whole)
@@ -253,14 +254,14 @@ class Engine:
 
     def _unchanged(self, weights: Iterator[W]) -> Iterator[W]:
         """Yield weights; raise `UserError` if the weights change during the iteration."""
-        version = self.num_steps, self._is_offloaded, self._in_reference
+        version = self._num_updates, self._is_offloaded, self._in_reference
         for each in weights:
             yield each
             del each  # this view may keep its group in memory while the next one is gathered
-            if version != (self.num_steps, self._is_offloaded, self._in_reference):
+            if version != (self._num_updates, self._is_offloaded, self._in_reference):
                 raise UserError(
                     "the weights changed while weights() was iterated, so the result would mix two steps; expected no "
-                    "step(), offload() or reference() during the iteration. Consume the iterator first."
+                    "step(), load(), offload() or reference() during the iteration. Consume the iterator first."
                 )
 
     def _require_onloaded(self, call: str) -> None:
@@ -316,7 +317,7 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
         result = self._step.update(self.num_steps + 1)
-        self.num_steps += 1
+        self.num_steps, self._num_updates = self.num_steps + 1, self._num_updates + 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
             refuse_later_writes(self._whole, compare_next=True)
         self._first_steps.check()
@@ -435,9 +436,17 @@ class Engine:
         found = self._require_checkpoints().load()
         if found is None:
             return None
-        self.num_steps, state = found
+        self.after_restore(found[0])
+        return found[1]
+
+    def after_restore(self, num_steps: int) -> None:
+        """Complete the load of a checkpoint of a step: buffers that it omits, and copies of shared parameters.
+
+        Collective: copies shared parameters to all stages.
+        """
+        self.num_steps, self._num_updates = num_steps, self._num_updates + 1
+        self._step.reset_buffers()
         self.pipeline.shared.copy_values()
-        return state
 
     def _require_checkpoints(self) -> EngineCheckpoints:
         if self._checkpoints is None:

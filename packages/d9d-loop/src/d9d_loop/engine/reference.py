@@ -1,4 +1,7 @@
-"""Frozen reference of a model: the model without its adapters, or a second set of weights in host memory."""
+"""Frozen reference of a model: the model without its adapters, or a second set of weights in host memory.
+
+Its buffers, such as expert biases, are the initial ones in both cases.
+"""
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,7 +11,7 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import UserError, local_tensor
+from d9d_dist import BufferValues, UserError, local_tensor
 from d9d_loop.optimizers.averaging import free_gathered_parameters
 
 Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
@@ -20,18 +23,29 @@ def reference_context(
 ) -> Callable[[], AbstractContextManager[object]] | None:
     """Return a function that makes the model act as its reference in a context; `None` without a reference.
 
-    "initial" copies the current values of `whole`, the model with the copies of shared parameters. Raises `UserError`
-    for an unknown reference.
+    The reference has the current buffers of `whole`, the model with the copies of shared parameters; with "initial",
+    also its current parameters. Raises `UserError` for an unknown reference.
     """
     if reference is None:
         return None
-    if reference == "initial":
-        return ReferenceWeights(whole).swapped_in
-    if not callable(reference):
+    if reference != "initial" and not callable(reference):
         raise UserError(
             f'reference = {reference!r}; expected None, "initial", or a function such as d9d_peft.adapters_off.'
         )
-    return partial(reference, model)
+    buffers = BufferValues(whole, device=torch.device("cpu"))
+    enter = ReferenceWeights(whole).swapped_in if reference == "initial" else partial(reference, model)
+
+    @contextmanager
+    def acting() -> Generator[None]:
+        own = BufferValues(whole)
+        buffers.restore()
+        try:
+            with enter():
+                yield
+        finally:
+            own.restore()
+
+    return acting
 
 
 @final

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from d9d_dist import UserError, all_gather_trees
 from d9d_loop.isolation import evaluation_mode
 from d9d_loop.job.pipeline import Pipeline
-from d9d_loop.task import BatchTask, to_inputs
+from d9d_loop.task import BatchTask
 from d9d_pipeline import Inputs
 
 RecordLayers: TypeAlias = Callable[[nn.Module], AbstractContextManager[Mapping[int, Sequence[Tensor]]]]
@@ -39,7 +40,7 @@ def score(
     values: dict[int, Mapping[str, Tensor]] = {}
 
     def scoring_inputs(batch: Any) -> Inputs:
-        inputs = to_inputs(task.inputs(batch))
+        inputs = pipeline.inputs_of(task, batch)
         return Inputs(*inputs.first, **{**inputs.shared, "scores": True})
 
     def take(outputs: Any, index: int, batch: Any) -> None:
@@ -48,7 +49,7 @@ def score(
 
     record = nullcontext({}) if experts is None else experts(pipeline.model)
     with evaluation_mode(pipeline.model), record as found:
-        inputs = scoring_inputs if read is None else task.inputs
+        inputs = scoring_inputs if read is None else partial(pipeline.inputs_of, task)
         pipeline.forward(batches, len(batches), inputs=inputs, on_output=take)
     if experts is not None:
         of_layers = _joined(found, pipeline)

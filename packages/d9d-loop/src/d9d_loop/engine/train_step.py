@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, GradientSync, UserError, clip_grad_norm_, grad_dtype_of
+from d9d_dist import BufferValues, DistributedContext, GradientSync, UserError, clip_grad_norm_, grad_dtype_of
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
@@ -20,7 +20,7 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.resilience import StepGuard, Watch
-from d9d_loop.task import BatchTask, Loss, LossFunction, to_inputs
+from d9d_loop.task import BatchTask, Loss, LossFunction
 from d9d_pipeline import Executor, Timeline
 
 
@@ -83,6 +83,8 @@ class TrainStep:
             ctx.align_groups()
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
         self._totals: StepTotals | None = None
+        self._buffers: BufferValues | None = None  # at the start of the step, to undo it
+        self._first_buffers: BufferValues | None = None  # those that checkpoints omit, before the first step
         self._has_failed = False
 
     @property
@@ -134,6 +136,7 @@ class TrainStep:
         if self._totals is None:
             self._events.emit(StepStarted(number))
             self._totals = StepTotals(self._ctx.device)
+            self._copy_buffers()
         else:  # finish the reduction of the previous call; later gradients are added to the reduced sum
             self._gradient_sync.finish()
         totals = self._totals
@@ -147,12 +150,31 @@ class TrainStep:
                 values[microbatch] = taken.tokens
             return taken.total
 
-        inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
+        inputs = [
+            self._pipeline.inputs_of(self._task, batch, is_stand_in=index >= num_own)
+            for index, batch in enumerate(batches)
+        ]
         executor = self._executor(len(batches))
         self._has_failed = True  # until all microbatches are done
         timeline = executor.measured_step(inputs, take_loss) if measured else executor.step(inputs, take_loss)
         self._has_failed = False
         return timeline
+
+    def _copy_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.refresh()
+            return
+        self._buffers = BufferValues(self._model)
+        self._first_buffers = BufferValues(self._model, "not saved", device=torch.device("cpu"))
+
+    def copies_of_buffers(self) -> list[Tensor]:
+        """Return the copies of buffers on the device."""
+        return [] if self._buffers is None else self._buffers.tensors()
+
+    def reset_buffers(self) -> None:
+        """Set the buffers that checkpoints omit to their values before the first step. Call it after a load."""
+        if self._first_buffers is not None:
+            self._first_buffers.restore()
 
     def _refuse_partial_gradients(self) -> None:
         if self._has_failed:
@@ -190,6 +212,9 @@ class TrainStep:
                 taken = self._guard.step(number, loss=loss, grad_norm=grad_norm, weight=weight)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
+        assert self._buffers is not None
+        if self._ctx.device.type != "cpu" or not taken:  # a skipped step leaves no NaN in running statistics
+            self._buffers.restore(unless=taken)
         self._drop_gradients()
         return StepResult(loss, weight, grad_norm, taken, self._optimizer.param_groups[0]["lr"])
 
@@ -201,16 +226,21 @@ class TrainStep:
             watch("the loss", taken.total)
             return taken.total
 
-        with _buffers_kept(self._model):
-            inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
+        buffers = BufferValues(self._model)
+        try:
+            inputs = [self._pipeline.inputs_of(self._task, batch) for batch in batches]
             self._executor(len(batches)).step(inputs, take_loss)
+        finally:
+            buffers.restore()
         self._discard()
 
     def discard(self) -> None:
-        """Discard the gradients since the last update. Collective: finishes the gradient reduction."""
+        """Discard gradients and changes of buffers since the last update. Collective: finishes the reduction."""
         if self.is_pending:
             self._totals = None
             self._discard()
+            assert self._buffers is not None
+            self._buffers.restore()
 
     def _discard(self) -> None:
         self._gradient_sync.finish()
@@ -260,19 +290,3 @@ def _converted_gradients(parameters: Sequence[nn.Parameter]) -> Generator[None]:
         for parameter, dtype in wide:
             parameter.grad = None
             parameter.grad_dtype = dtype
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Generator[None]:
-    """Restore all buffers after the body: the same tensor objects and values, even if the body reassigned them."""
-    kept = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in kept:
-                setattr(module, name, buffer.copy_(value))

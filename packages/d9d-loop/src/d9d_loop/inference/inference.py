@@ -231,5 +231,6 @@ class Inference:
                 )
             results.extend(found)
 
-        pipeline.forward(batches, len(sizes), inputs=self._task.inputs, on_output=take, around=around)
+        inputs = partial(pipeline.inputs_of, self._task)
+        pipeline.forward(batches, len(sizes), inputs=inputs, on_output=take, around=around)
         return results

@@ -1,6 +1,7 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -76,5 +77,7 @@ class Evaluator:
                 self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
 
         with evaluation_mode(self._pipeline.model), closing(batches):
-            self._pipeline.forward(batches, len(self._jobs), inputs=self._task.inputs, on_output=take)
+            self._pipeline.forward(
+                batches, len(self._jobs), inputs=partial(self._pipeline.inputs_of, self._task), on_output=take
+            )
         return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))

@@ -244,8 +244,7 @@ def _roll_back(job: Job) -> None:
         restored = job.state.roll_back()
     job.guard.on_rollback()
     job.record.take(restored)
-    job.engine.num_steps = restored.step
-    job.engine.pipeline.shared.copy_values()
+    job.engine.after_restore(restored.step)
     job.reports.on_rollback()
     job.profiler.on_rollback(restored.step)
 

@@ -1,5 +1,6 @@
 """This rank's pipeline stages, and the executors that run them together with the other pipeline ranks."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from d9d_dist import ContextSplit, DistributedContext, UserError, set_grad_dtype
 from d9d_loop.config.trainer_config import GradientConfig
-from d9d_loop.task import to_inputs
+from d9d_loop.task import BatchTask, to_inputs
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
@@ -60,6 +61,7 @@ class Pipeline:
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
+        self._takes_mask = all(map(_takes_mask, self.stages.values()))
         self.group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         shared = shared_names or {}
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
@@ -100,12 +102,24 @@ class Pipeline:
             for stage in self.stages.values():
                 set_grad_dtype(stage.parameters(), getattr(torch, config.dtype))
 
+    def inputs_of(self, task: BatchTask, batch: Any, *, is_stand_in: bool = False) -> Inputs:
+        """Return the model's inputs for a batch, with the token mask if the model takes one. No collectives."""
+        inputs = to_inputs(task.inputs(batch))
+        if not self._takes_mask:
+            return inputs
+        mask = inputs.shared.get("mask_BL")
+        mask = task.token_mask(batch) if mask is None else mask
+        if is_stand_in:
+            ids = mask if mask is not None else inputs.first[0] if inputs.first else inputs.shared.get("input_ids")
+            mask = None if ids is None else torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
+        return inputs if mask is None else Inputs(*inputs.first, **{**inputs.shared, "mask_BL": mask})
+
     def forward(
         self,
         batches: Iterable[Any],
         num_batches: int,
         *,
-        inputs: Callable[[Any], Inputs | Mapping[str, Any]],
+        inputs: Callable[[Any], Inputs],
         on_output: Callable[[Any, int, Any], object],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -114,7 +128,7 @@ class Pipeline:
         Args:
             batches: Batches on the device.
             num_batches: Number of batches to take from `batches`, equal on every rank.
-            inputs: Returns the model's inputs for a batch, as `BatchTask.inputs` does.
+            inputs: Returns the model's inputs for a batch, such as `inputs_of` for a task.
             on_output: Receives the outputs, the index of the batch, and the batch, on the ranks of the last stage.
             around: Returns the context of an executor step and the reads of its batches.
         """
@@ -126,7 +140,7 @@ class Pipeline:
                 def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
                     on_output(outputs, start + number, some[number])
 
-                self._executor(len(some), trains=False).step([to_inputs(inputs(batch)) for batch in some], take)
+                self._executor(len(some), trains=False).step([inputs(batch) for batch in some], take)
 
     def gather_tokens(self, values: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """Return values per token as whole rows on every rank. Collective over the context-parallel and pipeline ranks.
@@ -177,3 +191,17 @@ class Pipeline:
                 reduce_each_microbatch=self._reduces_each_microbatch and trains,
             )
         return self._executors[key]
+
+
+def _takes_mask(stage: nn.Module) -> bool:
+    """Return True if a forward names the argument `mask_BL`, or passes it on to a module that does, by `**kwargs`."""
+    own = _arguments(stage)
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in own.values())
+    return "mask_BL" in own or (passes_on and any("mask_BL" in _arguments(part) for part in stage.modules()))
+
+
+def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(module.forward).parameters
+    except ValueError:  # compiled by TorchScript
+        return {}

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from d9d_dist import ContextSplit, UserError
 from d9d_loop.data.packed_stream import IGNORED_LABEL
@@ -28,9 +29,14 @@ PackedBatch: TypeAlias = dict[str, Any]
 class PackedTask(Task):
     """Base class of tasks on packed rows; context parallelism can split the rows."""
 
+    def token_mask(self, batch: PackedBatch) -> Tensor | None:
+        """Return the mask of tokens [B, L]; see `is_token`. A key `token_mask` of the batch replaces it."""
+        return batch["token_mask"] if "token_mask" in batch else is_token(batch["labels"], batch["documents"])
+
     def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
         """Return this context-parallel rank's part of the rows, with the mesh of the split as `cp`."""
-        return {**split.split(batch), "cp": split.mesh}
+        # The mask of a document needs the whole document, which may span several ranks.
+        return {**split.split({**batch, "token_mask": self.token_mask(batch)}), "cp": split.mesh}
 
 
 @final
@@ -165,6 +171,10 @@ class RewardTask(PackedTask):
     def __init__(self, loss: RewardLoss = BRADLEY_TERRY) -> None:
         self._loss = loss
 
+    def token_mask(self, batch: PackedBatch) -> Tensor | None:
+        """Return the mask of tokens [B, L]: those of documents of a pair. A key `token_mask` replaces it."""
+        return batch["token_mask"] if "token_mask" in batch else is_in_pair(batch["documents"])
+
     def inputs(self, batch: PackedBatch) -> Inputs:
         """Return the arguments of d9d's decoders, without labels."""
         return Inputs(batch["input_ids"], position_ids=batch["position_ids"], document_ids_BL=batch["documents"])
@@ -247,3 +257,27 @@ def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[s
 def trained(batch: PackedBatch) -> Tensor:
     """Return a mask [B, L] of the positions that contribute to the loss."""
     return batch["labels"] != IGNORED_LABEL
+
+
+def is_token(labels_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
+    """Return a mask [B, L] of whole packed rows, False in documents without a label: padding is such a document.
+
+    Prompt tokens have no labels, but share a document with an answer. Documents are runs of equal ids.
+    """
+    is_first_BL = F.pad(document_ids_BL[:, 1:] != document_ids_BL[:, :-1], (1, 0))
+    runs_BL = is_first_BL.cumsum(dim=1)
+    num_labels_BL = torch.zeros_like(runs_BL).scatter_add_(1, runs_BL, (labels_BL != IGNORED_LABEL).to(runs_BL.dtype))
+    return num_labels_BL.gather(1, runs_BL) > 0
+
+
+def is_in_pair(document_ids_BL: Tensor) -> Tensor:
+    """Return a mask [B, L] of whole packed rows, False in documents that are not one of a pair, such as padding.
+
+    Documents 2p and 2p + 1 of a row are pair p.
+    """
+    num_rows, length = document_ids_BL.shape
+    document_ids_BL = document_ids_BL.clamp(0, 2 * length - 1)  # the loss reports ids that are out of range
+    lengths_BN = document_ids_BL.new_zeros(num_rows, 2 * length).scatter_add_(
+        1, document_ids_BL, torch.ones_like(document_ids_BL)
+    )
+    return lengths_BN.unflatten(1, (length, 2)).all(dim=2).gather(1, document_ids_BL // 2)

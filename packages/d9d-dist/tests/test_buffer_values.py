@@ -1,0 +1,88 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import BufferValues
+
+LARGE = 1 << 15  # float32 values of a buffer whose writes are found by its version
+
+
+class _Model(nn.Module):
+    mean: Tensor
+    calls: Tensor
+    counts: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("counts", torch.zeros(2), persistent=False)
+        self.register_buffer("frequencies", torch.ones(2), persistent=False)
+        self.register_buffer("lazy", None)
+        self.register_buffer("table", torch.zeros(LARGE))
+
+    def change(self) -> None:
+        self.mean.data.add_(torch.nan)  # torch counts no write
+        self.calls = self.calls + 1
+        self.counts.add_(1)
+        self.frequencies = torch.zeros(3)
+        self.lazy = torch.ones(1)
+        self.table[0] = 7
+
+
+def _values(model: _Model) -> dict[str, Tensor | None]:
+    return {name: None if each is None else each.clone() for name, each in model._buffers.items()}
+
+
+def test_each_change_of_a_buffer_is_undone_in_the_same_object() -> None:
+    model = _Model()
+    before, objects = _values(model), dict(model._buffers)
+    buffers = BufferValues(model)
+    for _ in range(2):
+        model.change()
+        buffers.restore()
+        for name in ("mean", "calls", "counts", "lazy", "table"):
+            now, value = model._buffers[name], before[name]
+            assert now is objects[name], name
+            assert now is None or torch.equal(now, value), name
+    assert len(model.get_buffer("frequencies")) == 3, "a cache that forward replaced depends on attributes"
+
+
+def test_a_refresh_copies_the_current_values() -> None:
+    model = _Model()
+    buffers = BufferValues(model)
+    copies = {each.data_ptr() for each in buffers.tensors()}
+    buffers.refresh()
+    kept = copies & {each.data_ptr() for each in buffers.tensors()}
+    assert len(kept) >= 1, "the large buffer is not copied again"
+    model.mean.data.fill_(3)
+    model.table.add_(1)
+    buffers.refresh()
+    model.change()
+    buffers.restore()
+    assert model.mean.eq(3).all()
+    assert model.table.eq(1).all()
+
+
+def test_only_buffers_that_checkpoints_omit() -> None:
+    model = _Model()
+    buffers = BufferValues(model, "not saved", device=torch.device("cpu"))
+    model.change()
+    buffers.restore()
+    assert model.counts.eq(0).all()
+    assert model.calls == 1
+    assert model.mean.isnan().all()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_condition_on_the_device_decides(keeps: bool) -> None:
+    model = _Model()
+    buffers = BufferValues(model)
+    model.change()
+    buffers.restore(unless=torch.tensor(keeps))
+    assert model.calls == float(keeps)
+    assert bool(model.mean.isnan().all()) is keeps, "0 * NaN must not remain"
+    assert (model._buffers["lazy"] is None) is not keeps
+    assert model.table[0] == (7 if keeps else 0)
