@@ -1,14 +1,23 @@
-"""State that training changes: each call of an engine keeps or restores all of it; padding and stand-ins do not count."""
+"""State that training changes: each call of an engine keeps or restores it. Padding and stand-ins do not count."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from training_state import problems, reference_of_adapters, tokens_per_expert
+from training_state import problems, reference_of_adapters, tokens_per_expert, with_bug
 
+from d9d_dist import BufferValues
 from d9d_dist.testing import run_ranks
+from d9d_loop.engine.train_step import TrainStep
+from d9d_loop.job.job_state import JobState
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.tasks import NextTokenTask
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},
@@ -60,3 +69,51 @@ def test_padding_and_stand_ins_change_neither_losses_nor_tokens_per_expert(layou
 @pytest.mark.sample("one process")
 def test_a_reference_without_adapters_has_the_initial_buffers(layout: str) -> None:
     assert all(run_ranks(reference_of_adapters, LAYOUTS[layout], world_size=_size(LAYOUTS[layout])))
+
+
+def _no_buffer_is_restored() -> AbstractContextManager[object]:
+    return mock.patch.object(BufferValues, "restore")
+
+
+def _counters_survive_a_load() -> AbstractContextManager[object]:
+    return mock.patch.object(TrainStep, "reset_buffers")
+
+
+def _learning_rates_survive_a_load() -> AbstractContextManager[object]:
+    return mock.patch.object(JobState, "_reset_groups")
+
+
+STATE_MUTANTS: dict[Callable[[], AbstractContextManager[object]], set[str]] = {
+    _no_buffer_is_restored: {"buffers after a skipped step", "scores of the reference", "counters after load()"},
+    _counters_survive_a_load: {"counters after load()"},
+    _learning_rates_survive_a_load: {"rates after load()"},
+}
+
+
+@pytest.mark.parametrize("bug", STATE_MUTANTS, ids=lambda bug: bug.__name__)
+@pytest.mark.full
+def test_a_deliberate_bug_of_the_state_is_caught(
+    bug: Callable[[], AbstractContextManager[object]], tmp_path: Path
+) -> None:
+    (found,) = run_ranks(partial(with_bug, bug, problems), {}, tmp_path, world_size=1)
+    assert STATE_MUTANTS[bug] & set(found), found
+
+
+def _a_mask_is_dropped() -> AbstractContextManager[object]:
+    return mock.patch.object(NextTokenTask, "token_mask", return_value=None)
+
+
+def _stand_ins_are_counted() -> AbstractContextManager[object]:
+    real = Pipeline.inputs_of
+
+    def counting(self: Pipeline, task: Any, batch: Any, *, is_stand_in: bool = False) -> Any:
+        return real(self, task, batch)
+
+    return mock.patch.object(Pipeline, "inputs_of", counting)
+
+
+@pytest.mark.parametrize("bug", [_a_mask_is_dropped, _stand_ins_are_counted], ids=lambda bug: bug.__name__)
+@pytest.mark.full
+def test_a_deliberate_bug_of_the_masks_is_caught(bug: Callable[[], AbstractContextManager[object]]) -> None:
+    found = run_ranks(partial(with_bug, bug, tokens_per_expert), LAYOUTS["sharded"], SPLITS["sharded"], 8, world_size=2)
+    assert any(each.sum() != 2 * 27 for _, counts in found for each in counts.values())

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from moe_job import PARAMS, TinyDeepseek
-from torch import Tensor
+from torch import Tensor, nn
 
 import d9d_peft
-from d9d_dist import DistributedContext, local_tensor
-from d9d_loop import Engine, EngineConfig
+from d9d_dist import DistributedContext, StageInfo, local_tensor
+from d9d_loop import Engine, EngineConfig, ModelProvider
 from d9d_loop.tasks import NextTokenTask
-from d9d_moe import balance_experts
 from d9d_modules import generate
+from d9d_moe import balance_experts
 
 State = dict[str, Any]
 TASK = NextTokenTask()
@@ -162,13 +162,13 @@ def _calls(engine: Engine, batches: list[Any]) -> dict[str, Callable[[], object]
     tp = engine.ctx.size("batch", "tp")
     prompts = batches[0]["input_ids"][:, :2]
     model = engine.pipeline.callable() if engine.pipeline.num_stages > 1 else engine.model
-    with_generator = {"generator": torch.Generator().manual_seed(1)}  # its draws are not those of the training
+    draws = torch.Generator().manual_seed(1)  # not those of the training
     return {
         "score()": lambda: engine.score(batches),
         "weights()": lambda: list(engine.weights()),
         "weights(shards=True)": lambda: list(engine.weights(shards=True)),
         "generate()": lambda: generate(
-            model, prompts, max_new_tokens=2, max_context=16, pad_to_multiple_of=tp, **with_generator
+            model, prompts, max_new_tokens=2, max_context=16, pad_to_multiple_of=tp, generator=draws
         ),
         "evaluation_weights()": lambda: _enter(engine.evaluation_weights()),
     }
@@ -213,10 +213,19 @@ def reference_of_adapters(mesh: Mapping[str, Any]) -> bool:
             return _same(engine.score(batches), first)
 
 
-class Adapted(TinyDeepseek):
+class Adapted(ModelProvider):
     """The model with adapters."""
 
-    def build(self, stage: Any) -> Any:
-        model = super().build(stage)
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        TinyDeepseek().parallelize(model, ctx)
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        model = TinyDeepseek().build(stage)
         d9d_peft.inject(d9d_peft.LoRA(r"q_up|q_down|attention", rank=2, alpha=4), model, is_part=stage.count > 1)
         return model
+
+
+def with_bug(bug: Callable[[], AbstractContextManager[object]], run: Callable[..., Any], *args: Any) -> Any:
+    """Run a function with a deliberate bug."""
+    with bug():
+        return run(*args)

@@ -1,13 +1,13 @@
 """Checkpoints of an engine, in its run folder."""
 
 from contextlib import ExitStack
-from typing import final
+from typing import Any, final
 
 from pydantic import JsonValue
 from torch import nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, UserError, rank_role
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.event_bus import Events
 from d9d_loop.job.job_state import JobState, Record
@@ -19,7 +19,7 @@ from d9d_state import CheckpointStore, Retention
 
 @final
 class EngineCheckpoints:
-    """Checkpoints of an engine: model, optimizer, random states, step, and a JSON value of the caller.
+    """Checkpoints of an engine: model, optimizer, learning rates, random states, step, and a JSON value of the caller.
 
     The run folder is locked from the first save or load until `close`. Nothing is written before the lock. `guard` is
     the guard of the engine's steps.
@@ -37,7 +37,6 @@ class EngineCheckpoints:
     ) -> None:
         self._ctx, self._open, self._is_locked = ctx, ExitStack(), False
         self._caller_state: JsonValue = None
-        self._num_loads = 0
         self._store = CheckpointStore(
             config.run.dir / "checkpoints",
             retention=Retention(last=config.keep_last),
@@ -49,21 +48,13 @@ class EngineCheckpoints:
             optimizer=optimizer,
             metrics={},
             config=redact_secrets(config.model_dump(mode="json")),
-            parts={"bad_steps": guard, "caller": self},
+            parts={"bad_steps": guard},
             data_identity=None,
             seed=config.seed,
             ctx=ctx,
             events=events,
+            rank_state=lambda: {"caller": self._caller_state},
         )
-
-    def state_dict(self) -> JsonValue:
-        """Return the caller's state, which `JobState` saves."""
-        return self._caller_state
-
-    def load_state_dict(self, state: JsonValue) -> None:
-        """Receive the caller's state of a checkpoint from `JobState`."""
-        self._caller_state = state
-        self._num_loads += 1
 
     def save(self, step: int, state: JsonValue, *, background: bool) -> None:
         """Save a checkpoint of a step. Collective."""
@@ -83,12 +74,26 @@ class EngineCheckpoints:
         self._store.clear_tiers(self._ctx)
 
     def load(self) -> tuple[int, JsonValue] | None:
-        """Load the newest valid checkpoint; return its step and the caller's state, `None` without one. Collective."""
+        """Load the newest valid checkpoint; return its step and the caller's state, `None` without one. Collective.
+
+        The state is that of this rank's coordinates. Raises `UserError` on every rank of another mesh if the states
+        differ.
+        """
         self._lock()
         self._store.wait()
-        num_loads = self._num_loads
-        record = self._state.restore()
-        return (record.step, self._caller_state) if self._num_loads > num_loads else None
+        record, info = self._state.restore(), self._state.restored
+        if info is None:
+            return None
+        rank_states: Any = info.rank_states
+        states = {str(each["role"]): each["caller"] for each in rank_states}
+        mine = str(rank_role(self._ctx))  # with the sizes of the mesh, so all ranks find their roles, or none
+        if mine not in states and any(each != rank_states[0]["caller"] for each in states.values()):
+            raise UserError(
+                "the checkpoint has a state of the caller for each rank, but was saved on another mesh; expected a "
+                "state that is equal on all ranks. Load it on the mesh that saved it, and pass the states of all ranks "
+                "to save(), such as those of d9d_dist.gather_json(state)."
+            )
+        return record.step, states.get(mine, rank_states[0]["caller"])
 
     def close(self) -> None:
         """Finish a pending save, and unlock the folder. Collective."""

@@ -379,10 +379,11 @@ class Engine:
         self.pipeline.shared.copy_values()
 
     def save(self, state: JsonValue = None, *, background: bool = False) -> None:
-        """Save a checkpoint of model, optimizer, random states and step. Collective.
+        """Save a checkpoint of model, optimizer, learning rates, random states and step. Collective.
 
         Args:
-            state: JSON value of the caller, equal on all ranks, such as the number of prompts that were used.
+            state: JSON value of the caller, such as the number of prompts that were used. It may differ between ranks,
+                such as the state of a generator; it can then be loaded only on the same mesh.
             background: True to return after the copy to host memory, and write the files in the background.
 
         Raises:
@@ -424,10 +425,12 @@ class Engine:
         """Load the newest valid checkpoint, and return the state that was passed to `save`. Collective.
 
         Without checkpoints, the weights do not change, and the result is `None`. Accumulated gradients are discarded.
-        Learning rates are not restored.
+        Learning rates that `step` or `set_learning_rates` has set are restored. Buffers that checkpoints omit, such as
+        tokens per expert, get the values that they had before the first step.
 
         Raises:
-            UserError: If the engine has no checkpoints.
+            UserError: If the engine has no checkpoints. On every rank, if the values of `save` differ between ranks,
+                and the mesh is not that of the save.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         self._require_training("load()")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from typing import Any, Protocol
 
@@ -89,6 +89,11 @@ class JobState:
             background save in the next `finish`.
         trainable_only: True to save only parameters that require gradients, and a digest of the frozen ones, which keep
             their initial values on restore.
+        rank_state: Returns more state of this rank, which may differ between ranks. None for a job whose learning rates
+            follow a schedule; otherwise, learning rates are saved too.
+
+    Attributes:
+        restored: Checkpoint of the last `restore`; `None` if there was none.
     """
 
     def __init__(
@@ -105,12 +110,15 @@ class JobState:
         ctx: DistributedContext,
         events: Events,
         trainable_only: bool = False,
+        rank_state: Callable[[], dict[str, JsonValue]] | None = None,
     ) -> None:
         self.store, self._model, self._optimizer, self._metrics, self._parts = store, model, optimizer, metrics, parts
         self._config, self._data_identity, self._seed = config, data_identity, seed
         self._ctx, self._events = ctx, events
         self._trainable_only, self._is_digest_checked = trainable_only, False
         self._frozen_digest: str | None = None
+        self._rank_state = rank_state
+        self.restored: CheckpointInfo | None = None
         self._built_groups = group_values(optimizer)
         self._built_values = [dict(group) for group in optimizer.param_groups]
         self._being_written: int | None = None
@@ -128,7 +136,7 @@ class JobState:
                 have changed since the save.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
-        info = self._find(is_rollback=is_rollback)
+        self.restored = info = self._find(is_rollback=is_rollback)
         expected = None if info is None else frozen_digest_of(info)
         if self._trainable_only or expected is not None:
             self._frozen_digest = frozen_digest(self._model, self._ctx)
@@ -151,6 +159,8 @@ class JobState:
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         rank_states: Any = info.rank_states
+        if self._rank_state is not None:  # learning rates that equal the initial ones are not saved
+            self._reset_groups("lr")
         set_non_tensor_optimizer_state(self._model, self._optimizer, [each["optimizer"] for each in rank_states])
         role = rank_role(self._ctx)
         for metric in self._metrics.values():
@@ -182,9 +192,13 @@ class JobState:
         self.store.wait()
         # A checkpoint stores only the param-group values that differ from the initial ones. Reset all values first, to
         # undo changes made after the checkpoint.
-        for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
-            group.update(values)
+        self._reset_groups()
         return self.restore(is_rollback=True)
+
+    def _reset_groups(self, *keys: str) -> None:
+        """Set values of the optimizer's groups to the initial ones; without keys, all values."""
+        for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
+            group.update({key: values[key] for key in keys or values})
 
     def prepare(self) -> None:
         """Allocate the host buffer of background saves, after the first optimizer step. Collective.
@@ -240,10 +254,14 @@ class JobState:
                 "role": rank_role(self._ctx),
                 "random": rng_state(),
                 "metrics": _metric_states(self._metrics),
-                # `lr` is not saved: the learning-rate schedule sets it in every step.
+                # A learning-rate schedule sets `lr` in every step.
                 "optimizer": non_tensor_optimizer_state(
-                    self._model, self._optimizer, since=self._built_groups, without=("lr",)
+                    self._model,
+                    self._optimizer,
+                    since=self._built_groups,
+                    without=("lr",) if self._rank_state is None else (),
                 ),
+                **({} if self._rank_state is None else self._rank_state()),
             },
             "ctx": self._ctx,
         }
