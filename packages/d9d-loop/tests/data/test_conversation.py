@@ -1,9 +1,19 @@
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from d9d_dist import UserError
-from d9d_loop.data import read_conversation, read_pair
+from d9d_loop.data import (
+    IndexedStream,
+    JsonLines,
+    JsonObject,
+    MixtureStream,
+    open_samples,
+    read_conversation,
+    read_pair,
+)
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -97,3 +107,65 @@ def test_a_function_call_in_sharegpt_format_keeps_its_weight() -> None:
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "weight": 0}
     (message,) = read_conversation({"conversations": [call]}).messages
     assert message["weight"] == 0
+
+
+def _call(name: str, arguments: dict[str, Any], **message: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **message}
+
+
+def _tool(name: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+CALLS: list[dict[str, Any]] = [
+    {
+        "messages": [USER, _call("move", {"to": {"x": 1}, "by": [{"dx": 1}, {"dy": 2}]})],
+        "tools": [_tool("move", to={"type": "object"})],
+    },
+    {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "path": "a"}]}],
+        "tools": [_tool("say", text={"type": "string", "default": "no"}), _tool("stop")],
+    },
+    {"messages": [_call("say", {"text": "hello"})], "tools": None},
+]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_nulls_of_a_table_are_absent_keys(count: int, tmp_path: Path) -> None:
+    """A table gives all objects of a column the same keys; `count` rows of it have their keys from one another."""
+    datasets = pytest.importorskip("datasets")
+    samples = [CALLS[0], CALLS[0] | CALLS[2], CALLS[0] | {"tools": CALLS[1]["tools"]}][:count]
+    table = datasets.Dataset.from_list(samples)
+    table.to_parquet(tmp_path / "a.parquet")
+    for rows in (table, open_samples([tmp_path / "a.parquet"], key="files")):
+        for row, sample in zip(rows, samples, strict=True):
+            assert read_conversation(row) == read_conversation(JsonObject(sample))
+    parts = datasets.Dataset.from_list([CALLS[1]])[0]
+    assert read_conversation(parts) == read_conversation(JsonObject(CALLS[1]))
+    first, second = ({"prompt": "hi", "chosen": [each], "rejected": "no"} for each in (CALLS[2]["messages"][0], ANSWER))
+    for row, sample in zip(datasets.Dataset.from_list([first, second]), (first, second), strict=True):
+        assert read_pair(row) == read_pair(JsonObject(sample))
+
+
+def test_nulls_of_json_are_kept(tmp_path: Path) -> None:
+    sample = {"messages": [_call("say", {"text": None})], "tools": [_tool("say", text={"default": None})]}
+    lines, objects, text = tmp_path / "a.jsonl", tmp_path / "a.json", tmp_path / "b.jsonl"
+    lines.write_text(json.dumps(sample), encoding="utf-8")
+    objects.write_text(json.dumps([sample]), encoding="utf-8")
+    call = {"type": "function", "function": {"name": "say", "arguments": '{"text": null}'}}
+    in_text = {"messages": [{**sample["messages"][0], "tool_calls": [call]}], "tools": json.dumps(sample["tools"])}
+    text.write_text(json.dumps(in_text), encoding="utf-8")
+    mixture = MixtureStream({"a": IndexedStream(JsonLines(lines), seed=0)}, weights={"a": 1}, seed=0)
+    read = [open_samples([path], key="files")[0] for path in (lines, objects, text)]
+    for each in (
+        *read,
+        dict(in_text),
+        mixture.read((0, 0)),
+        {"messages": [USER, *sample["messages"]], "tools": sample["tools"]},
+    ):
+        conversation = read_conversation(each)
+        assert conversation.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"text": None}
+        assert conversation.tools == sample["tools"]
+    pair = JsonObject(prompt="hi", chosen=sample["messages"], rejected="no")
+    assert read_pair(pair)[0].messages[1] == sample["messages"][0]

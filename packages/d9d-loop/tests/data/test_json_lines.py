@@ -25,8 +25,31 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(UserError, match="no lines; expected one JSON object in each line"):
         JsonLines(path)
-    path.write_text("{}\n[]\n{", encoding="utf-8")
-    with pytest.raises(UserError, match="byte 3: got a list; expected a JSON object"):
-        JsonLines(path)[1]
-    with pytest.raises(UserError, match=r"byte 6: .*; expected a JSON object. Correct the line"):
-        JsonLines(path)[2]
+    path.write_text("{}\n\n[]\n{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a.jsonl, line 3: got a list; expected a JSON object"):
+        JsonLines(path)
+
+
+def test_a_bad_line_of_a_large_file_is_named_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d9d_loop.data.json_lines._PARSED_AT_ONCE", 0)
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    paths[0].write_text("{}\n" * 2, encoding="utf-8")
+    paths[1].write_text("{}\n\n[]\n{", encoding="utf-8")
+    lines = JsonLines(paths)
+    assert len(lines) == 5
+    with pytest.raises(UserError, match=r"b.jsonl, line 3: got a list; expected a JSON object"):
+        lines[3]
+    with pytest.raises(UserError, match=r"b.jsonl, line 4: Expecting .*; expected a JSON object. Correct the line"):
+        lines[4]
+    with pytest.raises(UserError, match=r"b.jsonl, line 3: got a list"):
+        list(lines)
+
+
+def test_contents_are_all_lines_in_any_files(tmp_path: Path) -> None:
+    one, two, other = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "other"))
+    one.write_text('{"n": 1}\n{"n": 2}\n', encoding="utf-8")
+    two.write_text('\n{"n": 3}', encoding="utf-8")
+    other.write_text('{"n": 1}\n{"n": 2}\n{"n": 3}\n', encoding="utf-8")
+    assert JsonLines([one, two]).contents_digest() == JsonLines(other).contents_digest()
+    other.write_text('{"n": 1}\n{"n": 2}\n{"n": 4}\n', encoding="utf-8")
+    assert JsonLines([one, two]).contents_digest() != JsonLines(other).contents_digest()

@@ -76,12 +76,36 @@ def test_missing_texts_are_reported(tmp_path: Path) -> None:
         TextFiles([tmp_path]).files()
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"other": "x"}', '{"text": 1}'])
-def test_a_line_without_text_is_reported(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Expecting property name .*; expected a JSON object"),
+        ("[1]", "got a list; expected a JSON object"),
+        ('{"other": "x"}', "expected a text in the field 'text'; got the fields other"),
+        ('{"text": 1}', "expected a text in the field 'text'; got the fields text"),
+    ],
+)
+def test_a_line_without_text_is_reported(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "a"}\n' + line, encoding="utf-8")
-    with pytest.raises(UserError, match=r"texts.jsonl, line 2: expected a JSON object with text in the field 'text'"):
+    with pytest.raises(UserError, match=r"texts.jsonl, line 2: " + message):
         list(TextFiles([path]))
+
+
+def test_text_of_every_format_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"text": "c"}, {"text": ""}, {"text": "d"}])
+    table.save_to_disk(str(tmp_path / "saved"))
+    table.to_parquet(tmp_path / "table.parquet")
+    (tmp_path / "list.json").write_text('[{"text": "e"}]', encoding="utf-8")
+    (tmp_path / "table.csv").write_text("text\nNA\n", encoding="utf-8")
+    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
+    (tmp_path / "lines.jsonl").write_text('{"text": "f"}\n', encoding="utf-8")
+    names = ("saved", "table.parquet", "list.json", "table.csv", "empty.jsonl", "lines.jsonl")
+    assert list(TextFiles([tmp_path / name for name in names])) == ["c", "d", "c", "d", "e", "NA", "f"]
+    (tmp_path / "lines.ndjson").write_text('{"text": "f"}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"paths: .*lines.ndjson has the suffix .ndjson; expected .jsonl, .json"):
+        list(TextFiles([tmp_path / "lines.ndjson"]))
 
 
 def test_a_file_that_is_not_text_is_reported(tmp_path: Path) -> None:

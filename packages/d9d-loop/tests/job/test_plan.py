@@ -17,7 +17,7 @@ from d9d_metrics import Compose, Metric, Sum
 from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
 
 DATA = [torch.zeros(3)] * 8
-IDENTITY: JsonValue = {"indexed": {"samples": 8, "seed": 0, "shuffle": True}}
+IDENTITY: JsonValue = IndexedStream(DATA, seed=0).identity()
 
 
 class _Nothing(Task):

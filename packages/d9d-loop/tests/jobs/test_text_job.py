@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
+from d9d_loop.data import tokenize_text
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
-from d9d_loop.jobs.text_data import chat_rows
+from d9d_loop.jobs.text_data import PackedTexts, chat_rows, labeled_rows, text_windows
 from d9d_loop.jobs.text_groups import text_groups
 from d9d_metrics import read_metrics
 
@@ -462,10 +463,19 @@ def test_mistakes_in_a_configuration_are_refused(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("null.jsonl", b'{"text": null}', r"sample 0 of dataset\.files has text = None; expected a text"),
+        (
+            "null.jsonl",
+            b'{"text": "a"}\n\n{"text": null}',
+            r"null\.jsonl, line 3: a sample has text = None; expected a text",
+        ),
+        ("broken.jsonl", b'{"text": "a"}\n{"text"', r"broken\.jsonl, line 2: .*; expected a JSON object"),
         ("latin.txt", b"caf\xe9", r"latin\.txt is not UTF-8 text"),
         ("data.parquet", b"csv, renamed", r"data\.parquet cannot be read: .* Expected a valid \.parquet file"),
-        ("data.xlsx", b"PK\x03\x04\x14\x00\xe9\x00", r"data\.xlsx is not UTF-8 text: .*expected \.jsonl, \.parquet"),
+        (
+            "data.xlsx",
+            b"PK\x03\x04\x14\x00\xe9\x00",
+            r"data\.xlsx has the suffix \.xlsx; expected \.jsonl, .*\.parquet",
+        ),
     ],
 )
 def test_files_without_texts_are_refused(name: str, content: bytes, message: str, folder: Path, tmp_path: Path) -> None:
@@ -517,8 +527,35 @@ def test_a_packed_job_with_a_quantized_base_runs_from_its_file_on_one_and_two_ra
 
 def test_a_class_is_a_text_or_an_integer(folder: Path, tmp_path: Path) -> None:
     _write(tmp_path / "lists.jsonl", [{"text": "a", "label": [1, 2]}])
-    with pytest.raises(UserError, match=r"sample 0 of dataset\.files has label = \[1, 2\]; expected a class"):
+    with pytest.raises(UserError, match=r"lists.jsonl, line 1: a sample has label = \[1, 2\]; expected a class"):
         text_trainer(_config(folder, tmp_path, "classify", dataset={"files": [tmp_path / "lists.jsonl"]}))
+
+
+def test_a_bad_chat_is_named_before_training(folder: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "chats.jsonl", [{"prompt": "a", "completion": "b"}, {"messages": [{"role": "user"}]}])
+    with pytest.raises(
+        UserError, match=r"chats.jsonl, line 2: message 0 has the keys role; expected role, and content"
+    ):
+        chat_rows(_config(folder, tmp_path, "sft", dataset={"files": [tmp_path / "chats.jsonl"]}))
+
+
+def test_classes_of_a_csv_file_are_its_words_and_those_of_json_lines(folder: Path, tmp_path: Path) -> None:
+    """Words that readers of tables call missing are classes, and integers are sorted by value."""
+    pytest.importorskip("datasets")
+    labels = ["NA", "null", "10", "9", "nan", "-1"] * 2
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"NA,{each}\n" for each in labels))
+    _write(
+        tmp_path / "a.jsonl", [{"text": "NA", "label": int(each) if each[-1].isdigit() else each} for each in labels]
+    )
+    for suffix in ("csv", "jsonl"):
+        config = _config(folder, tmp_path, "classify", dataset={"files": [tmp_path / f"a.{suffix}"]})
+        provider, names = labeled_rows(config)
+        assert names == ["-1", "9", "10", "NA", "nan", "null"]
+        stream = provider.training(seed=0)
+        assert [stream.read(entry)["labels"].item() for entry in range(6)] == [3, 5, 2, 1, 4, 0]
+    (tmp_path / "a.csv").write_text("text,label\na,1\nb,\n")
+    with pytest.raises(UserError, match=r"a.csv, sample 1: a sample has label = ''; expected a class"):
+        labeled_rows(_config(folder, tmp_path, "classify", dataset={"files": [tmp_path / "a.csv"]}))
 
 
 def test_a_class_that_only_the_evaluation_has_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
@@ -551,12 +588,38 @@ def test_samples_without_the_texts_of_an_embedding_are_refused(
     embedding: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     config = _config(folder, tmp_path, "embed", embedding={"group": 2, **embedding})
-    groups = text_groups(config, config.embedding or EmbeddingConfig()).training(seed=0)
-    (first,) = groups.cursor().take(1)
-    with pytest.raises(UserError, match=message):
-        groups.read(first)
+    with pytest.raises(UserError, match=r"pairs.jsonl, line 1: " + message):
+        text_groups(config, config.embedding or EmbeddingConfig())
 
 
 def test_a_model_needs_either_a_folder_or_a_family() -> None:
     with pytest.raises(ValueError, match=r"expected either folder \(released weights\) or family \(a new model\)"):
         TextJobConfig.model_validate({"job": "sft", "model": {}})
+
+
+def test_a_token_file_is_of_the_models_tokenizer_and_is_not_split(folder: Path, tmp_path: Path) -> None:
+    texts, tokenizer = [f"{n} plus {n}. " * 9 for n in range(9)], folder / "model" / "tokenizer.json"
+    tokenize_text(texts, tmp_path / "tokens", tokenizer=tokenizer, end_token=None)
+    reordered = json.loads(tokenizer.read_text())
+    vocab = reordered["model"]["vocab"]
+    reordered["model"]["vocab"] = dict(zip(vocab, reversed(vocab.values()), strict=True))
+    (tmp_path / "other.json").write_text(json.dumps(reordered))
+    tokenize_text(texts, tmp_path / "other", tokenizer=tmp_path / "other.json", end_token=None)
+
+    def opened(files: str, **more: Any) -> Any:
+        data = {"files": [tmp_path / files], "length": 16, **more.pop("dataset", {})}
+        config = _config(folder, tmp_path / "runs", "pretrain", dataset=data, **more)
+        return text_windows(config), PackedTexts(config)
+
+    windows, _ = opened("tokens", dataset={"evaluation_files": [folder / FILES["pretrain"]]})
+    assert len(windows.evaluation()) > 0
+    with pytest.raises(UserError, match=r"dataset.held_out = 0.2, but .*tokens is a token file, which is not split"):
+        opened("tokens", dataset={"held_out": 0.2})
+    message = r"dataset.files: .* was written with another tokenizer \(.*.json\), and the model has "
+    with pytest.raises(UserError, match=message):
+        opened("other")
+    opened("other", model={"folder": folder / "model", "tokenizer": tmp_path / "other.json"})
+    with pytest.raises(UserError, match=message + "no tokenizer"):
+        opened("tokens", model={"family": "qwen3"})
+    with pytest.raises(UserError, match=r"dataset.files: .*tokens is a token file; expected samples with text"):
+        chat_rows(_config(folder, tmp_path, "sft", dataset={"files": [tmp_path / "tokens"]}))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from d9d_loop.data.iterated_stream import IteratedStream as IteratedStream
     from d9d_loop.data.iterated_stream import StatefulIterable as StatefulIterable
     from d9d_loop.data.json_lines import JsonLines as JsonLines
+    from d9d_loop.data.json_lines import JsonObject as JsonObject
     from d9d_loop.data.mixture_stream import MixtureStream as MixtureStream
     from d9d_loop.data.mixture_stream import Phase as Phase
     from d9d_loop.data.mixture_stream import SourceCount as SourceCount
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from d9d_loop.data.padding import PaddingCollate as PaddingCollate
     from d9d_loop.data.padding import pad_sequences as pad_sequences
     from d9d_loop.data.prefetcher import Prefetcher as Prefetcher
+    from d9d_loop.data.sample_files import open_samples as open_samples
     from d9d_loop.data.sample_reader import DataError as DataError
     from d9d_loop.data.sample_stream import Cursor as Cursor
     from d9d_loop.data.sample_stream import Entry as Entry

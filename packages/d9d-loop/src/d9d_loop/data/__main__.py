@@ -18,7 +18,7 @@ from d9d_loop.cli_main import cli_main
 from d9d_loop.data.chat_stream import tokenize_chats
 from d9d_loop.data.chat_tokenizer import mark_spans, read_chat_tokenizer
 from d9d_loop.data.conversation import TooLong, read_conversation
-from d9d_loop.data.json_lines import JsonLines
+from d9d_loop.data.sample_files import open_samples
 from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
 from d9d_loop.data.token_file import TokenFile
 
@@ -26,7 +26,9 @@ from d9d_loop.data.token_file import TokenFile
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and print one line of JSON for each token file."""
     parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Write text as a token file.")
-    parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of these")
+    parser.add_argument(
+        "paths", type=Path, nargs="+", help="files .jsonl, .json, .parquet, .csv or text, and folders of these"
+    )
     parser.add_argument("--output", type=Path, help="folder to write; must not exist")
     parser.add_argument(
         "--tokenizer", type=Path, required=True, help="tokenizer.json of a model; with --chat, the folder of a model"
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--train-vocab-size", type=int, help="train the tokenizer first, with this vocabulary size")
     parser.add_argument("--pattern", default="**/*.txt", help="glob pattern of files in a folder; default: %(default)s")
     parser.add_argument(
-        "--field", default="text", help="field of a .jsonl line that contains the text; default: %(default)s"
+        "--field", default="text", help="field of a sample that contains the text; default: %(default)s"
     )
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--end-token", default=END_TOKEN, help="token appended to each document; default: %(default)s")
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="fraction of the documents to write to OUTPUT/held_out; the others are written to OUTPUT/train",
     )
     chat = parser.add_argument_group("conversations")
-    chat.add_argument("--chat", action="store_true", help="read conversations from .jsonl files and write loss masks")
+    chat.add_argument("--chat", action="store_true", help="read conversations and write loss masks")
     chat.add_argument("--max-length", type=int, help="maximum length of a conversation, in positions")
     chat.add_argument(
         "--too-long",
@@ -77,16 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _tokenize_chats(options: argparse.Namespace) -> None:
     tokenizer = read_chat_tokenizer(options.tokenizer)
-    samples = JsonLines(options.paths)
+    samples = open_samples(options.paths, key="paths")
     for number in range(min(options.show, len(samples))):
         print(f"--- conversation {number}")
         chat = tokenizer(read_conversation(samples[number]))
         print(mark_spans(chat.text, chat.spans, in_color=sys.stdout.isatty()))
     if options.output is None:
         return
-    in_order = (samples[number] for number in range(len(samples)))
     file = tokenize_chats(
-        in_order, options.output, tokenizer=tokenizer, max_length=options.max_length, too_long=options.too_long
+        samples, options.output, tokenizer=tokenizer, max_length=options.max_length, too_long=options.too_long
     )
     _report(options.output, file, dropped=file.manifest.about["dropped"])
 

@@ -1,4 +1,4 @@
-"""Data providers of conversations and preference pairs in `.jsonl` files, for scripts and presets."""
+"""Data providers of conversations and preference pairs in files, for scripts and presets."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Literal, final
 from d9d_loop.data.chat_stream import ChatStream, PairStream
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
 from d9d_loop.data.conversation import TooLong
-from d9d_loop.data.data_provider import DataProvider
+from d9d_loop.data.data_provider import DataProvider, check_samples
 from d9d_loop.data.indexed_stream import IndexedStream
-from d9d_loop.data.json_lines import JsonLines
 from d9d_loop.data.packed_stream import PackedStream
+from d9d_loop.data.sample_files import open_samples
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
 
@@ -20,12 +20,13 @@ Files = Path | str | Sequence[Path | str]
 
 @final
 class ChatData(DataProvider):
-    """Packed conversations, or preference pairs, from `.jsonl` files or from other map-style datasets.
+    """Packed conversations, or preference pairs, from files or from map-style datasets.
 
         ChatData("chats.jsonl", tokenizer="Qwen3-0.6B", row_length=2048)
 
     Args:
-        train: Files of the training data, or a map-style dataset of samples, such as a Hugging Face dataset.
+        train: Files of the training data in a format of `open_samples`, such as `.jsonl`, or a map-style dataset of
+            samples, such as a Hugging Face dataset.
         tokenizer: Folder of a model with its tokenizer and chat template, or a `ChatTokenizer`.
         row_length: Length of the packed rows, and so of the longest conversation, in positions.
         held_out: Files of the evaluation data, or a map-style dataset; None for no evaluation.
@@ -52,8 +53,8 @@ class ChatData(DataProvider):
         window: int = 1024,
         shuffle: bool = True,
     ) -> None:
-        self._train = _samples(train)
-        self._held_out = None if held_out is None else _samples(held_out)
+        self._train = _samples(train, "train")
+        self._held_out = None if held_out is None else _samples(held_out, "held_out")
         self._tokenizer = tokenizer if isinstance(tokenizer, ChatTokenizer) else read_chat_tokenizer(tokenizer)
         self._kind, self._row_length, self._window = kind, row_length, window
         self._too_long: TooLong = too_long
@@ -80,9 +81,10 @@ class ChatData(DataProvider):
         return PackedStream(chats, row_length=length, window=self._window, seed=seed)
 
 
-def _samples(source: Files | Samples) -> Samples:
+def _samples(source: Files | Samples, argument: str) -> Samples:
     if isinstance(source, Path | str):
-        return JsonLines(source)
+        return open_samples([Path(source)], key=argument)
     if isinstance(source, Sequence) and all(isinstance(each, Path | str) for each in source):
-        return JsonLines([Path(each) for each in source])
+        return open_samples([Path(each) for each in source], key=argument)
+    check_samples(source, argument)
     return source

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, final
 
 from d9d_dist import UserError
+from d9d_loop.data.json_lines import JsonObject
 
 TooLong: TypeAlias = Literal["refuse", "drop", "truncate"]
 """Treatment of a conversation of more than `max_length` positions."""
@@ -55,9 +56,14 @@ def read_conversation(sample: Mapping[str, Any]) -> Conversation:
 
     An additional key `tools` has a list of JSON schemas, possibly as JSON text.
 
+    A table, such as Parquet or a Hugging Face dataset, gives all objects of a column the same keys, and stores an
+    absent key as null. So nulls are removed at any depth, except from a `JsonObject`, from JSON text, and from samples
+    in which objects of one list have different keys: no table has these.
+
     Raises:
         UserError: If the sample has none of these formats, or a message lacks its role or content.
     """
+    sample = _without_nulls_of_tables(sample)
     tools = _tools(sample.get("tools"))
     if sample.get("messages") is not None:
         return Conversation(_messages(sample["messages"]), tools)
@@ -85,6 +91,7 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     """
     if sample.get("chosen") is None or sample.get("rejected") is None:
         raise _unknown(sample, "chosen and rejected, with or without prompt")
+    sample = _without_nulls_of_tables(sample)
     tools = _tools(sample.get("tools"))
     prompt = [] if sample.get("prompt") is None else _turn(sample["prompt"], role="user")
     chosen, rejected = ([*prompt, *_turn(sample[key], role="assistant")] for key in ("chosen", "rejected"))
@@ -102,6 +109,28 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     return Conversation(chosen, tools, first), Conversation(rejected, tools, first)
 
 
+def _without_nulls_of_tables(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(sample, JsonObject) or _differ_in_keys([sample]):
+        return sample
+    return _without_nulls(sample)
+
+
+def _differ_in_keys(values: list[Any]) -> bool:
+    """Return True if values of one column are objects with different keys, or contain such objects at any depth."""
+    objects = [value for value in values if isinstance(value, Mapping)]
+    if len({frozenset(each) for each in objects}) > 1:
+        return True
+    columns = [[each[key] for each in objects] for key in (objects[0] if objects else ())]
+    columns.append([item for value in values if isinstance(value, list) for item in value])
+    return any(_differ_in_keys(column) for column in columns if column)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
 def _messages(values: Any) -> list[Message]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise UserError(f"got messages of type {type(values).__name__}; expected a list of at least one message.")
@@ -117,7 +146,6 @@ def _message(number: int, value: Any) -> Message:
         raise UserError(f"message {number} is a {type(value).__name__}; expected an object with role and content.")
     if "role" not in value and "from" in value:
         value = _from_sharegpt(number, value)
-    # A Hugging Face dataset stores absent keys as None.
     message = {key: each for key, each in value.items() if each is not None}
     if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
         raise UserError(

@@ -96,10 +96,15 @@ def as_samples(data: Any, argument: str) -> Samples:
     """
     if _is_hugging_face(data, "Dataset"):
         return data if data.format["type"] else data.with_format("torch")
+    check_samples(data, argument)
+    return data
+
+
+def check_samples(data: Any, argument: str) -> None:
+    """Raise `UserError` if data, which the user passed as `argument`, are no map-style dataset."""
     if problem := _problem(data):
         expected = "a dataset with len() and samples by index, such as a list or a torch Dataset"
         raise UserError(f"got {argument} = {_shown(data)}; expected {expected}. {problem}")
-    return data
 
 
 def _problem(data: Any) -> str:  # noqa: PLR0911 - one return for each kind

@@ -48,13 +48,11 @@ class DocumentStream(SampleStream):
         self._order = SampleOrder(len(file), seed=seed, shuffle=shuffle)
         self._end, self.is_endless = end_of_epochs(epochs, len(file)), epochs is None
         self._identity: dict[str, JsonValue] = {
-            "tokens": manifest.files["tokens.bin"].sha256,
+            "contents": file.contents_digest(),
             "max_length": max_length,
             "seed": seed,
             "shuffle": shuffle,
         }
-        if file.has_masks:
-            self._identity["masks"] = manifest.files["masks.bin"].sha256
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""

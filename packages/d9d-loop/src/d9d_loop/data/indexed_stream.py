@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, final
 
 from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_loop.data.contents import contents_of
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.data.samples import Samples
@@ -43,7 +45,7 @@ class IndexedStream(SampleStream):
         self._samples, self._length = samples, length
         self._order = SampleOrder(len(samples), seed=seed, shuffle=shuffle)
         self._end, self.is_endless = end_of_epochs(epochs, len(samples)), epochs is None
-        self._identity: dict[str, JsonValue] = {"samples": len(samples), "seed": seed, "shuffle": shuffle}
+        self._sizes: dict[str, JsonValue] = {"samples": len(samples), "seed": seed, "shuffle": shuffle}
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
@@ -60,8 +62,12 @@ class IndexedStream(SampleStream):
         return measured_length(self._samples[entry])
 
     def identity(self) -> JsonValue:
-        """Return the dataset size, the seed, and the `shuffle` flag."""
-        return {"indexed": self._identity}
+        """Return the dataset size, its contents (see `contents_of`), the seed, and the `shuffle` flag."""
+        return {"indexed": {**self._sizes, "contents": self._contents}}
+
+    @cached_property
+    def _contents(self) -> JsonValue:
+        return contents_of(self._samples)
 
 
 def end_of_epochs(epochs: int | None, num_samples: int) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError, stream_key
+from d9d_loop.data.json_lines import JsonObject
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 
 Unit = Literal["samples", "tokens"]
@@ -95,6 +96,8 @@ class MixtureStream(SampleStream):
         """Read the sample that `entry` points to. If it is a dictionary, add the index of its source."""
         number, inner = entry
         sample = self._streams[number].read(inner)
+        if isinstance(sample, JsonObject):
+            return JsonObject(sample, source=number)
         return {**sample, "source": number} if isinstance(sample, Mapping) else sample
 
     def length(self, entry: tuple[int, Entry]) -> int:

@@ -185,6 +185,10 @@ class TokenWindows:
         tokens = self._file.tokens(index * self._length, (index + 1) * self._length + 1)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
+    def contents_digest(self) -> JsonValue:
+        """Return the digests of the token file, and the length."""
+        return [self._file.contents_digest(), self._length]
+
 
 @final
 class PackedSamples:
@@ -220,3 +224,7 @@ class PackedSamples:
             self._row_length,
             pad_token=self._pad_token,
         )
+
+    def contents_digest(self) -> JsonValue:
+        """Return the digests of the token file, and the row length."""
+        return [self._file.contents_digest(), self._row_length, self._pad_token]

@@ -1,11 +1,11 @@
 """Tokenization of text files into a token file, once for many jobs. The command is `python -m d9d_loop.data`."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
+from d9d_loop.data.sample_files import file_kind, is_saved_dataset, open_samples
 from d9d_loop.data.token_file import TokenFile
 from d9d_loop.data.token_file_writer import TokenFileWriter
 
@@ -26,12 +27,12 @@ _DOCUMENTS_AT_A_TIME = 256
 @final
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """Text documents: each line of a `.jsonl` file is a document; any other file is one document.
+    """Text documents of files in any format of `open_samples`: a sample of a table, or a whole text file.
 
     Attributes:
-        paths: Files, and folders that are searched with `pattern`.
+        paths: Files, folders of `datasets.save_to_disk`, and other folders, which are searched with `pattern`.
         pattern: Glob pattern for files in a folder.
-        field: JSON field that holds the text of a `.jsonl` line.
+        field: Field of a sample that holds the text, such as the key in a `.jsonl` line.
     """
 
     paths: Sequence[Path]
@@ -48,8 +49,8 @@ class TextFiles:
         for path in self.paths:
             if not path.exists():
                 raise UserError(f"{path} does not exist; expected a text file, a .jsonl file, or a folder of these.")
-            inside = sorted(file for file in path.glob(self.pattern) if file.is_file()) if path.is_dir() else [path]
-            files += inside
+            is_one = not path.is_dir() or is_saved_dataset(path)
+            files += [path] if is_one else sorted(file for file in path.glob(self.pattern) if file.is_file())
         if not files:
             paths = ", ".join(map(str, self.paths))
             raise UserError(f"no files match {self.pattern} in {paths}; choose another --pattern.")
@@ -59,32 +60,16 @@ class TextFiles:
         """Iterate over the text of all documents, skipping empty documents and lines.
 
         Raises:
-            UserError: If a file is not UTF-8, or a line of a `.jsonl` file has no text in `field`.
+            UserError: If a file cannot be read, or a sample has no text in `field`.
         """
-        for file in self.files():
-            try:
-                if file.suffix == ".jsonl":
-                    yield from self._lines(file)
-                elif text := file.read_text(encoding="utf-8"):
-                    yield text
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{file} is not UTF-8 text (byte {error.start}); expected text. Convert it, or choose other files."
-                ) from None
-
-    def _lines(self, file: Path) -> Iterator[str]:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    text = json.loads(line)[self.field]
-                except (ValueError, KeyError, TypeError):
-                    text = None
+        for _, files in groupby(self.files(), key=partial(file_kind, key="paths")):
+            samples = open_samples(list(files), key="paths", text_field=self.field)
+            for index, sample in enumerate(samples):
+                text = sample.get(self.field)
                 if not isinstance(text, str):
                     raise UserError(
-                        f"{file}, line {number}: expected a JSON object with text in the field {self.field!r}. Choose "
-                        "another field with --field, or correct the line."
+                        f"{samples.place(index)}: expected a text in the field {self.field!r}; got the fields "
+                        f"{', '.join(sample)}. Choose another field with --field, or correct the sample."
                     )
                 if text:
                     yield text

@@ -115,6 +115,10 @@ class TokenFile:
         raw = bytearray(memoryview(self._tokens)[start * each : stop * each])
         return torch.frombuffer(raw, dtype=TORCH_DTYPES[self.manifest.dtype]).long()
 
+    def contents_digest(self) -> JsonValue:
+        """Return the digests of the files, as in the manifest."""
+        return {name: record.sha256 for name, record in self.manifest.files.items()}
+
     def verify(self) -> None:
         """Read all files, compare their digests, and check that the documents are contiguous and not empty.
 

@@ -65,7 +65,8 @@ class TextDataConfig(Section):
     """Files with text, and the names of their fields."""
 
     files: tuple[Path, ...] = Field(
-        description="Files .jsonl, .parquet, .csv or .txt, folders of `datasets.save_to_disk`, or a token file."
+        description="Files of one format: .jsonl, .json, .parquet, .csv or .txt; folders of `datasets.save_to_disk`; "
+        "or a token file."
     )
     evaluation_files: tuple[Path, ...] = Field(default=(), description="Files for evaluation, in the same formats.")
     held_out: float = Field(

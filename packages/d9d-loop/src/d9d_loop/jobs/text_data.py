@@ -3,12 +3,15 @@
 B: samples, L: padded length.
 """
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -31,11 +34,14 @@ from d9d_loop.data import (
 )
 from d9d_loop.data.byte_tokenizer import ByteTokenizer
 from d9d_loop.data.chat_stream import fit_tokens
+from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.data.text_tokens import load_tokenizer
 from d9d_loop.jobs.job_config import TextDataConfig, TextJobConfig
-from d9d_loop.jobs.text_files import open_samples, split_samples
+from d9d_loop.jobs.text_files import open_checked, split_samples
+
+_INTEGER = re.compile(r"-?\d+")
 
 
 @final
@@ -113,6 +119,10 @@ class _Converted:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self._convert(self._samples[index])
 
+    def contents_digest(self) -> JsonValue:
+        """Return the contents of the samples, and the digest of some converted ones."""
+        return [contents_of(self._samples), sampled_digest(self)]
+
 
 def chat_rows(config: TextJobConfig) -> DataProvider:
     """Return the conversations of a job, packed if configured; only the assistant's turns contribute to the loss."""
@@ -120,7 +130,7 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
     if folder is None:
         raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
     tokenizer = read_chat_tokenizer(folder)
-    training, evaluation = samples_of(config)
+    training, evaluation = samples_of(config, read_conversation)
     if config.dataset.packing:
         return ChatData(
             training,
@@ -136,12 +146,18 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
 def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
     """Return the labeled texts of a job, and the names of the classes in the order of the class numbers.
 
-    Classes are sorted: integers by value, then texts alphabetically. All labels are read once.
+    A class is a text: the class 1 of JSON is the class "1" of a CSV file. Classes are sorted: integers by value, then
+    texts alphabetically. All labels are read once.
     """
-    training, evaluation = samples_of(config)
-    field = config.dataset.label_field
-    found = {_label(training[index], field, index) for index in range(len(training))}
-    names = sorted(found, key=lambda label: (0, label, "") if isinstance(label, int) else (1, 0, str(label)))
+    data, field = config.dataset, config.dataset.label_field
+
+    def check(sample: Any) -> None:
+        _text(sample, data.text_field)
+        _label(sample, field)
+
+    training, evaluation = samples_of(config, check)
+    found = {_label(training[index], field) for index in range(len(training))}
+    names = sorted(found, key=lambda label: (0, int(label), label) if _INTEGER.fullmatch(label) else (1, 0, label))
     if len(names) < 2:
         raise UserError(
             f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
@@ -149,9 +165,9 @@ def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
     numbers = {name: number for number, name in enumerate(names)}
     held_out: Samples = [] if evaluation is None else evaluation
     for index in range(len(held_out)):
-        _class_number(numbers, _label(held_out[index], field, index))
+        _class_number(numbers, _label(held_out[index], field))
     convert = partial(_labeled_row, text_tokenizer(config), numbers, config.dataset)
-    return _rows(training, evaluation, config, convert), [str(name) for name in names]
+    return _rows(training, evaluation, config, convert), names
 
 
 def text_windows(config: TextJobConfig) -> DatasetProvider:
@@ -183,62 +199,105 @@ class PackedTexts(DataProvider):
 
 
 def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
-    data = config.dataset
-    if data.files and all((path / "manifest.json").is_file() for path in data.files):
-        if len(data.files) > 1 or len(data.evaluation_files) > 1:
-            raise UserError(f"dataset.files names {len(data.files)} token files; expected one. Write one token file.")
-        return TokenFile(data.files[0]), TokenFile(data.evaluation_files[0]) if data.evaluation_files else None
-    tokenizer = text_tokenizer(config)
+    data, tokenizer = config.dataset, text_tokenizer(config)
 
     def tokenized(samples: Samples) -> TokenFile:
         return cached_token_file(
-            [_text(samples[index], data.text_field, index).encode() for index in range(len(samples))],
+            [_text(samples[index], data.text_field).encode() for index in range(len(samples))],
             config.run.folder / "tokens",
             tokenize=lambda text: tokenizer(text.decode()),
             name=tokenizer.name,
             vocab_size=tokenizer.vocab_size,
         )
 
-    training, evaluation = samples_of(config)
-    return tokenized(training), None if evaluation is None else tokenized(evaluation)
+    def tokens_of(paths: Sequence[Path], key: str) -> TokenFile:
+        if _is_token_file(paths):
+            return _open_tokens(paths, config, key=key)
+        return tokenized(open_checked(paths, check, key=key, text_field=data.text_field))
+
+    check = partial(_text, field=data.text_field)
+    if data.evaluation_files:
+        files = tokens_of(data.evaluation_files, "dataset.evaluation_files")
+        return tokens_of(data.files, "dataset.files"), files
+    if not _is_token_file(data.files):
+        training, evaluation = samples_of(config, check)
+        return tokenized(training), None if evaluation is None else tokenized(evaluation)
+    if data.held_out:
+        raise UserError(
+            f"dataset.held_out = {data.held_out}, but {data.files[0]} is a token file, which is not split; expected a "
+            "token file for evaluation. Write both with d9d-tokenize --held-out, and set dataset.evaluation_files."
+        )
+    return tokens_of(data.files, "dataset.files"), None
 
 
-def samples_of(config: TextJobConfig) -> tuple[Samples, Samples | None]:
-    """Return the training samples and the held-out samples of a job."""
+def _is_token_file(paths: Sequence[Path]) -> bool:
+    return any((path / "manifest.json").is_file() for path in paths)
+
+
+def _open_tokens(paths: Sequence[Path], config: TextJobConfig, *, key: str) -> TokenFile:
+    """Open a token file; raise `UserError` if its tokenizer is not that of the model."""
+    if len(paths) > 1:
+        raise UserError(f"{key} names {len(paths)} token files or more; expected one. Write one token file.")
+    file, about = TokenFile(paths[0]), TokenFile(paths[0]).manifest.about
+    folder = config.model.tokenizer or config.model.folder
+    written = about.get("tokenizer_sha256")
+    if written is None:
+        return file
+    if folder is None:
+        found = "the model has no tokenizer"
+    elif file.has_masks:  # conversations
+        found = "" if read_chat_tokenizer(folder).identity() == written else f"the model has that of {folder}"
+    else:
+        path = folder / "tokenizer.json" if folder.is_dir() else folder
+        is_same = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == written
+        found = "" if is_same else f"the model has {path}"
+    if found:
+        raise UserError(
+            f"{key}: {paths[0]} was written with another tokenizer ({about.get('tokenizer', 'of conversations')}), "
+            f"and {found}; expected equal tokenizers. Set model.tokenizer to the tokenizer of the token file, or write "
+            "the token file again with d9d-tokenize."
+        )
+    return file
+
+
+def samples_of(
+    config: TextJobConfig, check: Callable[[Any], object] = lambda sample: None
+) -> tuple[Samples, Samples | None]:
+    """Return the training samples and the held-out samples of a job. `check` raises `UserError` for a bad sample."""
     data = config.dataset
-    samples = open_samples(data.files, key="dataset.files", text_field=data.text_field)
+    samples = open_checked(data.files, check, key="dataset.files", text_field=data.text_field)
     if not data.evaluation_files:
         return split_samples(samples, data.held_out, key="dataset.held_out")
-    return samples, open_samples(data.evaluation_files, key="dataset.evaluation_files", text_field=data.text_field)
+    key = "dataset.evaluation_files"
+    return samples, open_checked(data.evaluation_files, check, key=key, text_field=data.text_field)
 
 
-def _field(sample: Mapping[str, Any], field: str, index: int) -> Any:
+def _field(sample: Mapping[str, Any], field: str) -> Any:
     if field not in sample:
         raise UserError(
-            f"sample {index} of dataset.files has no field {field!r}; it has {', '.join(sample)}. Set "
-            "dataset.text_field or dataset.label_field."
+            f"a sample has no field {field!r}; it has {', '.join(sample)}. Set dataset.text_field or "
+            "dataset.label_field."
         )
     return sample[field]
 
 
-def _text(sample: Mapping[str, Any], field: str, index: int) -> str:
-    text = _field(sample, field, index)
+def _text(sample: Mapping[str, Any], field: str) -> str:
+    text = _field(sample, field)
     if not isinstance(text, str):
         raise UserError(
-            f"sample {index} of dataset.files has {field} = {text!r:.60}; expected a text. Correct the sample, or set "
-            "dataset.text_field."
+            f"a sample has {field} = {text!r:.60}; expected a text. Correct the sample, or set dataset.text_field."
         )
     return text
 
 
-def _label(sample: Mapping[str, Any], field: str, index: int) -> str | int:
-    label = _field(sample, field, index)
-    if not isinstance(label, str | int):
+def _label(sample: Mapping[str, Any], field: str) -> str:
+    label = _field(sample, field)
+    if not isinstance(label, str | int) or label == "":
         raise UserError(
-            f"sample {index} of dataset.files has {field} = {label!r:.60}; expected a class, which is a text or an "
-            "integer. Correct the sample, or set dataset.label_field."
+            f"a sample has {field} = {label!r:.60}; expected a class, which is a text or an integer. Correct the "
+            "sample, or set dataset.label_field."
         )
-    return label
+    return str(label)
 
 
 def _chat_row(tokenizer: ChatTokenizer, data: TextDataConfig, sample: Any) -> dict[str, Tensor]:
@@ -250,13 +309,13 @@ def _chat_row(tokenizer: ChatTokenizer, data: TextDataConfig, sample: Any) -> di
 
 
 def _labeled_row(
-    tokenizer: TextTokenizer, numbers: Mapping[Any, int], data: TextDataConfig, sample: Any
+    tokenizer: TextTokenizer, numbers: Mapping[str, int], data: TextDataConfig, sample: Any
 ) -> dict[str, Tensor]:
-    number = _class_number(numbers, sample[data.label_field])
-    return {"input_ids": fitted_ids(tokenizer, sample[data.text_field], data), "labels": torch.tensor(number)}
+    number = _class_number(numbers, _label(sample, data.label_field))
+    return {"input_ids": fitted_ids(tokenizer, _text(sample, data.text_field), data), "labels": torch.tensor(number)}
 
 
-def _class_number(numbers: Mapping[Any, int], label: Any) -> int:
+def _class_number(numbers: Mapping[str, int], label: str) -> int:
     if label not in numbers:
         raise UserError(
             f"the label {label!r} is not among the training labels; expected one of those classes. Add samples "

@@ -6,13 +6,17 @@ for any number of ranks and any microbatch size.
 G: groups, R: texts of a group, L: padded length.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data import DatasetProvider, pad_sequences
+from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
 from d9d_loop.jobs.text_data import TextTokenizer, dataset_of, fitted_ids, samples_of, text_tokenizer
@@ -22,7 +26,8 @@ def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetPro
     """Return groups of queries with their documents. A group of K pairs has K queries, K positives, then negatives."""
     tokenizer = text_tokenizer(config)
     training, evaluation = (
-        None if samples is None else _Groups(samples, tokenizer, config, embedding) for samples in samples_of(config)
+        None if samples is None else _Groups(samples, tokenizer, config, embedding)
+        for samples in samples_of(config, partial(_texts, embedding=embedding))
     )
     assert training is not None
     return dataset_of(training, evaluation, config, collate=_pad)
@@ -59,25 +64,29 @@ class _Groups:
 
     def __getitem__(self, index: int) -> list[Tensor]:
         members = [self._samples[index + each * self._count] for each in range(self._embedding.group)]
-        negatives = [self._negatives(each) for each in members]
-        columns = [self._text(each, self._embedding.query_field) for each in members]
-        columns += [self._text(each, self._embedding.positive_field) for each in members]
-        texts = [*columns, *(text for each in negatives for text in each)]
-        return [fitted_ids(self._tokenizer, text, self._data) for text in texts]
+        texts = [_texts(each, self._embedding) for each in members]
+        columns = [each[0] for each in texts] + [each[1] for each in texts]
+        columns += [negative for each in texts for negative in each[2:]]
+        return [fitted_ids(self._tokenizer, text, self._data) for text in columns]
 
-    def _negatives(self, sample: Any) -> list[str]:
-        found, count = sample.get(self._embedding.negatives_field) or [], self._embedding.num_negatives
-        if len(found) < count:
-            raise UserError(
-                f"a sample has {len(found)} texts in {self._embedding.negatives_field!r}; expected at least "
-                f"embedding.num_negatives = {count}. Add texts, or lower embedding.num_negatives."
-            )
-        return found[:count]
+    def contents_digest(self) -> JsonValue:
+        """Return the contents of the samples, and the digest of some groups."""
+        return [contents_of(self._samples), sampled_digest(self)]
 
-    def _text(self, sample: Any, field: str) -> str:
+
+def _texts(sample: Mapping[str, Any], embedding: EmbeddingConfig) -> list[str]:
+    """Return the query of a sample, its document and its negatives."""
+    for field in (embedding.query_field, embedding.positive_field):
         if not isinstance(sample.get(field), str):
             raise UserError(
                 f"a sample has no text {field!r}; it has {', '.join(sample)}. Set embedding.query_field and "
                 "embedding.positive_field."
             )
-        return sample[field]
+    found, count = sample.get(embedding.negatives_field) or [], embedding.num_negatives
+    texts = [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+    if len(texts) < count:
+        raise UserError(
+            f"a sample has {len(texts)} texts in {embedding.negatives_field!r}; expected at least "
+            f"embedding.num_negatives = {count}. Add texts, or lower embedding.num_negatives."
+        )
+    return [sample[embedding.query_field], sample[embedding.positive_field], *texts[:count]]

@@ -86,9 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Measure the result of a run: perplexity and accuracy on text, or tasks of lm-eval.",
     )
     parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
-    parser.add_argument("--data", type=Path, help="text file, .jsonl file of documents, or folder of .txt files")
+    parser.add_argument("--data", type=Path, help="file .jsonl, .json, .parquet, .csv or text, or folder of .txt files")
     parser.add_argument(
-        "--field", default="text", help="field of a .jsonl line that contains the text; default: %(default)s"
+        "--field", default="text", help="field of a sample that contains the text; default: %(default)s"
     )
     parser.add_argument("--length", type=int, default=1024, help="predicted tokens per window; default: %(default)s")
     parser.add_argument("--limit", type=int, help="number of documents, or of examples per task; default: all")

@@ -1,0 +1,125 @@
+"""Digests of the contents of data. Ranks with different data, and a resume with other data, are errors.
+
+Files are compared completely up to 256 MiB, larger files by their sizes and by blocks spread over the files. Other
+datasets are compared by their lengths and by a few samples, which are read for it.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+from d9d_loop.data.data_random import position_random
+from d9d_loop.data.sample_order import SampleOrder
+from d9d_loop.data.samples import Samples
+
+NUM_COMPARED = 16
+"""Number of samples of a dataset that are compared."""
+_WHOLE = 1 << 28
+_BLOCK, _NUM_BLOCKS = 1 << 16, 256
+
+
+@runtime_checkable
+class HasContentsDigest(Protocol):
+    """Dataset that knows a digest of its contents, such as one of files."""
+
+    def contents_digest(self) -> JsonValue:
+        """Return a JSON value that differs if the contents do."""
+        ...
+
+
+def contents_of(samples: Any) -> JsonValue:
+    """Return a JSON value that identifies the contents of a map-style dataset.
+
+    Datasets with a method `contents_digest` identify themselves; subsets and concatenations are their datasets and
+    indices. Of any other dataset, at most 16 samples are read, with random numbers that are seeded by the index.
+    """
+    if isinstance(samples, HasContentsDigest):
+        return samples.contents_digest()
+    if isinstance(samples, Subset):
+        return {"of": contents_of(samples.dataset), "indices": digest_of(torch.tensor(list(samples.indices)))}
+    if isinstance(samples, ConcatDataset):
+        return [contents_of(each) for each in samples.datasets]
+    return sampled_digest(samples)
+
+
+def sampled_digest(samples: Samples) -> str:
+    """Return the digest of at most 16 samples of a dataset: the first, the last and pseudorandom ones."""
+    last = len(samples) - 1
+    chosen = {0, last, *SampleOrder(last + 1, seed=0).take(0, min(NUM_COMPARED - 2, last + 1))} if last >= 0 else set()
+    return digest_of([_read(samples, index) for index in sorted(chosen)])
+
+
+def _read(samples: Samples, index: int) -> Any:
+    try:
+        with position_random(0, position=index):
+            return samples[index]
+    except Exception as error:  # reported where the sample is used
+        return type(error).__qualname__
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of a sample: a pytree of tensors, arrays, texts, bytes and numbers.
+
+    Only the types of other objects are compared.
+    """
+    digest = hashlib.sha256()
+    for part in _parts(value):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    match value:
+        case Mapping():
+            yield b"mapping %d" % len(value)
+            for item in value.items():
+                yield from _parts(item)
+        case list() | tuple():
+            yield b"sequence %d" % len(value)
+            for each in value:
+                yield from _parts(each)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            yield from _parts({field.name: getattr(value, field.name) for field in fields(value)})
+        case Tensor():
+            yield from _parts_of_tensor(value)
+        case bytes() | bytearray():
+            yield bytes(value)
+        case None | bool() | int() | float() | complex() | str():
+            yield f"{type(value).__name__} {value!r}".encode()
+        case _ if hasattr(value, "tobytes"):  # NumPy, Pillow
+            yield f"{getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}".encode()
+            is_of_objects = getattr(value, "dtype", None) == object  # noqa: E721 - a dtype, equal to the type
+            yield from _parts(value.tolist() if is_of_objects else value.tobytes())
+        case _:
+            yield from _parts(type(value).__qualname__)
+
+
+def _parts_of_tensor(tensor: Tensor) -> Iterator[bytes]:
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    data = dense.cpu().contiguous()
+    yield f"{data.dtype} {tuple(data.shape)}".encode()
+    yield ctypes.string_at(data.data_ptr(), data.nbytes) if data.nbytes else b""
+
+
+def digest_of_files(paths: Sequence[Path]) -> str:
+    """Return a digest of the bytes of files, in order; of more than 256 MiB, of the sizes and of 256 blocks."""
+    digest, sizes = hashlib.sha256(), [path.stat().st_size for path in paths]
+    step = max(sum(sizes) // _NUM_BLOCKS, _BLOCK)
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            if sum(sizes) <= _WHOLE:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+                continue
+            for start in {*range(0, size, step), max(size - _BLOCK, 0)}:
+                file.seek(start)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
