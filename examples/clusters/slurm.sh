@@ -19,13 +19,19 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 # One task per rank: srun signals tasks, but not the processes that a launcher starts in them. A requeued job keeps its
 # job ID, so it has the same run name and finds its checkpoints.
+# `srun` returns the largest exit code of all tasks. The ranks write the code of the rank that failed first to this folder.
+export D9D_NODE_FOLDER=$(mktemp -d -p "$PWD" .first-failure-XXXXXX)
 srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLURM_JOB_ID" \
     --mesh.data_parallel_replicate "$SLURM_JOB_NUM_NODES" --mesh.data_parallel_shard -1 --batch.global_size 64
 code=$?
+first=$(sed -n 2p "$D9D_NODE_FOLDER/first_failure" 2> /dev/null)
+rm -rf "$D9D_NODE_FOLDER"
+if [ "$code" -ne 0 ]; then code=${first:-$code}; fi
 
-case $code in
+case $code in  # the table of docs/resilience.md
+    0 | 2 | 130) ;;  # finished, a user error, or Ctrl-C
     75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped by a signal, after a save
-    124 | 125)  # a rank hung or died: restart, a limited number of times
+    *)  # an exception, or a rank that hung or was killed: restart, a limited number of times
         if [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
 esac
 exit $code

@@ -22,9 +22,10 @@ import torch
 from moe_job import BalancedNextToken, TinyDeepseek, samples
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from d9d_dist.failures import NODE_FOLDER
 from d9d_loop import ConfigReady, DataReady, ModelReady, StepDone, Trainer, TrainerConfig, cli_main, elastic_agent
 from d9d_loop.elastic_rendezvous import BACKEND
-from d9d_loop.resilience.node_files import NODE_FOLDER
+from d9d_loop.rank_ends import RankEnds
 from d9d_loop.testing import parse_layout
 from hosts.forked_hosts import be_rank, enter
 from hosts.hosts import PORT, Hosts
@@ -208,7 +209,7 @@ class ElasticJob:
 
 def _agent(place: Place, name: str, settings: Settings) -> None:
     """Run the agent of a host, that of `d9d-torchrun`."""
-    elastic_agent.install()
+    elastic_agent.install(RankEnds())
     node = place.folder / f"node-{place.rank}"
     node.mkdir(exist_ok=True)
     os.environ[NODE_FOLDER] = str(node)

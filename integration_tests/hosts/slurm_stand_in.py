@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def _srun(arguments: list[str]) -> int:
-    """Start the command as one task per rank; return the largest exit code."""
+    """Start the command as one task per rank; return the largest exit code, 128 plus the signal of a killed task."""
     inits, tasks = os.environ["STAND_IN_INITS"].split(), int(os.environ["STAND_IN_TASKS"])
     command = arguments[next(index for index, word in enumerate(arguments) if not word.startswith("-")) :]
     started = []
@@ -28,7 +28,8 @@ def _srun(arguments: list[str]) -> int:
         environment = {**os.environ, **{name: str(value) for name, value in slurm.items()}}
         enter = ["nsenter", "-t", inits[rank // tasks], "--all", f"--wd={Path.cwd()}"]
         started.append(subprocess.Popen([*enter, *command, *shlex.split(os.environ["STAND_IN_MORE"])], env=environment))
-    return max(task.wait() for task in started)
+    codes = [task.wait() for task in started]
+    return max(code if code >= 0 else 128 - code for code in codes)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,25 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from torch._logging._internal import TorchLogsFormatter
-from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousGracefulExitError
 from torch.distributed.launcher import api as launcher
 
+from d9d_dist.failures import NODE_FOLDER
 from d9d_dist.peers import process_state
 from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
 from d9d_loop.elastic_rendezvous import QuickRendezvous
-from d9d_loop.resilience.node_files import NODE_FOLDER, read_lost_host, spare_waits, write_slow_host, write_spare
+from d9d_loop.rank_ends import RankEnds
+from d9d_loop.resilience.node_files import read_lost_host, spare_waits, write_slow_host, write_spare
 
 ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
 
@@ -40,6 +43,8 @@ def _agent(folder: Path, *scripts: str) -> QuickAgent:
             os.sched_yield()
     agent = QuickAgent.__new__(QuickAgent)
     agent._pcontext = context
+    agent._ends = RankEnds()
+    agent._worker_group = mock.Mock(workers=[mock.Mock(global_rank=4 + rank) for rank in range(len(scripts))])
     return agent
 
 
@@ -71,11 +76,54 @@ def test_ranks_have_little_time_to_end_after_another_node_has_left(
     agent._end_ranks()
 
 
+_NOTES_FIRST = "printf '5\\n2' > ../first_failure; "
+
+
+@pytest.mark.parametrize(
+    ("scripts", "expected", "restarts"),
+    [
+        (("exit 125", "exit 2"), 2, 0),  # a user error, on any rank
+        (("exit 1", f"{_NOTES_FIRST} exit 2"), 2, 0),
+        (("exit 75", "exit 75"), 75, 0),  # a stop on request
+        (("touch ../replacing; echo r > ../replacing; exit 75", "exit 75"), 75, 3),
+        (("exit 125", "kill -KILL $$"), 137, 3),
+        (("exit 124", "exit 124"), 124, 3),
+        (("exit 130", "exit 130"), 130, 0),
+    ],
+)
+def test_a_restart_follows_only_failures_that_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: tuple[str, ...], expected: int, restarts: int
+) -> None:
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
+    (tmp_path / "ranks").mkdir()
+    agent = _agent(tmp_path / "ranks", *(f"echo > {rank}; {script}" for rank, script in enumerate(scripts)))
+    agent._remaining_restarts = 3
+    while None in agent._exit_codes():
+        os.sched_yield()
+    failed = RunResult(WorkerState.FAILED)
+    with mock.patch.object(LocalElasticAgent, "_monitor_workers", return_value=failed):
+        agent._monitor_workers(agent._worker_group)
+    assert agent._ends.exit_code() == expected
+    assert agent._remaining_restarts == restarts
+
+
+def test_signals_to_the_agent_reach_its_ranks_until_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR2")
+    # The first signal asks for a save; during the save, the agent gets another signal, and passes it on.
+    script = "trap 'kill -USR2 $PPID' USR1; trap 'exit 75' USR2; echo > 0; while :; do sleep 0.01; done"
+    agent = _agent(tmp_path, script)
+    agent._worker_watchdog = agent._health_check_server = None
+    agent._shutdown_timeout = 60
+    before = signal.getsignal(signal.SIGUSR2)
+    agent._shutdown(signal.SIGUSR1)
+    assert agent._ends.exit_code() == 75
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
 def test_ranks_end_with_an_agent_that_lost_the_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ranks").mkdir()
     monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
     agent = _agent(tmp_path / "ranks", ENDS, IS_STOPPED)
-    agent._worker_group = mock.Mock()
     agent._worker_group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous, host="host0")
     failed = mock.patch.object(LocalElasticAgent, "_invoke_run", side_effect=RendezvousConnectionError)
     with failed, pytest.raises(RendezvousConnectionError):
@@ -96,7 +144,8 @@ def test_ranks_know_whether_a_spare_node_can_replace_theirs(
     write_spare(waits=not has_spare)
     group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
     group.spec.rdzv_handler.configure_mock(**{"has_spare.return_value": has_spare})
-    with mock.patch.object(LocalElasticAgent, "_monitor_workers"):
+    healthy = RunResult(WorkerState.HEALTHY)
+    with mock.patch.object(LocalElasticAgent, "_monitor_workers", return_value=healthy):
         agent._monitor_workers(group)
     assert spare_waits() == (restarts > 0 and has_spare)
     agent._end_ranks()
@@ -118,7 +167,7 @@ def test_a_node_yields_to_a_spare_one_if_its_ranks_ask_for_it_once(
 def test_a_spare_node_that_waits_when_the_job_ends_has_succeeded() -> None:
     agent = QuickAgent.__new__(QuickAgent)
     ended = mock.patch.object(LocalElasticAgent, "_invoke_run", side_effect=RendezvousGracefulExitError)
-    with ended, mock.patch.object(LocalElasticAgent, "_shutdown"):
+    with ended, mock.patch.object(QuickAgent, "_shutdown"):
         agent._shutdown_timeout = 1
         assert not agent.run().is_failed()
 
@@ -128,8 +177,11 @@ def test_torchrun_uses_the_agent_and_formats_exceptions_without_its_compiler(mon
     handlers = logging.getLogger("torch.distributed").handlers
     handler = next(each for each in handlers if isinstance(each.formatter, TorchLogsFormatter))
     monkeypatch.setattr(handler, "filters", [])
-    elastic_agent.install()
-    assert launcher.LocalElasticAgent is QuickAgent
+    ends = RankEnds()
+    elastic_agent.install(ends)
+    agent = launcher.LocalElasticAgent
+    assert isinstance(agent, partial)
+    assert (agent.func, agent.keywords) == (QuickAgent, {"ends": ends})
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # importing it fails
     try:
         raise KeyError("culprit")

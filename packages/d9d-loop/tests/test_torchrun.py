@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -10,45 +11,70 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api as launcher
 
+from d9d_dist.failures import NODE_FOLDER
 from d9d_loop import warm_rank
 from d9d_loop.elastic_rendezvous import BACKEND
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
-from d9d_loop.resilience.node_files import NODE_FOLDER
+from d9d_loop.resilience.launcher_watch import LAUNCHER
 from d9d_loop.torchrun import main
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "LocalElasticAgent", launcher.LocalElasticAgent)  # restored after the test
-    for name in (QUIET_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", NODE_FOLDER):
+    for name in (
+        QUIET_TORCHRUN,
+        LAUNCHER,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        NODE_FOLDER,
+    ):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
 
 
-def _exit_code(error: Exception) -> object:
-    with mock.patch.object(run, "run", side_effect=error), pytest.raises(SystemExit) as left:
+def _exit_code(error: Exception, codes: dict[int, int]) -> object:
+    """Run the command with ranks that end with exit codes."""
+
+    def end_ranks(options: object) -> None:
+        agent = launcher.LocalElasticAgent
+        assert isinstance(agent, partial)
+        agent.keywords["ends"].codes.update(codes)
+        raise error
+
+    with mock.patch.object(run, "run", side_effect=end_ranks), pytest.raises(SystemExit) as left:
         main(["train.py"])
     return left.value.code
 
 
-@pytest.mark.parametrize(("code", "expected"), [(2, 2), (124, 124), (-signal.SIGKILL, 137)])
-def test_torchrun_exits_with_the_code_of_the_rank_that_failed_first(code: int, expected: int, tmp_path: Path) -> None:
-    failures = {}
-    for rank, (seconds, exit_code) in enumerate([(2, 1), (1, code), (3, 125)]):
-        failure = ProcessFailure(rank, pid=7, exitcode=exit_code, error_file=str(tmp_path / "missing"))
-        failure.timestamp = seconds
-        failures[rank] = failure
-    assert _exit_code(ChildFailedError("train.py", failures)) == expected
+def test_torchrun_exits_with_the_code_of_the_rank_that_failed_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = ProcessFailure(0, pid=7, exitcode=125, error_file=str(tmp_path / "missing"))
+    assert _exit_code(ChildFailedError("train.py", {0: failure}), {0: 125, 1: -signal.SIGKILL}) == 137
+    assert capsys.readouterr().err == "d9d-torchrun: Exit codes: rank 0: 125, rank 1: 137.\n"
 
 
-def test_ranks_that_the_agent_ended_do_not_give_the_exit_code(tmp_path: Path) -> None:
-    codes = [-signal.SIGTERM, 2, -signal.SIGTERM]
-    failures = {rank: ProcessFailure(rank, 7, code, str(tmp_path / "missing")) for rank, code in enumerate(codes)}
-    assert _exit_code(ChildFailedError("train.py", failures)) == 2
+def test_after_a_signal_the_exit_code_is_that_of_the_ranks() -> None:
+    stopped = SignalException("stop", signal.SIGUSR1)
+    assert _exit_code(stopped, {0: 75, 1: 75}) == 75
+    assert _exit_code(stopped, {0: 0, 1: 0}) == 0
+    assert _exit_code(stopped, {0: -signal.SIGUSR1, 1: -signal.SIGUSR1}) == 138
+    assert _exit_code(stopped, {}) == 138
 
 
-def test_after_a_signal_the_exit_code_is_128_plus_its_number() -> None:
-    assert _exit_code(SignalException("stop", signal.SIGTERM)) == 143
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_the_signals_that_jobs_handle_are_forwarded(*, is_ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        with mock.patch.object(run, "run") as torchrun:
+            main(["train.py"])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    handled = torchrun.call_args.args[0].signals_to_handle.split(",")
+    assert {"SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"} <= set(handled)
+    assert ("SIGHUP" in handled) != is_ignored, "nohup"
+    assert os.environ["D9D_LAUNCHER"] == str(os.getpid())
 
 
 def test_a_job_that_succeeds_exits_with_0() -> None:

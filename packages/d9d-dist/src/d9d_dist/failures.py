@@ -7,18 +7,28 @@ The first report wins, in the order of the store: clocks of hosts may differ. A 
 all ranks have read the report, because the store ends with its process.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
+from d9d_dist.errors import StartupTimeoutError, UserError
 from d9d_dist.peers import peers_here
 
 FIRST_FAILURE = "d9d/first_failure"
 """Store key with the first failure: the rank, a line break and the error message."""
 
+NODE_FOLDER = "D9D_NODE_FOLDER"
+"""Environment variable with a folder through which a node's launcher and its ranks communicate; see `d9d-torchrun`."""
+
+FIRST_FAILURE_FILE = "first_failure"
+"""File in this folder: the rank that failed first, a line break, and its exit code; empty if that is unknown."""
+
+_EXIT_CODE = "d9d/exit_code/{}"  # store key with the exit code of a rank that has published a failure
 _NUM_READ = "d9d/num_failure_read"  # number of ranks that are done with the store, including ended ranks
 _LONGEST = 500  # maximum length of a message in characters; longer messages are truncated
 _CAUSE_SECONDS = 1.0  # time limit for finding the cause of a failed collective
@@ -59,21 +69,56 @@ def within(seconds: float, use_store: Callable[[], None]) -> bool:
     return has_succeeded.is_set()
 
 
-def publish_failure(store: dist.Store, rank: int, text: str, *, num_ended: int = 0) -> tuple[int, str]:
+def publish_failure(
+    store: dist.Store, rank: int, text: str, *, code: int | None = None, num_ended: int = 0
+) -> tuple[int, str]:
     """Publish a failure unless another one was published before; return rank and text of the first failure.
 
-    `num_ended` is the number of ranks that have ended without a report, and so will not read this failure.
+    `code` is the exit code of the rank, if known. `num_ended` is the number of ranks that have ended without a report,
+    and so will not read this failure.
     """
     mine = f"{rank}\n{text}"
+    if code is not None:
+        store.set(_EXIT_CODE.format(rank), str(code))
     first = store.compare_set(FIRST_FAILURE, "", mine).decode(errors="replace")
     if num_ended and first == mine:
         store.add(_NUM_READ, num_ended)
-    return _parse(first)
+    return _tell_launcher(store, _parse(first))
 
 
 def first_failure(store: dist.Store) -> tuple[int, str] | None:
     """Return rank and text of the first failure, or `None`."""
-    return _parse(store.get(FIRST_FAILURE).decode(errors="replace")) if store.check([FIRST_FAILURE]) else None
+    if not store.check([FIRST_FAILURE]):
+        return None
+    return _tell_launcher(store, _parse(store.get(FIRST_FAILURE).decode(errors="replace")))
+
+
+def _tell_launcher(store: dist.Store, first: tuple[int, str]) -> tuple[int, str]:
+    """Write the first failure for the launcher of this node, once; return it."""
+    path = Path(os.environ.get(NODE_FOLDER, ""), FIRST_FAILURE_FILE)
+    if NODE_FOLDER in os.environ and not path.exists():
+        key = _EXIT_CODE.format(first[0])
+        code = store.get(key).decode() if store.check([key]) else ""
+        with suppress(OSError):
+            new = path.with_suffix(f".{os.getpid()}")  # several ranks may write
+            new.write_text(f"{first[0]}\n{code}", encoding="utf-8")
+            new.replace(path)
+    return first
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with an exception, under `d9d_loop.cli_main`."""
+    match error:
+        case UserError():
+            return 2
+        case StartupTimeoutError():
+            return 124
+        case KeyboardInterrupt():
+            return 130
+        case SystemExit(code=int(code)):
+            return code
+        case _:
+            return 1
 
 
 def name_first_failure(error: BaseException, first: tuple[int, str], *, rank: int) -> None:
@@ -109,8 +154,13 @@ def leave_store(store: dist.Store, *, world_size: int, is_host: bool) -> None:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Return True for an error of a collective: it reports a broken connection, but not why the peer failed."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
+    """Return True for an error of a collective, or one that it caused: it does not say why the peer failed."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and _GLOO in str(cause)):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def abort_process_groups() -> None:
@@ -126,7 +176,7 @@ def abort_process_groups() -> None:
 def _report(store: dist.Store, error: BaseException, rank: int, world_size: int) -> None:
     text = describe(error)
     if not is_victim(error):
-        first = publish_failure(store, rank, text)
+        first = publish_failure(store, rank, text, code=exit_code_of(error))
     elif (found := _cause(store, rank, world_size)) is not None:
         first = found
     else:

@@ -24,6 +24,7 @@ def cli_main() -> Generator[None]:
     - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
     - `DataError` because of a `UserError`, such as an invalid line in a file: exit code 2.
     - `StartupTimeoutError`: exit code 124, as for a rank that hangs. Printed on each rank.
+    - A broken connection to another rank, which failed before: exit code 125. Printed on each rank.
     - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
     - pydantic's `ValidationError`, such as of `TrainerConfig(...)`: exit code 2, with a line for each invalid key.
     - `KeyboardInterrupt`: exit code 130. Its notes say what is saved.
@@ -36,13 +37,10 @@ def cli_main() -> Generator[None]:
     except UserError as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}", everywhere=bool(notes))
-        raise SystemExit(2) from None
+        raise SystemExit(ExitCode.USER_ERROR) from None
     except StartupTimeoutError as error:
         _say(str(error), everywhere=True)
         raise SystemExit(ExitCode.HANG) from None
-    except StateError as error:
-        _say(" ".join([str(error), *getattr(error, "__notes__", ())]), everywhere=True)
-        raise SystemExit(1) from None
     except Stopped as stopped:
         _say(str(stopped))
         raise
@@ -53,13 +51,36 @@ def cli_main() -> Generator[None]:
         _say("\n     ".join([f"{error.title} is invalid:", *map(_describe_invalid, error.errors())]))
         raise SystemExit(ExitCode.USER_ERROR) from None
     except Exception as error:
-        if isinstance(error, DataError) and isinstance(error.__cause__, UserError):
-            _say(str(error), everywhere=True)
-            raise SystemExit(ExitCode.USER_ERROR) from None
-        if frames := user_frames(error):
-            lines = [f"{type(error).__name__}: {error}", *describe_frames(frames), "The whole traceback:"]
-            _say("\n".join(lines), everywhere=True)
-        raise
+        if (code := _explain(error)) is None:
+            raise
+        raise SystemExit(code) from None
+
+
+def _explain(error: Exception) -> ExitCode | None:
+    """Print what an exception of a running job means; return its exit code, or `None` to print the traceback too."""
+    message = " ".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, DataError) and isinstance(error.__cause__, UserError):
+        _say(str(error), everywhere=True)
+        return ExitCode.USER_ERROR
+    if _is_victim(error):
+        _say(message, everywhere=True)
+        return ExitCode.PEER_LOST
+    if isinstance(error, StateError):
+        _say(message, everywhere=True)
+        return ExitCode.EXCEPTION
+    if frames := user_frames(error):
+        lines = [f"{type(error).__name__}: {error}", *describe_frames(frames), "The whole traceback:"]
+        _say("\n".join(lines), everywhere=True)
+    return None
+
+
+def _is_victim(error: Exception) -> bool:
+    """Return True if an exception is the consequence of another rank's failure."""
+    if "torch" not in sys.modules:  # without torch there are no other ranks
+        return False
+    from d9d_dist.failures import is_victim  # noqa: PLC0415 - imports torch
+
+    return is_victim(error)
 
 
 def _describe_invalid(details: ErrorDetails) -> str:

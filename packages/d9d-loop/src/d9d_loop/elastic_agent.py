@@ -7,8 +7,11 @@ saved. A rank that is stopped (SIGSTOP), or that waits for a host without power,
 import logging
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
+from functools import partial
+from types import FrameType
 from typing import Any, Final, final
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
@@ -19,8 +22,17 @@ from torch.distributed.launcher import api as launcher
 
 from d9d_dist.peers import process_state
 from d9d_loop.elastic_rendezvous import QuickRendezvous, register
+from d9d_loop.rank_ends import RankEnds
 from d9d_loop.resilience.exit_codes import ExitCode
-from d9d_loop.resilience.node_files import describe_lost_host, take_slow_host, write_lost_host, write_spare
+from d9d_loop.resilience.node_files import (
+    describe_lost_host,
+    forget_ranks,
+    is_replacing,
+    read_first_failure,
+    take_slow_host,
+    write_lost_host,
+    write_spare,
+)
 
 # Time for failing ranks to look for the first failure and to close trackers. Rank 0 keeps the store for 5 seconds.
 _END_SECONDS: Final = 10.0
@@ -29,10 +41,14 @@ _STOPS: Final = (None, 0, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 _POLL_SECONDS = 0.02
 
 
-def install() -> None:
-    """Make torchrun use this agent in this process, and register its rendezvous. May be called again."""
+def install(ends: RankEnds) -> None:
+    """Make torchrun use this agent in this process, and register its rendezvous. May be called again.
+
+    The agent updates `ends` whenever a rank ends.
+    """
     register()
-    launcher.LocalElasticAgent = QuickAgent  # ty: ignore[invalid-assignment] - torchrun has no option for it
+    # torchrun has no option for it.
+    launcher.LocalElasticAgent = partial(QuickAgent, ends=ends)  # ty: ignore[invalid-assignment]
     for handler in logging.getLogger("torch.distributed").handlers:
         handler.addFilter(_format_exception)
 
@@ -52,6 +68,10 @@ class QuickAgent(LocalElasticAgent):
     it. If the ranks of this node ask to replace this node because it is slow, it becomes a spare node.
     """
 
+    def __init__(self, *arguments: Any, ends: RankEnds, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._ends = ends
+
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run torch's agent. If a spare node still waits when the job ends, return success without ranks."""
         return super().run(role) or RunResult(WorkerState.SUCCEEDED)
@@ -68,7 +88,8 @@ class QuickAgent(LocalElasticAgent):
             raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        write_lost_host(None)
+        forget_ranks()
+        self._ends.codes.clear()
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -77,7 +98,38 @@ class QuickAgent(LocalElasticAgent):
         rendezvous = worker_group.spec.rdzv_handler
         if isinstance(rendezvous, QuickRendezvous):
             write_spare(waits=self._remaining_restarts > 0 and rendezvous.has_spare())
-        return super()._monitor_workers(worker_group)
+        self._note_ends()
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._note_ends()
+            if not self._ends.wants_restart():
+                self._remaining_restarts = 0
+        return result
+
+    def _note_ends(self) -> None:
+        """Note the exit codes of the ranks that have ended, and what they know about the first failure."""
+        ends, workers = self._ends, self._worker_group.workers
+        ends.codes |= {
+            worker.global_rank: code
+            for worker, code in zip(workers, self._exit_codes(), strict=False)
+            if code is not None and worker.global_rank not in ends.codes
+        }
+        ends.first, ends.is_replacing = read_first_failure(), is_replacing()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Send a signal to the ranks and wait until they have ended, for `--shutdown-timeout`.
+
+        A further signal to this process is forwarded too: a second one ends a rank without a save.
+        """
+        before = {number: signal.signal(number, self._forward) for number in _handled_signals()}
+        super()._shutdown(death_sig, self._shutdown_timeout)
+        self._note_ends()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        for process in self._running():
+            _signal(process, signal.Signals(number))
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         rendezvous = worker_group.spec.rdzv_handler
@@ -121,6 +173,13 @@ class QuickAgent(LocalElasticAgent):
                 if is_late or process_state(process) == "is stopped":
                     _signal(process, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
+
+
+def _handled_signals() -> list[signal.Signals]:
+    """Return the signals that torchrun handles, `--signals-to-handle`; none outside the main thread."""
+    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    is_main = threading.current_thread() is threading.main_thread()
+    return [signal.Signals[name.strip()] for name in names.split(",") if name and is_main]
 
 
 def _signal(process: int, number: signal.Signals) -> None:

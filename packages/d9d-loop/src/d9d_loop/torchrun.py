@@ -1,10 +1,11 @@
 """Command `d9d-torchrun`: torchrun, with an exit code that schedulers can act on, and fast restarts.
 
-torchrun exits with 1 for every failure. This command exits with the code of the rank of this node that failed first, so
-a scheduler distinguishes a user error (2) from a hang (124). After a signal, it prints no traceback. With `--warm`,
-ranks are forked from a process of the node that has imported their modules, so a restart imports nothing. After a
-failure, ranks have ten seconds to end instead of 30, and the next rendezvous takes half a second. All other arguments
-and behavior are the same as in torchrun.
+torchrun exits with 1 for every failure. This command exits with the code of the rank that failed first, so a scheduler
+distinguishes a user error (2) from a hang (124). It forwards the signals that jobs handle, and then exits with the code
+of its ranks, such as 75 after a save; it prints no traceback. It does not restart ranks after a user error, or after
+they have stopped as requested. With `--warm`, ranks are forked from a process of the node that has imported their
+modules, so a restart imports nothing. After a failure, ranks have ten seconds to end instead of 30, and the next
+rendezvous takes half a second. All other arguments and behavior are the same as in torchrun.
 """
 
 import json
@@ -21,31 +22,35 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from d9d_dist.failures import NODE_FOLDER
 from d9d_loop import elastic_agent, elastic_rendezvous, warm_rank
+from d9d_loop.rank_ends import RankEnds
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
-from d9d_loop.resilience.node_files import NODE_FOLDER
+from d9d_loop.resilience.launcher_watch import LAUNCHER
+from d9d_loop.resilience.lost_terminal import drop_lost_terminal, terminals
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_SAVE_SECONDS = 600  # time for ranks to save after a signal; a scheduler's own limit is usually shorter
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command: `d9d-torchrun [--warm] ARGUMENTS`.
 
     Raises:
-        SystemExit: If a rank failed, with its exit code, or 128 plus the number of the signal that killed it. If this
-            process received a signal, with 128 plus its number.
+        SystemExit: If a rank failed, with the exit code of the rank that failed first: 128 plus the number of a signal
+            that killed it. If this process received a signal, with the code of its ranks, such as 75 after a save, or
+            128 plus the number of the signal if there are no ranks.
     """
     os.environ[QUIET_TORCHRUN] = "1"
-    parser = run.get_args_parser()
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="Fork ranks from a process of this node that has already imported the modules of the script. Restarted "
-        "ranks and spare nodes then start without these imports.",
-    )
+    os.environ[LAUNCHER] = str(os.getpid())
+    parser = _parser()
     options = parser.parse_args(arguments)
     # With the shared store, a node keeps the address of the ranks' store over restarts, and a node that replaces
     # another one would never receive the address. Without the shared store, the nodes exchange it in each restart.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    elastic_agent.install()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
+    ends, descriptors = RankEnds(), terminals()
+    elastic_agent.install(ends)
     if options.rdzv_backend == "c10d":
         options.rdzv_backend = elastic_rendezvous.BACKEND
     try:
@@ -54,14 +59,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.warm:
                 _warm_up(options, parser)
             record(run.run)(options)
-    except ChildFailedError as failed:
-        print(failed, file=sys.stderr)
-        # torch's agent ends the other ranks with SIGTERM. All failures have the same timestamp if ranks wrote no error
-        # file.
-        first = min(failed.failures.values(), key=lambda each: (each.exitcode == -signal.SIGTERM, each.timestamp))
-        raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
+    except ChildFailedError:
+        print(ends.describe(), file=sys.stderr)
+        raise SystemExit(ends.exit_code()) from None
     except SignalException as received:
-        raise SystemExit(128 + received.sigval) from None
+        drop_lost_terminal(descriptors)
+        raise SystemExit(ends.exit_code(default=128 + received.sigval)) from None
+
+
+def _parser() -> ArgumentParser:
+    """Return torchrun's parser with one more option, and with the signals that jobs handle."""
+    parser = run.get_args_parser()
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="Fork ranks from a process of this node that has already imported the modules of the script. Restarted "
+        "ranks and spare nodes then start without these imports.",
+    )
+    # Under nohup, SIGHUP stays ignored.
+    names = [name for name in _SIGNALS if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN]
+    parser.set_defaults(signals_to_handle=",".join(names))
+    return parser
 
 
 def _warm_up(options: Namespace, parser: ArgumentParser) -> None:

@@ -14,8 +14,9 @@ from forked_faults import Place
 
 import d9d_loop.resilience.hang_watchdog
 from d9d_dist import MeshConfig, Timeouts
+from d9d_dist.failures import NODE_FOLDER
 from d9d_loop.resilience import HangWatchdog
-from d9d_loop.resilience.node_files import NODE_FOLDER, describe_lost_host, write_lost_host
+from d9d_loop.resilience.node_files import describe_lost_host, write_lost_host
 
 BAD_STEP = 3
 TIMEOUTS = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=1))

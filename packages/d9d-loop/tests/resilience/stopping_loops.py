@@ -47,3 +47,12 @@ def saves_for_ever(place: Place, grace: float | None, second: str | None) -> Non
                     os.kill(os.getppid(), signal.Signals[second])
                     os._exit(0)
             time.sleep(30)
+
+
+def trains_until_the_launcher_is_gone() -> tuple[object, str]:
+    """Return the exit code and the cause of the stop."""
+    with MeshConfig().build() as ctx, StopSignals(ctx) as stop:
+        while (by := stop.agreed()) is None:
+            os.sched_yield()
+    stopped = Stopped(by, step=1)
+    return stopped.code, stopped.cause

@@ -11,7 +11,7 @@ from stopping_loops import saves_for_ever, stops
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import ExitCode, StopConfig, Stopped, StopSignals, stop_signals
-from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN, Lost
 
 
 def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: DistributedContext) -> None:
@@ -31,7 +31,7 @@ def test_without_signals_no_handlers_are_installed(ctx: DistributedContext) -> N
 
 
 def test_another_thread_installs_no_handlers(ctx: DistributedContext) -> None:
-    heard: list[signal.Signals | None] = []
+    heard: list[signal.Signals | Lost | None] = []
 
     def work() -> None:
         with StopSignals(ctx) as stop:

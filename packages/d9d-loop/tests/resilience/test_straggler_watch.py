@@ -11,9 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist.failures import NODE_FOLDER
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import HealthConfig, HealthReport, StragglerWatch, check_health, straggler_watch
-from d9d_loop.resilience.node_files import NODE_FOLDER, take_slow_host, write_spare
+from d9d_loop.resilience.node_files import take_slow_host, write_spare
 
 _STEPS, _STEP_SECONDS = 20, 1.0
 

@@ -33,6 +33,7 @@ from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.resilience import HangWatchdog
+from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_loop.task import InferenceTask
 from d9d_pipeline import OneForwardOneBackward
 from d9d_state import locked_folder
@@ -99,6 +100,7 @@ class Inference:
         plan = self._plan()
         hangs = self._config.resilience
         with (
+            LauncherWatch(),
             plan.mesh.build(
                 launch=plan.launch, timeouts=hangs.timeouts.timeouts, precision=self._config.precision
             ) as ctx,

@@ -17,6 +17,7 @@ from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.resilience import Stopped, check_health
+from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_state import CheckpointStore, locked_folder
 
 if TYPE_CHECKING:
@@ -28,20 +29,21 @@ def train(plan: JobPlan, *, plan_with: "PlanWith", events: Events) -> TrainResul
 
     The function `plan_with` plans the job with another mesh and batch, for the warning about a job that is too large.
     """
-    _warn_if_too_large(plan, plan_with)
-    if plan.config.rehearsal:
-        rehearse(plan)
-    timeouts = plan.config.resilience.timeouts.timeouts
-    precision = plan.config.precision
-    with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
-        result = _train(plan, ctx, events)
+    with LauncherWatch() as launcher:
+        _warn_if_too_large(plan, plan_with)
+        if plan.config.rehearsal:
+            rehearse(plan)
+        timeouts = plan.config.resilience.timeouts.timeouts
+        precision = plan.config.precision
+        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
+            result = _train(plan, ctx, events, launcher)
     if isinstance(result, Stopped):
         # Raised outside the context, which would report the exception to the other ranks as a failure.
         raise result
     return result
 
 
-def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResult | Stopped:
+def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: LauncherWatch) -> TrainResult | Stopped:
     config, job = plan.config, None
     try:
         same = {"the configuration": plan.resolved, "the training data": plan.stream.identity()}
@@ -60,6 +62,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events) -> TrainResul
                 print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
             if config.evaluation.only:
                 return evaluate_job(job)
+            launcher.close()  # from now on, the steps watch the launcher, and save if it is gone
             result = run_job(job)
             if isinstance(result, Stopped):
                 job.journal.ended(result.step, result.cause)

@@ -2,8 +2,8 @@
 
 import os
 import signal
-from enum import IntEnum
-from typing import final
+from enum import Enum, IntEnum
+from typing import Literal, TypeAlias, final
 
 QUIET_TORCHRUN = "D9D_TORCHRUN"
 """Environment variable that `d9d-torchrun` sets for its ranks."""
@@ -11,12 +11,19 @@ QUIET_TORCHRUN = "D9D_TORCHRUN"
 _IN_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-class ExitCode(IntEnum):
-    """Exit codes of a process, in addition to 0 for a finished job and 1 for an exception.
+Restart: TypeAlias = Literal["never", "always", "limited"]
+"""Policy of a scheduler after an exit code. "limited": restart a limited number of times."""
 
-    A second signal or the end of the grace period ends a process without saving. It then exits with 128 plus the signal
-    number, as shells report it: 143 for SIGTERM.
+
+class ExitCode(IntEnum):
+    """Exit codes of a process, in addition to 0 for a finished job.
+
+    A killed process exits with 128 plus the signal number, as shells report it: 137 for SIGKILL. The same holds after a
+    second signal, or at the end of the grace period.
     """
+
+    EXCEPTION = 1
+    """An exception, such as a full disk or an error in the model. stderr has its traceback or message."""
 
     USER_ERROR = 2
     """Invalid configuration or input. Restarting does not help."""
@@ -31,28 +38,48 @@ class ExitCode(IntEnum):
     """No progress within the timeout; stderr names the missing rank. Restart the job, perhaps without its machine."""
 
     PEER_LOST = 125
-    """Another rank failed or its process died, and this rank's main thread did not exit by itself."""
+    """Another rank failed or its process died, so this rank could not continue. Or the launcher is gone."""
 
     INTERRUPTED = 130
     """Ctrl-C (SIGINT). The message says what is saved."""
 
 
+NOT_RESTARTED = (ExitCode.USER_ERROR, ExitCode.INTERRUPTED)
+"""Exit codes after which a restart does not help, or was not wanted."""
+
+
+def restart_policy(code: int) -> Restart:
+    """Return whether a scheduler restarts a job that ended with an exit code: the table of `docs/resilience.md`."""
+    if code == 0 or code in NOT_RESTARTED:
+        return "never"
+    return "always" if code == ExitCode.STOPPED else "limited"
+
+
+class Lost(Enum):
+    """Process whose loss stops a job."""
+
+    LAUNCHER = 127
+    """torchrun or `d9d-torchrun`. The value is above the numbers of signals."""
+
+
 @final
 class Stopped(SystemExit):
-    """Exception after the job has saved a checkpoint because of a signal, or to replace a slow host.
+    """Exception after the job has saved a checkpoint: because of a signal or a lost launcher, or to replace a host.
 
-    Uncaught, it exits with `ExitCode.STOPPED`, or with `ExitCode.INTERRUPTED` if the signal was SIGINT (Ctrl-C).
+    Uncaught, it exits with `ExitCode.STOPPED`; with `ExitCode.INTERRUPTED` if the signal was SIGINT (Ctrl-C), or with
+    `ExitCode.PEER_LOST` if the launcher is gone.
 
     The signals stay ignored, so that another signal does not change the exit code. A caller that catches this exception
     and continues must set their handlers again with `signal.signal`.
 
     Attributes:
-        by: The signal, or the slow host that a spare host replaces.
+        by: The signal, the lost launcher, or the slow host that a spare host replaces.
         step: Number of completed steps, all of which are saved.
     """
 
-    def __init__(self, by: signal.Signals | str, *, step: int) -> None:
-        super().__init__(int(ExitCode.INTERRUPTED if by is signal.SIGINT else ExitCode.STOPPED))
+    def __init__(self, by: signal.Signals | Lost | str, *, step: int) -> None:
+        codes = {signal.SIGINT: ExitCode.INTERRUPTED, Lost.LAUNCHER: ExitCode.PEER_LOST}
+        super().__init__(int(codes.get(by, ExitCode.STOPPED)))
         self.by, self.step = by, step
 
     @property
@@ -60,6 +87,8 @@ class Stopped(SystemExit):
         """Cause of the stop, in words."""
         if isinstance(self.by, signal.Signals):
             return f"stopped by {self.by.name}"
+        if isinstance(self.by, Lost):
+            return "stopped because the launcher is gone"
         return f"stopped to replace {self.by}, which is slow, with a spare host"
 
     def __str__(self) -> str:

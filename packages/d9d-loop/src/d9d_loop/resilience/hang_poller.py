@@ -104,9 +104,10 @@ class HangPoller:
                 if self._channel.has(_ALARM):
                     break
             except RuntimeError:
-                # The store is unavailable; the process that holds it may have exited because of a lost rank.
-                if self.lost is None and (dead := self._dead_peers()):
-                    self.lost = f"rank {dead[0].rank} failed: {_describe_dead(dead[0])}"
+                # The store is unavailable; the process that holds it may have exited because of a lost rank. The
+                # connection does not come back, and torch prints a stack at each further request.
+                self._wait_without_store()
+                break
         if self._end.is_set():
             return
         try:
@@ -114,6 +115,14 @@ class HangPoller:
         except RuntimeError:  # the store is unavailable
             self.text = self.describe_unresponsive_store()
         self._report.set()
+
+    def _wait_without_store(self) -> None:
+        """Wait for an alarm of this rank or the end of the job, and look for dead processes on this machine."""
+        while not self._end.is_set():
+            if self.lost is None and (dead := self._dead_peers()):
+                self.lost = f"rank {dead[0].rank} failed: {_describe_dead(dead[0])}"
+            if self.alarm.wait(self.interval):
+                return
 
     def describe_unresponsive_store(self) -> str:
         """Return a report for an unresponsive store, from the processes of this machine. No collectives, no network."""

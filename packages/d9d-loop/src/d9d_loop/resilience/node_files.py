@@ -9,10 +9,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-NODE_FOLDER = "D9D_NODE_FOLDER"
-"""Environment variable with the folder of these files. Without it, nothing is read or written."""
+from d9d_dist.failures import FIRST_FAILURE_FILE, NODE_FOLDER
 
-_LOST, _SPARE, _SLOW = "lost", "spare", "slow"
+_LOST, _SPARE, _SLOW, _REPLACING = "lost", "spare", "slow", "replacing"
 
 
 def describe_lost_host(rank: int, host: str) -> str:
@@ -50,6 +49,30 @@ def take_slow_host() -> bool:
     is_slow = _read(_SLOW) is not None
     _write(_SLOW, None)
     return is_slow
+
+
+def write_replacing() -> None:
+    """Tell the agent that the ranks of all nodes end to replace a slow host, and must be restarted. Ranks call this."""
+    _write(_REPLACING, "replacing")
+
+
+def is_replacing() -> bool:
+    """Return True if the ranks of all nodes end to replace a slow host. The agent calls this."""
+    return _read(_REPLACING) is not None
+
+
+def read_first_failure() -> tuple[int, int | None] | None:
+    """Return the rank that failed first and its exit code, as the ranks of this node know. The agent calls this."""
+    if (text := _read(FIRST_FAILURE_FILE)) is None:
+        return None
+    rank, _, code = text.partition("\n")
+    return int(rank), int(code) if code else None
+
+
+def forget_ranks() -> None:
+    """Remove what the last ranks of this node have written. The agent calls this before it starts ranks."""
+    for name in (_LOST, _REPLACING, FIRST_FAILURE_FILE):
+        _write(name, None)
 
 
 def _read(name: str) -> str | None:

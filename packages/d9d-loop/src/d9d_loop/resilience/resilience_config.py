@@ -47,7 +47,7 @@ class StopConfig(Section):
     """Configuration of the signals on which a job saves a checkpoint and exits."""
 
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT"], ...] = Field(
-        default=("SIGTERM", "SIGUSR1", "SIGINT"), description="Signals that stop the job; empty: none."
+        default=("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"), description="Signals that stop the job; empty: none."
     )
     every: PositiveInt = Field(default=1, description="Steps between exchanges of received signals among ranks.")
     grace_seconds: PositiveFloat | None = Field(

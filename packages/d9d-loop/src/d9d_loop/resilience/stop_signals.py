@@ -24,19 +24,23 @@ import torch
 import torch.distributed as dist
 
 from d9d_dist import DistributedContext, UserError
+from d9d_loop.resilience.exit_codes import Lost
+from d9d_loop.resilience.launcher_watch import LauncherWatch
+from d9d_loop.resilience.lost_terminal import drop_lost_terminal, terminals
 
 _Handler: TypeAlias = "signal._HANDLER"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _END = b"\0"  # 0 is not a signal number
 _FAILING_SECONDS = 10.0  # a launcher sends SIGKILL if a rank takes longer to report its failure (torchrun: after 30 s)
 
 
 @final
 class StopSignals:
-    """Context manager that catches signals, and makes all ranks agree on them in `agreed`.
+    """Context manager that catches signals, and makes all ranks agree on them in `agreed`. So does a lost launcher.
 
     Python allows signal handlers only in the main thread. In another thread, this rank catches no signals, but `agreed`
-    still returns the signals of other ranks. The same holds for a signal that has a handler in native code.
+    still returns the signals of other ranks. The same holds for a signal that has a handler in native code, and for
+    SIGHUP if it is ignored, as under `nohup`.
 
     Args:
         every: Number of calls of `agreed` between two all-reduces; equal on all ranks.
@@ -63,21 +67,24 @@ class StopSignals:
         self._rank, self._signals, self._every = ctx.rank, tuple(signals), every
         self._grace, self._repeat = grace, repeat.total_seconds()
         self._received = 0
+        self._terminals = terminals()
         self._num_calls = 0
         self._group = _host_group(ctx)
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._handlers: dict[signal.Signals, _Handler] = {}
+        self._launcher = LauncherWatch(self._lose_launcher)
         self._is_leaving = False
         self._mask: set[signal.Signals | int] = set()
 
     def __enter__(self) -> Self:
-        """Install the signal handlers and start the watching thread."""
+        """Install the signal handlers and start the watching threads."""
+        self._launcher.__enter__()
         if threading.current_thread() is threading.main_thread():
             # Handlers run in the main thread, which may be blocked in a collective; a thread reads the wakeup socket.
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            caught = [each for each in self._signals if signal.getsignal(each) is not None]
+            caught = [each for each in self._signals if _can_catch(each)]
             self._handlers = {each: signal.signal(each, self._receive) for each in caught}
             self._register_fork_hooks()
             self._thread = threading.Thread(target=self._watch, name="d9d-stop-signals", daemon=True)
@@ -90,6 +97,7 @@ class StopSignals:
         After an error with several ranks, ignore them for ten seconds: a launcher that sees a rank fail signals the
         others, which would die before they report the failure and its cause.
         """
+        self._launcher.close()
         if threading.current_thread() is threading.main_thread():
             is_failing = error is not None and self._group is not None
             until = time.monotonic() + _FAILING_SECONDS
@@ -136,8 +144,11 @@ class StopSignals:
         """
         self._is_leaving = True
 
-    def agreed(self) -> signal.Signals | None:
-        """Return the signal for which all ranks must stop now, or `None`. Equal on all ranks.
+    def _lose_launcher(self) -> None:
+        self._received = Lost.LAUNCHER.value
+
+    def agreed(self) -> signal.Signals | Lost | None:
+        """Return the signal or the loss for which all ranks must stop now, or `None`. Equal on all ranks.
 
         Call it on all ranks at the end of every step. Collective on every `every`-th call: an asynchronous all-reduce
         of one integer on the CPU, whose result is read on the next such call. So a signal is returned after at most `2
@@ -160,6 +171,8 @@ class StopSignals:
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self._received = number
+        if number == signal.SIGHUP:
+            drop_lost_terminal(self._terminals)
 
     def _watch(self) -> None:
         """End the process on a second signal or after the grace period. Runs in its own thread."""
@@ -207,8 +220,16 @@ def _restore_later(number: int, _frame: FrameType | None, *, before: _Handler, u
         os.kill(os.getpid(), number)
 
 
-def _signal(number: int) -> signal.Signals | None:
+def _signal(number: int) -> signal.Signals | Lost | None:
+    if number == Lost.LAUNCHER.value:
+        return Lost.LAUNCHER
     return signal.Signals(number) if number else None
+
+
+def _can_catch(number: signal.Signals) -> bool:
+    """Return False for a signal with a handler in native code, and for SIGHUP under `nohup`."""
+    handler = signal.getsignal(number)
+    return handler is not None and not (number == signal.SIGHUP and handler == signal.SIG_IGN)
 
 
 def _host_group(ctx: DistributedContext) -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from d9d_dist import DistributedContext, gather_json
 from d9d_loop.resilience.health_check import RankHealth, check_health
-from d9d_loop.resilience.node_files import spare_waits, write_slow_host
+from d9d_loop.resilience.node_files import spare_waits, write_replacing, write_slow_host
 from d9d_loop.resilience.resilience_config import HealthConfig
 
 
@@ -87,4 +87,5 @@ class StragglerWatch:
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         if slow.rank // ranks_per_node == self._ctx.rank // ranks_per_node:
             write_slow_host()
+        write_replacing()
         return slow.host

@@ -1,0 +1,51 @@
+import os
+import threading
+
+import pytest
+from stopping_loops import trains_until_the_launcher_is_gone
+
+from d9d_loop.resilience import ExitCode
+from d9d_loop.resilience.launcher_watch import LAUNCHER, LauncherWatch, launcher_process
+
+
+def test_a_process_without_torchrun_has_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launcher_process() is None  # a shell may end before its background job
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    assert launcher_process() == os.getppid()
+    monkeypatch.setenv(LAUNCHER, "17")
+    assert launcher_process() == 17
+
+
+def _gone() -> int:
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_the_loss_of_the_launcher_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv(LAUNCHER, str(_gone()))
+    is_lost = threading.Event()
+    with LauncherWatch(is_lost.set):
+        assert is_lost.wait(30)
+
+
+def test_a_rank_that_cannot_save_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv(LAUNCHER, str(_gone()))
+    if not (child := os.fork()):
+        try:
+            with LauncherWatch():
+                threading.Event().wait(30)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ExitCode.PEER_LOST
+
+
+def test_the_steps_end_after_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv(LAUNCHER, str(_gone()))
+    assert trains_until_the_launcher_is_gone() == (ExitCode.PEER_LOST, "stopped because the launcher is gone")
