@@ -18,14 +18,16 @@ LAUNCHER: Final = "D9D_LAUNCHER"
 """Environment variable with the process id of `d9d-torchrun`, which it sets for its ranks."""
 
 _SECONDS = 0.25  # interval between two looks at the launcher's process
-_PARENT: Final = os.getppid()  # a later call would return another process if the launcher was killed meanwhile
+# Parent of this process. A later `getppid` would return another process if the launcher was killed meanwhile.
+_parents = [os.getppid()]
+os.register_at_fork(after_in_child=lambda: _parents.append(os.getppid()))
 
 
 def launcher_process() -> int | None:
     """Return the process id of the launcher that started this rank; `None` without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return int(os.environ.get(LAUNCHER, _PARENT))
+    return int(os.environ.get(LAUNCHER, _parents[-1]))
 
 
 @final
