@@ -1,12 +1,14 @@
+import random
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
 
-from d9d_loop.data import EvenlySpacedStream
+from d9d_loop.data import SubsetStream
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 
@@ -27,7 +29,7 @@ def _jobs() -> Iterator[ReadJob]:
 
 def _reader(num_workers: int) -> BatchReader:
     return BatchReader(
-        SampleReader(EvenlySpacedStream(_Squares()), default_collate),
+        SampleReader(SubsetStream(_Squares()), default_collate),
         _jobs(),
         seed=0,
         place=lambda batch: {**batch, "is_placed": True},
@@ -50,3 +52,39 @@ def test_reading_batches_does_not_change_the_random_state_of_the_model() -> None
     before = torch.get_rng_state()
     list(_reader(0))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class _Augmented:
+    """Data with draws of all three global generators."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(
+            [torch.rand(()).item(), random.random(), np.random.default_rng().random() * 0, np.random.rand()]
+        )
+
+
+def _with_noise(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [*samples, torch.rand(4)]
+
+
+@pytest.mark.parametrize(("size", "num_workers"), [(1, 0), (4, 0), (12, 0), (3, 2)])
+def test_draws_of_a_sample_depend_only_on_its_position(size: int, num_workers: int) -> None:
+    jobs = [ReadJob(start, list(range(start, start + size))) for start in range(0, 12, size)]
+
+    def read(jobs: list[ReadJob], num_workers: int) -> list[list[torch.Tensor]]:
+        reader = SampleReader(SubsetStream(_Augmented()), _with_noise)
+        place, device = (lambda batch: batch), torch.device("cpu")
+        with closing(
+            BatchReader(reader, iter(jobs), seed=7, place=place, device=device, num_workers=num_workers)
+        ) as batches:
+            return list(batches)
+
+    alone = [batch[0] for batch in read([ReadJob(number, [number]) for number in range(12)], 0)]
+    found = read(jobs, num_workers)
+    assert torch.equal(torch.stack([sample for batch in found for sample in batch[:-1]]), torch.stack(alone))
+    assert len({tuple(sample.tolist()) for sample in alone}) == 12
+    # The numbers of `collate` are independent of those of its samples.
+    assert all(abs(batch[-1][0] - batch[0][0]) > 1e-6 for batch in found)

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from d9d_loop.data.contents import contents_of, digest_of, digest_of_files
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop.data import IndexedStream, IteratedStream, SampleStream, TokenizedStream
+from d9d_loop.data.contents import agree_on_data, contents_of, digest_of, digest_of_files
 
 
 @dataclass
@@ -38,11 +41,11 @@ def test_digests_differ_with_values_types_and_structure(one: Any, other: Any) ->
 
 
 def test_equal_contents_have_equal_digests() -> None:
-    for make in cast_makers():
+    for make in _makers():
         assert digest_of(make()) == digest_of(make())
 
 
-def cast_makers() -> list[Callable[[], Any]]:
+def _makers() -> list[Callable[[], Any]]:
     return [
         lambda: torch.arange(6).reshape(2, 3).t(),
         lambda: np.array([{"a": 1}], dtype=object),
@@ -72,6 +75,76 @@ def test_contents_of_a_dataset_are_its_samples_under_equal_random_numbers() -> N
     assert contents_of(ConcatDataset([whole, whole])) != contents_of(ConcatDataset([whole, _Noisy(numbers[::-1])]))
     assert contents_of(numbers[::2]) != contents_of(numbers[1::2])
     assert contents_of([]) == contents_of([])
+
+
+class _Unstable(_Noisy):
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError(f"sample {index} is broken")
+
+
+def test_a_broken_sample_is_an_error_where_it_is_used() -> None:
+    assert contents_of(_Unstable([1, 2])) == contents_of(_Unstable([3, 4]))
+
+
+def _streamed(first: int) -> IteratedStream:
+    return IteratedStream(lambda epoch: Numbers(first, epoch), name="numbers", epochs=1)
+
+
+class Numbers:
+    """Iterable with a state."""
+
+    def __init__(self, first: int, epoch: int) -> None:
+        self.first, self.epoch = first, epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.first + 6))
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError(state)
+
+
+def _tokenized(shift: int) -> TokenizedStream:
+    stream = IndexedStream([[1, 2, 3]] * 5, seed=0)
+    return TokenizedStream(stream, lambda sample: [each + shift for each in sample], max_length=4, name="shifted")
+
+
+@pytest.mark.parametrize("make", [_streamed, _tokenized])
+def test_the_first_samples_of_a_stream_are_compared(make: Callable[[int], SampleStream]) -> None:
+    stream = make(0)
+    assert stream.identity() == stream.identity() == make(0).identity() != make(1).identity()
+
+
+def _message_on_ranks(kind: str) -> str:
+    """Return the error for data of a rank."""
+    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+        whole = [torch.full((2,), float(number)) for number in range(16)]
+        generator = torch.Generator().manual_seed(ctx.rank)
+        data: dict[str, Any] = {
+            "part": whole[ctx.rank :: 2],
+            "unseeded": torch.randn(16, 2, generator=generator),
+            "augmented": _Noisy(list(range(16))),
+        }
+        torch.rand(ctx.rank)  # the states of the ranks differ
+        stream = IndexedStream(data[kind], seed=0)
+        try:
+            agree_on_data({"the training data": stream, "the evaluation data": None})
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("kind", ["part", "unseeded"])
+def test_data_that_differ_between_ranks_are_an_error(kind: str) -> None:
+    for message in run_ranks(_message_on_ranks, kind, world_size=2):
+        assert message.startswith("the training data differs between the 2 ranks: rank 1 differs from rank 0;")
+        assert message.endswith("data that are made with random numbers need a fixed seed.")
+
+
+def test_random_augmentation_is_no_difference_between_ranks() -> None:
+    assert run_ranks(_message_on_ranks, "augmented", world_size=2) == ["", ""]
 
 
 def test_a_large_file_is_compared_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

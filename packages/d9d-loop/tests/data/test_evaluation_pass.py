@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_loop.data import EvenlySpacedStream, IndexedStream
+from d9d_loop.data import IndexedStream, SubsetStream
 from d9d_loop.data.evaluation_pass import check_evaluation_data, plan_pass
 from d9d_loop.data.sample_reader import ReadJob
 
@@ -24,9 +24,11 @@ def test_every_sample_is_counted_once_in_equally_many_batches(
         stream = IndexedStream(range(data_size), seed=3, epochs=1)
         limit, expected = num_samples, stream.cursor().take(num_samples or data_size)
     else:
-        stream, limit = EvenlySpacedStream(range(data_size), num_samples), None
+        stream, limit = SubsetStream(range(data_size), num_samples), None
         count = min(num_samples or data_size, data_size)
-        expected = [number * data_size // count for number in range(count)]
+        expected = stream.cursor().take(data_size + 1)
+        assert len(set(expected)) == count
+        assert expected == sorted(expected)
     of_ranks = [
         plan_pass(stream, batch_size=batch_size, dp_rank=rank, dp_size=ranks, num_samples=limit)
         for rank in range(ranks)
@@ -41,21 +43,28 @@ def test_every_sample_is_counted_once_in_equally_many_batches(
     assert len(padding) < ranks
 
 
-def test_a_part_of_the_samples_is_spread_over_the_data() -> None:
-    jobs, num_real = plan_pass(EvenlySpacedStream(range(10), 4), batch_size=3, dp_rank=0, dp_size=1)
-    assert ([job.entries for job in jobs], num_real) == ([[0, 2, 5], [7]], 2)
+@pytest.mark.parametrize("period", [2, 4, 10, 20])
+def test_a_part_of_periodic_data_has_every_kind(period: int) -> None:
+    """Every 20th sample of alternating classes would be of one class."""
+    chosen = SubsetStream(range(2000), 200).cursor().take(2000)
+    counts = [sum(index % period == kind for index in chosen) for kind in range(period)]
+    mean = 200 / period
+    assert all(abs(count - mean) < 5 * mean**0.5 for count in counts)
+    assert chosen == SubsetStream(range(2000), 200).cursor().take(200)
 
 
-def test_a_spaced_stream_resumes_and_reads() -> None:
-    stream = EvenlySpacedStream([[number] * number for number in range(10)], 5)
+def test_a_subset_resumes_and_reads() -> None:
+    stream = SubsetStream([[number] * number for number in range(10)], 5)
     cursor = stream.cursor()
-    assert cursor.take(2) == [0, 2]
-    assert stream.cursor(cursor.state_dict()).take(9) == cursor.take(9) == [4, 6, 8]
+    first = cursor.take(2)
+    assert stream.cursor(cursor.state_dict()).take(9) == (rest := cursor.take(9))
+    assert [*first, *rest] == sorted({*first, *rest})
+    assert len(rest) == 3
     assert cursor.take(1) == []
     assert (stream.read(4), stream.length(4)) == ([4] * 4, 4)
     with pytest.raises(UserError, match=r"length of a sample of type dict is unknown"):
-        EvenlySpacedStream([{"x": [1, 2]}]).length(0)
-    assert stream.identity() != EvenlySpacedStream(range(10), 4).identity()
+        SubsetStream([{"x": [1, 2]}]).length(0)
+    assert stream.identity() != SubsetStream(range(10), 5).identity()
 
 
 def test_data_without_an_end_or_a_sample_are_refused() -> None:
@@ -67,4 +76,4 @@ def test_data_without_an_end_or_a_sample_are_refused() -> None:
     with pytest.raises(UserError, match=r"^the evaluation data are empty; expected at least one sample"):
         check_evaluation_data([], num_samples=None)
     with pytest.raises(UserError, match=r"^the evaluation data are empty; expected at least one sample"):
-        plan_pass(EvenlySpacedStream([]), batch_size=1, dp_rank=0, dp_size=1)
+        plan_pass(SubsetStream([]), batch_size=1, dp_rank=0, dp_size=1)

@@ -10,7 +10,7 @@ import torch
 
 from d9d_dist import DistributedContext, UserError
 from d9d_loop.data import DataError, IndexedStream
-from d9d_loop.data.data_random import position_random
+from d9d_loop.data.data_random import restored_random
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.worker_pool import WorkerPool
 from d9d_loop.job.garbage import garbage_collection
@@ -66,8 +66,8 @@ def _read(reader: SampleReader, jobs: list[ReadJob], num_workers: int, timeout: 
 def test_workers_read_batches_in_the_order_of_one_process() -> None:
     expected = []
     for job in _jobs(7):
-        with position_random(5, position=job.position):
-            expected.append(torch.stack(_reader()(job)))
+        with restored_random():
+            expected.append(torch.stack(_reader()(job, seed=5)))
     for num_workers in (1, 3):
         found = _read(_reader(collate=torch.stack), _jobs(7), num_workers)
         assert torch.equal(torch.stack(found), torch.stack(expected))

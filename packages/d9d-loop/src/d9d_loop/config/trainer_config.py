@@ -199,7 +199,7 @@ class EvaluationConfig(Section):
 
     every: PositiveInt = Field(default=100, description="Steps between evaluations; the last step is always evaluated.")
     num_samples: PositiveInt | None = Field(
-        default=None, description="Number of samples, evenly spaced over the data; null uses all."
+        default=None, description="Number of samples, a pseudorandom subset of the data; null uses all."
     )
     only: bool = Field(
         default=False,

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from d9d_loop.data.data_random import check_draws_nothing, position_random
+from d9d_loop.data.data_random import check_draws_nothing, restored_random
 from d9d_loop.data.prefetcher import Prefetcher, pinned
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.worker_pool import WorkerPool
@@ -16,8 +16,9 @@ from d9d_loop.data.worker_pool import WorkerPool
 class BatchReader:
     """Iterator over the batches of read jobs, in order, for training, evaluation and inference.
 
-    The random numbers of samples and `collate` are a function of the seed and the position of the batch's first sample.
-    They do not depend on `num_workers`, and the generators of the model are unaffected.
+    The random numbers of a sample are a function of the seed and the sample's position; those of `collate`, of the
+    position of the batch's first sample. So they do not depend on `num_workers`, and those of a sample not on the
+    number of ranks and the batch size either. The generators of the model are unaffected.
 
     Args:
         jobs: Batches to read; with workers, a background thread takes jobs ahead of use.
@@ -67,8 +68,8 @@ class BatchReader:
 
     def _read_here(self, job: ReadJob) -> Any:
         if self._draws:
-            with position_random(self._seed, position=job.position):
-                return self._read(job)
+            with restored_random():
+                return self._read(job, seed=self._seed)
         if self._is_first:
             check_draws_nothing(partial(self._read, job))
             self._is_first = False

@@ -6,7 +6,8 @@ datasets are compared by their lengths and by a few samples, which are read for 
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,8 +17,10 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
+from d9d_dist import UserError, agree
 from d9d_loop.data.data_random import position_random
 from d9d_loop.data.sample_order import SampleOrder
+from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
 
 NUM_COMPARED = 16
@@ -50,17 +53,40 @@ def contents_of(samples: Any) -> JsonValue:
     return sampled_digest(samples)
 
 
+def agree_on_data(streams: Mapping[str, SampleStream | None]) -> None:
+    """Raise `UserError` on all ranks if the identity of a stream differs between them. Collective over all ranks.
+
+    `streams` has the names of the streams for the message.
+    """
+    same = {name: json.dumps(stream and stream.identity(), sort_keys=True) for name, stream in streams.items()}
+    try:
+        agree(same=same)
+    except UserError as error:
+        raise UserError(
+            f"{error} Each rank must pass the whole data, not a part such as data[rank::world_size], because the job "
+            "divides them; data that are made with random numbers need a fixed seed."
+        ) from None
+
+
 def sampled_digest(samples: Samples) -> str:
     """Return the digest of at most 16 samples of a dataset: the first, the last and pseudorandom ones."""
     last = len(samples) - 1
     chosen = {0, last, *SampleOrder(last + 1, seed=0).take(0, min(NUM_COMPARED - 2, last + 1))} if last >= 0 else set()
-    return digest_of([_read(samples, index) for index in sorted(chosen)])
+    return digest_of([_read(samples.__getitem__, index, index) for index in sorted(chosen)])
 
 
-def _read(samples: Samples, index: int) -> Any:
+def first_digest(stream: SampleStream, convert: Callable[[Any], Any] = lambda sample: sample) -> str:
+    """Return the digest of the first four samples of a stream, converted by `convert`."""
+    entries = stream.cursor().take(4)
+    return digest_of(
+        [_read(lambda entry: convert(stream.read(entry)), entry, position) for position, entry in enumerate(entries)]
+    )
+
+
+def _read(read: Callable[[Any], Any], entry: Any, position: int) -> Any:
     try:
-        with position_random(0, position=index):
-            return samples[index]
+        with position_random(0, position=position):
+            return read(entry)
     except Exception as error:  # reported where the sample is used
         return type(error).__qualname__
 

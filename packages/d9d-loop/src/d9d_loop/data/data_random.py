@@ -1,4 +1,4 @@
-"""Random streams for reading samples, seeded by sample position. Ranks with equal samples draw equal numbers."""
+"""Random streams for reading samples, seeded by sample position: equal in every layout, microbatch and worker."""
 
 import json
 import random
@@ -16,11 +16,18 @@ from d9d_dist import UserError, stream_key
 def position_random(seed: int, *, position: int) -> Generator[None]:
     """Seed `random`, torch's CPU generator and, if imported, NumPy from a sample position; restore them on exit.
 
-    `position` is the first sample's position in the global order. Pipeline-, tensor- and context-parallel ranks read
-    the same samples, so they must draw the same numbers.
+    `position` is the sample's position in the global order. Pipeline-, tensor- and context-parallel ranks read the
+    same samples, so they must draw the same numbers.
     """
+    with restored_random():
+        seed_data_random(seed, position=position)
+        yield
+
+
+@contextmanager
+def restored_random() -> Generator[None]:
+    """Restore the states of `random`, of torch's CPU generator and, if imported, of NumPy on exit."""
     before = _states()
-    seed_data_random(seed, position=position)
     try:
         yield
     finally:
@@ -31,8 +38,16 @@ def position_random(seed: int, *, position: int) -> Generator[None]:
 
 
 def seed_data_random(seed: int, *, position: int) -> None:
-    """Seed like `position_random` without restoring the states, for data worker processes."""
-    key = stream_key(seed, "data at", position)
+    """Seed like `position_random` without restoring the states."""
+    _seed(stream_key(seed, "data at", position))
+
+
+def seed_collate_random(seed: int, *, position: int) -> None:
+    """Seed the generators for collating the samples from `position` on, independently of the samples."""
+    _seed(stream_key(seed, "collate at", position))
+
+
+def _seed(key: int) -> None:
     random.seed(key)
     torch.default_generator.manual_seed(key)
     if numpy := sys.modules.get("numpy"):

@@ -1,6 +1,7 @@
 """Streams of documents, from a token file or tokenized on the fly. Long documents are split without losing tokens."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -8,6 +9,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_loop.data.contents import first_digest
 from d9d_loop.data.document import Document, cut
 from d9d_loop.data.indexed_stream import OrderCursor, end_of_epochs
 from d9d_loop.data.sample_order import SampleOrder
@@ -120,7 +122,8 @@ class TokenizedStream(WindowedStream):
     Args:
         tokenize: Function that returns the tokens of a sample as integers, with an end token if one is wanted.
         max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
-        name: Identifies `tokenize`, since functions cannot be compared. Resuming with another name is an error.
+        name: Identifies `tokenize`, of which only the tokens of the first samples are compared. Resuming with another
+            name is an error.
         window: Number of samples tokenized at a time. A job that resumes inside a window tokenizes the window again.
 
     Raises:
@@ -151,9 +154,13 @@ class TokenizedStream(WindowedStream):
         return len(entry) - 1
 
     def identity(self) -> JsonValue:
-        """Return the name, the sizes, and the identity of the tokenized stream."""
+        """Return the name, the sizes, the tokens of the first samples, and the identity of the tokenized stream."""
         sizes = {"max_length": self._max_length, "window": self._size}
-        return {"tokenized": {"name": self._name, **sizes, "of": self._stream.identity()}}
+        return {"tokenized": {"name": self._name, **sizes, "first": self._first, "of": self._stream.identity()}}
+
+    @cached_property
+    def _first(self) -> str:
+        return first_digest(self._stream, self._tokenize)
 
     def _arrange(self, entries: list[Entry], window: int) -> list[list[int]]:
         parts: list[list[int]] = []

@@ -5,7 +5,9 @@ from typing import Any, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_loop.data.contents import contents_of
 from d9d_loop.data.indexed_stream import OrderCursor, measured_length
+from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_reader import ReadJob
 from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.data.samples import Samples
@@ -26,8 +28,11 @@ def check_evaluation_data(data: Samples | SampleStream, *, num_samples: int | No
 
 
 @final
-class EvenlySpacedStream(SampleStream):
-    """Finite stream of evenly spaced samples of a map-style dataset. An entry is a sample index.
+class SubsetStream(SampleStream):
+    """Finite stream of a map-style dataset, or of a pseudorandom subset of it, in order. An entry is a sample index.
+
+    The subset depends only on the two numbers of samples. A regular order of the data, such as alternating classes, has
+    no effect on it.
 
     Args:
         num_samples: Number of samples, capped at the dataset size; None for the whole dataset.
@@ -36,12 +41,13 @@ class EvenlySpacedStream(SampleStream):
     is_endless = False
 
     def __init__(self, samples: Samples, num_samples: int | None = None) -> None:
-        self._samples = samples
-        self._num_samples = len(samples) if num_samples is None else min(num_samples, len(samples))
+        self._samples, size = samples, len(samples)
+        is_whole = num_samples is None or num_samples >= size
+        self._indices = range(size) if is_whole else sorted(SampleOrder(size, seed=0).take(0, num_samples))
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return OrderCursor(self._indices, state, end=self._num_samples)
+        return OrderCursor(lambda start, stop: list(self._indices[start:stop]), state, end=len(self._indices))
 
     def read(self, entry: int) -> Any:
         """Read the sample at an index."""
@@ -52,11 +58,8 @@ class EvenlySpacedStream(SampleStream):
         return measured_length(self._samples[entry])
 
     def identity(self) -> JsonValue:
-        """Return the sizes of the dataset and of the stream."""
-        return {"evenly_spaced": [self._num_samples, len(self._samples)]}
-
-    def _indices(self, start: int, stop: int) -> list[int]:
-        return [number * len(self._samples) // self._num_samples for number in range(start, stop)]
+        """Return the sizes of the dataset and of the stream, and the contents of the dataset."""
+        return {"subset": [len(self._indices), len(self._samples)], "contents": contents_of(self._samples)}
 
 
 def plan_pass(

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol, final
 
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_loop.data.contents import first_digest
 from d9d_loop.data.indexed_stream import end_of_epochs, measured_length
 from d9d_loop.data.sample_stream import Cursor, SampleStream
 
@@ -38,7 +40,8 @@ class IteratedStream(SampleStream):
     Args:
         epoch: Function that returns the data of an epoch, counted from 0, such as
             `lambda epoch: load_dataset(..., streaming=True)`.
-        name: Identifies the data, whose contents are not compared. Resuming with another name is an error.
+        name: Identifies the data, of which only the first elements are compared. Resuming with another name is an
+            error.
         length: Function that returns the length of an element before `transform`; by default `len` of a tensor or a
             sequence.
         epochs: Number of epochs; None repeats them without end.
@@ -72,8 +75,12 @@ class IteratedStream(SampleStream):
         return self._length(entry)
 
     def identity(self) -> JsonValue:
-        """Return the name of the data."""
-        return {"iterated": self._name}
+        """Return the name of the data, and the digest of their first four elements, transformed."""
+        return {"iterated": self._name, "first": self._first}
+
+    @cached_property
+    def _first(self) -> str:
+        return first_digest(self)
 
 
 @final

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
+from d9d_loop.data.data_random import seed_collate_random, seed_data_random
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.samples import Collate
 
@@ -44,18 +45,25 @@ class SampleReader:
     def __init__(self, stream: SampleStream, collate: Collate) -> None:
         self._stream, self._collate = stream, collate
 
-    def __call__(self, job: ReadJob, on_sample: Callable[[int], object] = lambda number: None) -> Any:
+    def __call__(
+        self, job: ReadJob, on_sample: Callable[[int], object] = lambda number: None, *, seed: int | None = None
+    ) -> Any:
         """Read the samples of a job and collate them. Failures of a sample or of `collate` raise `DataError`.
 
-        `on_sample` is called with the index of each sample in the batch before the sample is read.
+        `on_sample` is called with the index of each sample in the batch before the sample is read. With `seed`, the
+        generators are seeded for each sample by its position, and for `collate` by the first position.
         """
         samples: list[Any] = []
         for number, entry in enumerate(job.entries):
             on_sample(number)
+            if seed is not None:
+                seed_data_random(seed, position=job.position + number)
             try:
                 samples.append(self._stream.read(entry))
             except Exception as error:
                 raise DataError(f"{job.describe(number)} could not be read: {_describe(error)}") from error
+        if seed is not None:
+            seed_collate_random(seed, position=job.position)
         try:
             return self._collate(samples)
         except Exception as error:

@@ -64,8 +64,8 @@ class StreamLoader:
         num_workers: Number of worker processes. With 0, this process reads each batch on demand.
         prefetch: Number of steps to prefetch in a thread; only used with workers.
         timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
-        draws: If True, samples and `collate` may draw random numbers; see `DataProvider`. These are a function of the
-            seed and the position of the microbatch's first sample, and do not depend on `num_workers`.
+        draws: If True, samples and `collate` may draw random numbers; see `DataProvider`. Those of a sample are a
+            function of the seed and the sample's position; those of `collate`, of the microbatch's first position.
 
     Raises:
         UserError: If `num_workers` is negative or `prefetch` is below 1.

@@ -1,6 +1,6 @@
 """Pool of worker processes that read batches. Errors of failed workers name the worker and its sample.
 
-`torch.utils.data.DataLoader` seeds a worker by its index; here the random numbers of a batch are a function of its
+`torch.utils.data.DataLoader` seeds a worker by its index; here the random numbers of a sample are a function of its
 position. They do not depend on the number of workers, nor on where a job resumed. `DataLoader` also cannot report the
 sample at which a worker died.
 """
@@ -20,7 +20,6 @@ import torch
 from torch import multiprocessing
 
 from d9d_dist import UserError
-from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.sample_reader import DataError, ReadJob, SampleReader
 
 _PATIENCE = 5.0
@@ -150,9 +149,8 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
             job = connection.recv()
         except EOFError:
             return
-        seed_data_random(seed, position=job.position)
         try:
-            result = reader(job, partial(setattr, sample, "value"))
+            result = reader(job, partial(setattr, sample, "value"), seed=seed)
         except Exception as error:  # sent to the parent
             result = _failure(str(error))
         try:

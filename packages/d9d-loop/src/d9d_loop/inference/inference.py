@@ -17,8 +17,9 @@ from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
+from d9d_loop.data.contents import agree_on_data
 from d9d_loop.data.data_provider import as_samples
-from d9d_loop.data.evaluation_pass import EvenlySpacedStream
+from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
@@ -109,6 +110,7 @@ class Inference:
             self.events.watch(watchdog.phase)
             resolved = self._config.model_dump(mode="json")
             agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
+            agree_on_data({"the data": SubsetStream(self._data)})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx):
                 self._complete(plan, ctx, watchdog)
@@ -168,7 +170,7 @@ class Inference:
         parts = [dict(enumerate(at_once)).get(ctx.coordinate("batch", "dp")) for at_once in own]
         indices = [self._batches_of(part, batches_of_a_part) for part in parts]
         batches = BatchReader(
-            SampleReader(EvenlySpacedStream(self._data), self._collate),
+            SampleReader(SubsetStream(self._data), self._collate),
             (ReadJob(batch[0], batch) for of_a_part in indices for batch in of_a_part),
             seed=config.seed,
             place=BatchPlacement(self._task, ctx),

@@ -9,7 +9,7 @@ from torch import nn
 from d9d_dist import DistributedContext
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.evaluation_pass import EvenlySpacedStream, plan_pass
+from d9d_loop.data.evaluation_pass import SubsetStream, plan_pass
 from d9d_loop.data.sample_reader import SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -25,7 +25,7 @@ class Evaluator:
     Args:
         model: The model that is trained, or the pipeline of its stages.
         samples: Evaluation dataset, or a stream of samples.
-        num_samples: Number of samples to use: evenly spaced in a dataset, or the first samples of a stream. `None`
+        num_samples: Number of samples to use: pseudorandom ones of a dataset, or the first ones of a stream. `None`
             uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
         seed: Seed of the random numbers that the dataset and `collate` draw.
@@ -46,7 +46,7 @@ class Evaluator:
         self._seed, self._task, self._ctx = seed, task, ctx
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         if not isinstance(samples, SampleStream):
-            samples, num_samples = EvenlySpacedStream(samples, num_samples), None
+            samples, num_samples = SubsetStream(samples, num_samples), None
         self._reader = SampleReader(samples, collate)
         self._jobs, self._num_real = plan_pass(
             samples,

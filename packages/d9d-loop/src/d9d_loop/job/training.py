@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.data import SampleStream, SubsetStream
+from d9d_loop.data.contents import agree_on_data
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.earlier_run import check_progress, keep_earlier_files, read_earlier_run
@@ -46,8 +48,11 @@ def train(plan: JobPlan, *, plan_with: "PlanWith", events: Events) -> TrainResul
 def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: LauncherWatch) -> TrainResult | Stopped:
     config, job = plan.config, None
     try:
-        same = {"the configuration": plan.resolved, "the training data": plan.stream.identity()}
-        agree(same={name: json.dumps(value, sort_keys=True) for name, value in same.items()})
+        agree(same={"the configuration": json.dumps(plan.resolved, sort_keys=True)})
+        evaluation = plan.evaluation_data
+        if evaluation is not None and not isinstance(evaluation, SampleStream):
+            evaluation = SubsetStream(evaluation, config.evaluation.num_samples)
+        agree_on_data({"the training data": plan.stream, "the evaluation data": evaluation})
         health = check_health(config.resilience.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
