@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pretrain import Decoder, for_generation
+from pretrain import Decoder
 from pydantic import Field, PositiveInt
 from rollout_client import RolloutClient
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class Arithmetic:
         self.engine, self.config = engine, config
         self.rank, self.num_ranks = engine.ctx.coordinate("batch", "dp"), engine.ctx.size("batch", "dp")
         self.draws = torch.Generator().manual_seed(config.seed)  # equal on all ranks
-        self.policy, self.multiple = for_generation(engine.ctx, engine.model, engine.pipeline.callable())
+        self.policy = engine.for_generation()
         model = QWEN3.write(config.model)
         self.client = None if config.rollouts is None else RolloutClient(config.rollouts, engine, model)
 
@@ -121,7 +121,6 @@ class Arithmetic:
             self.own(questions).to(self.engine.ctx.device),
             max_new_tokens=ANSWER,
             max_context=questions.shape[1] + ANSWER,
-            pad_to_multiple_of=self.multiple,
             row_seeds=self.own(seeds),
         )
         return batch_of(found.token_ids.cpu())

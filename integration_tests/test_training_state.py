@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from training_state import problems, reference_of_adapters, tokens_per_expert, with_bug
+from training_state import problems, reference_of_adapters, sampled, tokens_per_expert, with_bug
 
 from d9d_dist import BufferValues
 from d9d_dist.testing import run_ranks
@@ -69,6 +69,17 @@ def test_padding_and_stand_ins_change_neither_losses_nor_tokens_per_expert(layou
 @pytest.mark.sample("one process")
 def test_a_reference_without_adapters_has_the_initial_buffers(layout: str) -> None:
     assert all(run_ranks(reference_of_adapters, LAYOUTS[layout], world_size=_size(LAYOUTS[layout])))
+
+
+@pytest.mark.parametrize("mesh", ["stages", "tensor", "context"])
+@pytest.mark.sample("stages")
+def test_ranks_that_compute_the_same_rows_sample_once(mesh: str) -> None:
+    found = run_ranks(sampled, {**LAYOUTS, "context": {"context_parallel_shard": 2}}[mesh], world_size=2)
+    (first, second, message), (other_first, other_second, _) = found
+    assert torch.equal(first, other_first)
+    assert torch.equal(second, other_second)
+    assert first.shape != second.shape or not torch.equal(first, second)
+    assert message.startswith("input_ids, prompt_mask or row_seeds of generate() differ between ranks that compute the")
 
 
 def _no_buffer_is_restored() -> AbstractContextManager[object]:

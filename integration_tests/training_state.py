@@ -14,7 +14,7 @@ from moe_job import PARAMS, TinyDeepseek
 from torch import Tensor, nn
 
 import d9d_peft
-from d9d_dist import DistributedContext, StageInfo, local_tensor
+from d9d_dist import DistributedContext, StageInfo, UserError, local_tensor
 from d9d_loop import Engine, EngineConfig, ModelProvider
 from d9d_loop.tasks import NextTokenTask
 from d9d_modules import generate
@@ -159,17 +159,13 @@ def problems(mesh: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _calls(engine: Engine, batches: list[Any]) -> dict[str, Callable[[], object]]:
-    tp = engine.ctx.size("batch", "tp")
-    prompts = batches[0]["input_ids"][:, :2]
-    model = engine.pipeline.callable() if engine.pipeline.num_stages > 1 else engine.model
+    prompts, model = batches[0]["input_ids"][:, :2], engine.for_generation()
     draws = torch.Generator().manual_seed(1)  # not those of the training
     return {
         "score()": lambda: engine.score(batches),
         "weights()": lambda: list(engine.weights()),
         "weights(shards=True)": lambda: list(engine.weights(shards=True)),
-        "generate()": lambda: generate(
-            model, prompts, max_new_tokens=2, max_context=16, pad_to_multiple_of=tp, generator=draws
-        ),
+        "generate()": lambda: generate(model, prompts, max_new_tokens=2, max_context=16, generator=draws),
         "evaluation_weights()": lambda: _enter(engine.evaluation_weights()),
     }
 
@@ -229,3 +225,19 @@ def with_bug(bug: Callable[[], AbstractContextManager[object]], run: Callable[..
     """Run a function with a deliberate bug."""
     with bug():
         return run(*args)
+
+
+def sampled(mesh: Mapping[str, Any]) -> tuple[Tensor, Tensor, str]:
+    """Return two samples without seeds of rows, and the message about prompts that differ between ranks."""
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    with opened(mesh) as engine:
+        torch.manual_seed(engine.ctx.rank)  # as in a loop in which ranks draw other random numbers
+        model = engine.for_generation()
+        first, second = (
+            generate(model, prompts, max_new_tokens=6, max_context=16, stop_tokens=[9]).token_ids for _ in range(2)
+        )
+        try:
+            generate(model, prompts + engine.ctx.rank, max_new_tokens=2, max_context=16)
+        except UserError as error:
+            return first, second, str(error)
+    return first, second, ""

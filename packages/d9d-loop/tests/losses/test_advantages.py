@@ -65,3 +65,20 @@ def test_wrong_arguments_are_refused() -> None:
         normalize_advantages(REWARDS, PROMPTS, num_prompts=3)
     with pytest.raises(UserError, match=r"rewards have shape \(8,\) and prompt ids \(2,\)"):
         normalize_advantages(REWARDS, PROMPTS[:2], num_prompts=3)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [each for each in FORMS if each[0] != "none"] + [("none", "batch_std")])
+def test_equal_rewards_give_advantage_zero_at_any_magnitude(baseline: Baseline, scale: AdvantageScale) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for size in (2, 3, 6, 7, 10, 12, 33):
+            for reward in (0.1, -7.3, 100.7, 7126.533, 1e12 / 3):
+                rewards, ids = torch.full((size,), reward, dtype=dtype), torch.zeros(size, dtype=torch.int64)
+                found = normalize_advantages(rewards, ids, num_prompts=1, baseline=baseline, scale=scale)
+                assert found.eq(0).all(), (dtype, size, reward)
+                assert found.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def test_small_differences_of_large_rewards_count() -> None:
+    rewards = torch.tensor([7126.5, 7126.5, 7126.501], dtype=torch.float64)
+    found = normalize_advantages(rewards, torch.zeros(3, dtype=torch.int64), num_prompts=1)
+    assert_close(found, (rewards - rewards.mean()) / (rewards.std() + 1e-4))

@@ -65,3 +65,28 @@ def test_missing_candidates_do_not_change_the_loss() -> None:
 def test_a_rest_and_normalized_candidates_exclude_each_other() -> None:
     with pytest.raises(UserError, match="with_rest and normalized are both set"):
         DistillationLoss(normalized=True)
+
+
+def test_unused_slots_belong_to_the_rest_whatever_token_they_name() -> None:
+    """Rows have different numbers of candidates, as written by a teacher with top-p."""
+    logits, teacher = torch.randn(2, 5, 9).double().requires_grad_(), _log_probs()
+    student = logits.log_softmax(-1)
+    num_used = torch.tensor([[4, 3, 1, 2, 0], [4, 4, 2, 3, 1]])
+    is_used = torch.arange(4) < num_used.unsqueeze(-1)
+    ids = torch.arange(4).expand(2, 5, 4).where(is_used, 0)  # an unused slot repeats a token
+    given = teacher.gather(-1, ids).masked_fill(~is_used, -torch.inf)
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in range(2):
+        for place in range(5):
+            used = int(num_used[row, place])
+            ours, theirs = (
+                torch.cat((p[row, place, :used], p[row, place, used:].logsumexp(-1, keepdim=True)))
+                for p in (student, teacher)
+            )
+            expected = expected + F.kl_div(ours, theirs, reduction="sum", log_target=True)
+    every = torch.ones(2, 5, dtype=torch.bool)
+    found = DistillationLoss()(student.gather(-1, ids), teacher_log_probs_BLK=given, mask_BL=every)
+    assert_close(found.total, expected)
+    assert_close(*(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found.total, expected)))
+    same = DistillationLoss()(teacher.gather(-1, ids), teacher_log_probs_BLK=given, mask_BL=every)
+    assert_close(same.total, torch.zeros((), dtype=torch.float64))

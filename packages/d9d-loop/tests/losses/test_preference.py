@@ -5,10 +5,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from packed_rows import Rows, packed_rows
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from d9d_dist import UserError
+from d9d_dist import ContextSplit, UserError
+from d9d_dist.testing import run_ranks
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 
 
@@ -184,3 +186,22 @@ def test_padding_is_not_counted_as_an_answer() -> None:
 def test_negative_centering_is_refused() -> None:
     with pytest.raises(UserError, match=r"centering = -1.0; expected 0 or more"):
         RewardLoss(centering=-1.0)
+
+
+def _reward_of_a_rank(restarts: bool) -> torch.Tensor:
+    split = ContextSplit(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    torch.manual_seed(3)
+    rows = packed_rows(length=24)
+    positions = rows.position_ids if restarts else torch.arange(24).expand(3, 24)
+    scores, positions, documents = split.split((rows.values(), positions, rows.document_ids))
+    loss = RewardLoss()(scores, position_ids_BL=positions, document_ids_BL=documents, cp=split.mesh)
+    return torch.stack([loss.total, torch.as_tensor(loss.weight).double()])
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_positions_may_count_over_the_row_on_context_parallel_ranks(restarts: bool) -> None:
+    torch.manual_seed(3)
+    rows = packed_rows(length=24)
+    whole = RewardLoss()(rows.values(), position_ids_BL=rows.position_ids, document_ids_BL=rows.document_ids)
+    parts = torch.stack(run_ranks(_reward_of_a_rank, restarts, world_size=2)).sum(0)
+    assert_close(parts, torch.stack([whole.total, torch.as_tensor(whole.weight).double()]))

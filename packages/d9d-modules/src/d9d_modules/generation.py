@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from d9d_dist.counter_random import mix_bits, uniform_at
 from d9d_dist.errors import UserError
 from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
+from d9d_modules.shared_rows import shared_row_seeds, sharing_of
 
 
 @final
@@ -44,7 +45,7 @@ def generate(
     prompt_mask: Tensor | None = None,
     stop_tokens: Sequence[int] = (),
     pad_token: int = 0,
-    pad_to_multiple_of: int = 1,
+    pad_to_multiple_of: int | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -52,6 +53,7 @@ def generate(
     row_seeds: Tensor | None = None,
     use_cache: bool | None = None,
     group: dist.ProcessGroup | None = None,
+    rows_group: dist.ProcessGroup | None = None,
     on_tokens: Callable[[Tensor], None] | None = None,
 ) -> Rollout:
     """Sample a continuation of each prompt, one token at a time, with the log-probabilities of the tokens.
@@ -60,8 +62,9 @@ def generate(
     cache changes the results only by rounding. During generation, modules are in evaluation mode and `torch.compile` is
     bypassed.
 
-    Issues the collectives of the model's forward pass. Tensor-parallel ranks need equal arguments and equally seeded
-    generators. Ranks that share parameters (FSDP) may have different rows; see `group`.
+    Issues the collectives of the model's forward pass. Ranks that compute the same rows, such as tensor-parallel ranks,
+    need equal arguments, which one all-gather compares; they sample from the seed of their first rank. Ranks that share
+    parameters (FSDP) may have different rows; see `group`.
 
     Args:
         model: `DecoderForCausalLM`, or a function of token ids [B, L] that returns logits [B, L, V].
@@ -74,7 +77,8 @@ def generate(
         stop_tokens: A row ends after the first of these tokens.
         pad_token: Token id after the end of a row.
         pad_to_multiple_of: Pad each forward pass on the right to a multiple of this length, as context and sequence
-            parallelism need. With causal attention the padding does not change the results.
+            parallelism need. With causal attention the padding does not change the results. None for the multiple of a
+            model that `SharesRows`, such as `Engine.for_generation()`, or the tensor-parallel degree of a module.
         temperature: Divisor of the logits; 0 selects greedy decoding.
         top_k: Sample only from this many most likely tokens; None samples from all.
         top_p: Sample only from the most likely tokens whose probabilities sum to at least this number ("nucleus
@@ -86,17 +90,35 @@ def generate(
             model supports it.
         group: Ranks that stop together. Required with `stop_tokens` if ranks that share parameters have different rows:
             otherwise the other ranks would wait for a rank whose rows have ended. One all-reduce per token.
+        rows_group: Ranks that compute the same rows; None if the model declares them (`SharesRows`), or is a module.
         on_tokens: Called with the tokens [B] of each step, to stream text; None for no callback.
 
     Raises:
         UserError: If an argument is out of range, the mask is not left padding, or `use_cache` is True and the model
             does not support it: context parallelism, pipeline stages, RoPE scaling by the length of a row, or a token
-            mixer without a cache.
+            mixer without a cache. On every rank, if arguments differ between ranks that compute the same rows.
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_seeds(row_seeds, input_ids, generator)
-    if pad_to_multiple_of < 1:
+    sharing, multiple = sharing_of(model)
+    multiple = multiple if pad_to_multiple_of is None else pad_to_multiple_of
+    if multiple < 1:
         raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
+    sharing = sharing if rows_group is None else rows_group
+    if sharing is not None and sharing.size() > 1:
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "max_context": max_context,
+            "stop_tokens": list(stop_tokens),
+            "pad_token": pad_token,
+            "pad_to_multiple_of": multiple,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "use_cache": use_cache,
+        }
+        rows = [input_ids, prompt_mask, row_seeds]
+        row_seeds = shared_row_seeds(rows, options, sharing, generator=generator)
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
     tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
     choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)
@@ -105,7 +127,7 @@ def generate(
             model,
             use_cache=use_cache,
             capacity=input_ids.shape[1] + max_new_tokens,
-            multiple=pad_to_multiple_of,
+            multiple=multiple,
             max_context=max_context,
         )
         try:

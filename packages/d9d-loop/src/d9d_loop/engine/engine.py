@@ -25,7 +25,7 @@ from d9d_loop.engine.scores import ReadTokens, RecordLayers, score
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
-from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.job.pipeline import Pipeline, WholeRows
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_provider import ModelProvider
@@ -34,6 +34,7 @@ from d9d_loop.optimizers.averaging import free_gathered_parameters
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.resilience.bad_steps import BadStepError
+from d9d_loop.resilience.same_values import Same
 from d9d_loop.task import BatchTask, LossFunction
 from d9d_pipeline import Schedule, Timeline
 from d9d_state import StateMapper, gathered_weights, weight_shards
@@ -94,6 +95,7 @@ class Engine:
         self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
         self._state_mapper = state_mapper
         self._initial_rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = (0.0, 0.0)  # compared between ranks: the last call that set learning rates, and its argument
         self._step = TrainStep(
             self.pipeline,
             optimizer,
@@ -165,10 +167,10 @@ class Engine:
 
         Raises:
             UserError: On every rank, if no rank has a batch, or the ranks of a data-parallel coordinate have different
-                numbers of batches.
+                batches. Integers on an accelerator are compared in the next step.
         """
         self._require_training("forward_backward()")
-        placed = self._agree(batches, self._step.supported)
+        placed = self._agree(batches, self._step.supported, self._rates)
         values: dict[int, Mapping[str, Tensor]] = {}
         self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
         return self.pipeline.gather_tokens([values[index] for index in sorted(values)])
@@ -218,6 +220,15 @@ class Engine:
                 yield
             finally:
                 self._in_reference = False
+
+    def for_generation(self) -> nn.Module | WholeRows:
+        """Return the model for `d9d_modules.generate`, in any layout: whole rows of token ids to whole logits.
+
+        All ranks of a data-parallel coordinate pass the same prompts and get the same tokens. Without pipeline and
+        context parallelism it is the module itself, which supports a cache.
+        """
+        self._require_onloaded("for_generation()")
+        return self.pipeline.for_generation()
 
     @overload
     def weights(self, *, shards: Literal[False] = False, base_only: bool = False) -> Iterator[tuple[str, Tensor]]: ...
@@ -302,21 +313,24 @@ class Engine:
         of loss and weight; the guard's all-reduce; in the first two steps, all-gathers that compare module attributes.
 
         Args:
-            learning_rate: Learning rate of all parameter groups from this step on; `None` keeps the learning rate of
-                each group. For groups of different learning rates, see `set_learning_rates`.
+            learning_rate: Learning rate of all parameter groups from this step on, equal on all ranks; `None` keeps the
+                learning rate of each group. For groups of different learning rates, see `set_learning_rates`.
 
         Raises:
             UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
-                finite. Also if a forward wrote to sharded parameters, if the first step created, replaced or deleted
-                parameters, or if the second step read an attribute of a module that differs between ranks.
+                finite. On every rank, if learning rates or batches differ between ranks; on accelerators in the next
+                step or save, without an update. Also if a forward wrote to sharded parameters, if the first step
+                created, replaced or deleted parameters, or if the second step read an attribute of a module that
+                differs between ranks.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
         if learning_rate is not None:
             _check_rate("learning_rate", learning_rate)
+            self._rates = (1.0, learning_rate)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-        result = self._step.update(self.num_steps + 1)
+        result = self._step.update(self.num_steps + 1, Same(self._rates, self._agree.pop_digests()))
         self.num_steps, self._num_updates = self.num_steps + 1, self._num_updates + 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
             refuse_later_writes(self._whole, compare_next=True)
@@ -457,8 +471,9 @@ class Engine:
         return self._checkpoints
 
     def set_learning_rates(self, factor: float) -> None:
-        """Set the learning rate of each parameter group to `factor` times its initial learning rate."""
+        """Set the learning rate of each parameter group to `factor` times its initial one, equal on all ranks."""
         _check_rate("factor", factor)
+        self._rates = (2.0, factor)
         for group, initial in zip(self.optimizer.param_groups, self._initial_rates, strict=True):
             group["lr"] = initial * factor
 

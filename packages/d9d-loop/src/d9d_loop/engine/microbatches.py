@@ -1,10 +1,16 @@
 """Microbatches of a call: placed on the device, the same number on all ranks."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
+from torch import Tensor
+
 from d9d_dist import DistributedContext, UserError, all_gather_trees, gather_json
 from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.engine.batch_digest import are_close, digest_batches, digest_on_device
+from d9d_loop.resilience.same_values import describe_difference
 from d9d_loop.task import BatchTask
 
 
@@ -15,18 +21,22 @@ class MicrobatchAgreement:
     def __init__(self, task: BatchTask, ctx: DistributedContext) -> None:
         self._task, self._ctx = task, ctx
         self._place = BatchPlacement(task, ctx)
+        self._has_copies = ctx.world_size > ctx.size("batch", "dp")  # several ranks get the same batches
+        self._digest: Tensor | None = None
         self._example: Any = None
         self._has_example = False
 
-    def __call__(self, batches: Sequence[Any], supported: Callable[[int], int]) -> list[Any]:
+    def __call__(
+        self, batches: Sequence[Any], supported: Callable[[int], int], rates: tuple[float, float] = (0.0, 0.0)
+    ) -> list[Any]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
 
         For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
-        that is at least its argument.
+        that is at least its argument. `rates` are those of `Same`, for engines without a guard.
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different
-                numbers of batches. On this rank, if `batches` is not a sequence.
+                batches. On this rank, if `batches` is not a sequence.
         """
         if not isinstance(batches, Sequence):
             raise UserError(
@@ -35,10 +45,14 @@ class MicrobatchAgreement:
             )
         if batches:
             self._example, self._has_example = batches[-1], True
-        counts = gather_json([self._ctx.coordinate("batch", "dp"), len(batches), self._has_example])
+        digest = digest_batches(batches) if self._has_copies else []
+        mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates]
+        counts = gather_json(mine)
         self._check(counts)
-        number = supported(max(count for _, count, _ in counts))
-        if any(count < number and not has_example for _, count, has_example in counts):
+        if self._has_copies:
+            self._digest = digest_on_device(batches, self._digest)
+        number = supported(max(count for _, count, *_ in counts))
+        if any(count < number and not has_example for _, count, has_example, *_ in counts):
             found = all_gather_trees([batches[-1]] if batches else [], None)
             if not self._has_example:
                 self._example, self._has_example = next(tree for tree in found if tree)[0], True
@@ -48,14 +62,35 @@ class MicrobatchAgreement:
             placed.extend([stand_in] * (number - len(placed)))
         return placed
 
-    def _check(self, counts: Sequence[tuple[int, int, bool]]) -> None:
-        if not any(count for _, count, _ in counts):
+    def pop_digests(self) -> Tensor | None:
+        """Return the digests of the batches on the device since the last call; see `Same`. No collectives."""
+        if not self._has_copies or self._ctx.device.type == "cpu":
+            return None
+        num, own = self._ctx.size("batch", "dp"), self._ctx.coordinate("batch", "dp")
+        digests = torch.full((2 * num,), -torch.inf, dtype=torch.float64, device=self._ctx.device)
+        if self._digest is not None:
+            digests[own].copy_(self._digest)
+            digests[num + own].copy_(-self._digest)
+        self._digest = None
+        return digests
+
+    def _check(self, counts: Sequence[Any]) -> None:
+        if not any(count for _, count, *_ in counts):
             raise UserError("no rank passed a batch; expected at least one batch. Skip the call if there are no data.")
-        expected: dict[int, int] = {}
-        for rank, (dp_rank, count, _) in enumerate(counts):
-            if expected.setdefault(dp_rank, count) != count:
+        expected: dict[int, tuple[int, int, list[float]]] = {}
+        for rank, (dp_rank, count, _, digest, kind, rate) in enumerate(counts):
+            if kind != counts[0][4] or not math.isclose(rate, counts[0][5], rel_tol=1e-9):
+                raise UserError(describe_difference(None, True, False))
+            first, num, digest_of_first = expected.setdefault(dp_rank, (rank, count, digest))
+            if num != count:
                 raise UserError(
                     f"rank {rank} got {count} batches, and an earlier rank with data-parallel coordinate {dp_rank} got "
-                    f"{expected[dp_rank]}; expected the same batches on all pipeline-, context- and tensor-parallel "
+                    f"{num}; expected the same batches on all pipeline-, context- and tensor-parallel "
                     "ranks of a coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp')."
+                )
+            if not are_close(digest, digest_of_first):
+                raise UserError(
+                    f"rank {rank} got other batches than rank {first}, which has the same data-parallel coordinate "
+                    f"{dp_rank}; expected the same batches on all pipeline-, context- and tensor-parallel ranks of a "
+                    "coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp'), and seed random data by it."
                 )

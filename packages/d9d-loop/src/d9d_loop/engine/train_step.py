@@ -20,6 +20,7 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.resilience import StepGuard, Watch
+from d9d_loop.resilience.same_values import NOTHING, Same
 from d9d_loop.task import BatchTask, Loss, LossFunction
 from d9d_pipeline import Executor, Timeline
 
@@ -191,7 +192,7 @@ class TrainStep:
                 "equal numbers, or call eval() on the batch norms."
             )
 
-    def update(self, number: int) -> StepResult:
+    def update(self, number: int, same: Same = NOTHING) -> StepResult:
         """Reduce the gradients and run the optimizer step `number`; see `Engine.step`."""
         self._refuse_partial_gradients()
         if self._totals is None:
@@ -209,7 +210,7 @@ class TrainStep:
                 taken = weight != 0
                 step_unless(self._optimizer, (~taken).float())
             else:
-                taken = self._guard.step(number, loss=loss, grad_norm=grad_norm, weight=weight)
+                taken = self._guard.step(number, loss=loss, grad_norm=grad_norm, weight=weight, same=same)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
         assert self._buffers is not None

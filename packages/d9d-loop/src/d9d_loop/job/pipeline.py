@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from d9d_dist import ContextSplit, DistributedContext, UserError, set_grad_dtype
@@ -63,6 +64,8 @@ class Pipeline:
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._takes_mask = all(map(_takes_mask, self.stages.values()))
         self.group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
+        self._rows_group = ctx.group_for("batch", "pp", "cp", "tp")
+        self._tp_size = ctx.size("batch", "tp")
         shared = shared_names or {}
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
         is_whole = self._num_ranks == self._schedule.stages_per_rank == 1
@@ -168,7 +171,15 @@ class Pipeline:
             device=self._device,
             stages_per_rank=self._schedule.stages_per_rank,
             placement=self._schedule.placement,
+            rows_group=self._rows_group,
+            row_multiple=self._tp_size,
         )
+
+    def for_generation(self) -> "nn.Module | WholeRows":
+        """Return the model for `d9d_modules.generate`; see `Engine.for_generation`."""
+        if self.num_stages == 1 and self._split is None:
+            return self.model
+        return WholeRows(self.callable(), self._split, self._rows_group, self._tp_size)
 
     def _program(self, num_microbatches: int, *, trains: bool) -> Program:
         key = trains, num_microbatches
@@ -191,6 +202,29 @@ class Pipeline:
                 reduce_each_microbatch=self._reduces_each_microbatch and trains,
             )
         return self._executors[key]
+
+
+@final
+class WholeRows:
+    """Function from whole rows of token ids [B, L] to whole logits [B, L, V], in any layout; for `generate`.
+
+    Attributes:
+        rows_group: Ranks that compute the same rows.
+        row_multiple: Number of which the length of a row must be a multiple.
+    """
+
+    def __init__(
+        self, model: PipelinedModel, split: ContextSplit | None, rows_group: dist.ProcessGroup, tp_size: int
+    ) -> None:
+        self._model, self._split, self.rows_group = model, split, rows_group
+        self.row_multiple = tp_size if split is None else 2 * split.mesh.size() * tp_size
+
+    def __call__(self, ids_BL: Tensor, **whole: Tensor) -> Tensor:
+        """Return the logits of whole rows. Collective over `rows_group`; `whole` are more values of whole rows."""
+        if self._split is None:
+            return self._model(ids_BL, **whole)
+        own = self._split.split(whole) or {"position_ids": self._split.positions(ids_BL.shape[1])}
+        return self._split.join(self._model(self._split.split(ids_BL), **own))
 
 
 def _takes_mask(stage: nn.Module) -> bool:

@@ -39,8 +39,9 @@ def normalize_advantages(
     | REINFORCE++ with baseline (the same) | `group_mean` | `batch_std` |
 
     `batch_std` also subtracts the mean of the batch. Standard deviations of n values have the divisor n - 1. The
-    answers of a prompt may be on several ranks. Collectives over `group`: at most four all-reduces of G values, and
-    with `batch_std` three all-reduces of a scalar.
+    answers of a prompt may be on several ranks. Differences to a mean that are mere rounding count as 0, so equal
+    rewards give advantage 0 at any magnitude. Collectives over `group`: at most four all-reduces of G values, and with
+    `batch_std` three all-reduces of a scalar.
 
     Args:
         rewards_S: Reward of each answer of this rank [S].
@@ -48,7 +49,7 @@ def normalize_advantages(
         num_prompts: Number of prompts G of the whole batch.
         baseline: Value that is subtracted from a reward: the mean over the prompt's answers, or over its other answers.
         scale: Value by which the reward minus the baseline is divided.
-        epsilon: Added to standard deviations, so that equal rewards give advantage 0.
+        epsilon: Added to standard deviations.
         group: Ranks that hold the answers of the batch: the data-parallel ranks. None if this rank holds all of them.
 
     Raises:
@@ -61,21 +62,29 @@ def normalize_advantages(
         )
     if prompt_ids_S.device.type == "cpu" and ((prompt_ids_S < 0) | (prompt_ids_S >= num_prompts)).any():
         raise UserError(f"a prompt id is out of range; expected 0 to num_prompts - 1 = {num_prompts - 1}.")
-    values_S = rewards_S.detach().to(torch.promote_types(rewards_S.dtype, torch.float32))
+    values_S = rewards_S.detach().double()
     sums = _Sums(prompt_ids_S, num_prompts, group)
     counts_S = sums.of_prompts(torch.ones_like(values_S))
     values_S = _subtract_baseline(values_S, baseline, sums, counts_S)
-    return _divide_by_scale(values_S, scale, sums, counts_S, epsilon=epsilon)
+    advantages_S = _divide_by_scale(values_S, scale, sums, counts_S, epsilon=epsilon)
+    return advantages_S.to(torch.promote_types(rewards_S.dtype, torch.float32))
+
+
+def _difference(values_S: Tensor, mean: Tensor, count: Tensor) -> Tensor:
+    """Return the values minus a mean of `count` values; 0 where the difference is not larger than rounding."""
+    difference_S = values_S - mean
+    rounding = 2.0 * torch.finfo(values_S.dtype).eps * count * mean.abs()
+    return torch.where(difference_S.abs() > rounding, difference_S, 0.0)
 
 
 def _subtract_baseline(values_S: Tensor, baseline: Baseline, sums: "_Sums", counts_S: Tensor) -> Tensor:
     match baseline:
         case "group_mean":
-            return values_S - sums.of_prompts(values_S) / counts_S
+            return _difference(values_S, sums.of_prompts(values_S) / counts_S, counts_S)
         case "leave_one_out":
             # If a prompt has a single answer, there is no other answer to compare with, so the advantage is 0.
             others_S = (sums.of_prompts(values_S) - values_S) / (counts_S - 1.0).clamp(min=1.0)
-            return torch.where(counts_S > 1, values_S - others_S, 0.0)
+            return torch.where(counts_S > 1, _difference(values_S, others_S, counts_S), 0.0)
         case "none":
             return values_S
         case _:
@@ -88,11 +97,12 @@ def _divide_by_scale(
     match scale:
         case "group_std":
             mean_S = sums.of_prompts(values_S) / counts_S
-            variance_S = sums.of_prompts((values_S - mean_S).square()) / (counts_S - 1.0).clamp(min=1.0)
+            squares_S = _difference(values_S, mean_S, counts_S).square()
+            variance_S = sums.of_prompts(squares_S) / (counts_S - 1.0).clamp(min=1.0)
             return values_S / (variance_S.sqrt() + epsilon)
         case "batch_std":
             count = sums.of_batch(torch.ones_like(values_S))
-            values_S = values_S - sums.of_batch(values_S) / count
+            values_S = _difference(values_S, sums.of_batch(values_S) / count, count)
             variance = sums.of_batch(values_S.square()) / (count - 1.0).clamp(min=1.0)
             return values_S / (variance.sqrt() + epsilon)
         case "none":

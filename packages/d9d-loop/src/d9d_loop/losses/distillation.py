@@ -52,30 +52,32 @@ class DistillationLoss:
 
         Args:
             log_probs_BLK: The student's log-probabilities of the candidates [B, L, K].
-            teacher_log_probs_BLK: The teacher's log-probabilities of the same tokens, -inf for fewer than K candidates.
+            teacher_log_probs_BLK: The teacher's log-probabilities of the same tokens. Slots with -inf are unused, for
+                fewer than K candidates: their tokens belong to the rest.
             mask_BL: Positions [B, L] that contribute to the loss, bool.
             auxiliary_losses_BL: Router losses of each position [B, L], added to its loss.
         """
         teacher_BLK = teacher_log_probs_BLK.to(log_probs_BLK.dtype)
         if self.normalized:
             teacher_BLK = teacher_BLK.log_softmax(dim=-1)
-        losses_BL = _term(teacher_BLK, log_probs_BLK).sum(dim=-1)
+        is_used_BLK = teacher_BLK.exp() > 0.0
+        losses_BL = _term(teacher_BLK, log_probs_BLK, is_used_BLK).sum(dim=-1)
         if self.with_rest:
-            losses_BL = losses_BL + _term(_log_rest(teacher_BLK), _log_rest(log_probs_BLK))
+            rests = (_log_rest(each, is_used_BLK) for each in (teacher_BLK, log_probs_BLK))
+            losses_BL = losses_BL + _term(*rests, mask_BL)
         if auxiliary_losses_BL is not None:
             losses_BL = losses_BL + auxiliary_losses_BL
         return Loss(torch.where(mask_BL, losses_BL, 0.0).sum(), weight=mask_BL.sum())
 
 
-def _term(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return p (log p - log q), and 0 where p is 0."""
-    is_possible = teacher > -torch.inf
-    finite = torch.where(is_possible, teacher, 0.0)
-    return torch.where(is_possible, finite.exp() * (finite - student), 0.0)
+def _term(teacher: Tensor, student: Tensor, is_used: Tensor) -> Tensor:
+    """Return p (log p - log q), and 0 where it is not used."""
+    teacher, student = (torch.where(is_used, each, 0.0) for each in (teacher, student))
+    return torch.where(is_used, teacher.exp() * (teacher - student), 0.0)
 
 
-def _log_rest(log_probs_BLK: Tensor) -> Tensor:
+def _log_rest(log_probs_BLK: Tensor, is_used_BLK: Tensor) -> Tensor:
     """Return the logarithm of the probability of all other tokens [B, L]. This probability is at least `eps`."""
-    covered_BL = log_probs_BLK.logsumexp(dim=-1)
+    covered_BL = torch.where(is_used_BLK, log_probs_BLK, -torch.inf).exp().sum(dim=-1)
     smallest = torch.finfo(log_probs_BLK.dtype).eps
-    return torch.log1p(-covered_BL.exp().clamp(max=1.0 - smallest))
+    return torch.log1p(-covered_BL.clamp(max=1.0 - smallest))

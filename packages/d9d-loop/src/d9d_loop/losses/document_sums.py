@@ -42,7 +42,7 @@ def sum_per_document(
     has_parts = cp is not None and cp.size() > 1
     if num_documents is None:
         num_documents = values_BL.shape[1] * (cp.size() if cp is not None else 1)
-    _check_ids(document_ids_BL, num_documents)
+    check_ids(document_ids_BL, num_documents)
     wide_BL = values_BL.to(torch.promote_types(values_BL.dtype, torch.float32))
     sums_BN = wide_BL.new_zeros((len(values_BL), num_documents)).scatter_add(1, document_ids_BL, wide_BL)
     if not has_parts:
@@ -71,7 +71,8 @@ def num_replicas(cp: DeviceMesh | None) -> int:
     return 1 if cp is None else cp.size()
 
 
-def _check_ids(ids_BL: Tensor, num_documents: int) -> None:
+def check_ids(ids_BL: Tensor, num_documents: int) -> None:
+    """Raise `UserError` if a document id on the CPU is out of range."""
     if ids_BL.device.type != "cpu" or not ids_BL.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(ids_BL))

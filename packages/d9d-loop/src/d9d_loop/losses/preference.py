@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from d9d_dist import UserError
-from d9d_loop.losses.document_sums import check_shapes, num_replicas, sum_per_document, take_pairs
+from d9d_loop.losses.document_sums import check_ids, check_shapes, num_replicas, sum_per_document, take_pairs
 from d9d_loop.task import Loss
 
 PreferenceKind: TypeAlias = Literal["sigmoid", "squared", "hinge"]
@@ -150,6 +151,9 @@ class PreferenceLoss:
                 assert_never(self.kind)
 
 
+_NO_POSITION = -(1 << 31)
+
+
 def _lengths(like_BL: Tensor, mask_BL: Tensor, document_ids_BL: Tensor, cp: DeviceMesh | None) -> Tensor:
     """Return the number of each document's tokens in the mask [B, N]."""
     return sum_per_document(mask_BL.to(like_BL.dtype), document_ids_BL, cp=cp)
@@ -190,19 +194,21 @@ class RewardLoss:
         """Compute the sum over the pairs of packed rows; its weight is the number of pairs.
 
         The reward of an answer is the score of its last position. Documents 2p and 2p + 1 of a row are the chosen and
-        the rejected answer of pair p, as in `PairStream`. Issues the collectives of two calls of `sum_per_document`.
+        the rejected answer of pair p, as in `PairStream`. Collectives with `cp`: one all-reduce of maxima, and those of
+        a call of `sum_per_document`.
 
         Args:
             scores_BL: Score of each position [B, L].
-            position_ids_BL: Position within its document [B, L], from 0.
+            position_ids_BL: Position [B, L], int64, ascending within each document; it may restart in each document or
+                count over the row.
             document_ids_BL: Document id of each position [B, L].
             cp: See `sum_per_document`.
         """
-        rewards_BN, lengths_BN = last_scores(
+        rewards_BN, has_tokens_BN = last_scores(
             scores_BL, position_ids_BL=position_ids_BL, document_ids_BL=document_ids_BL, cp=cp
         )
-        (chosen_BP, rejected_BP), (num_chosen_BP, num_rejected_BP) = take_pairs(rewards_BN), take_pairs(lengths_BN)
-        is_pair_BP = (num_chosen_BP > 0) & (num_rejected_BP > 0)
+        (chosen_BP, rejected_BP), (has_chosen_BP, has_rejected_BP) = take_pairs(rewards_BN), take_pairs(has_tokens_BN)
+        is_pair_BP = has_chosen_BP & has_rejected_BP
         losses_BP = -F.logsigmoid(chosen_BP - rejected_BP - self.margin)
         if self.centering:
             losses_BP = losses_BP + self.centering * (chosen_BP + rejected_BP).square()
@@ -213,7 +219,15 @@ class RewardLoss:
 def last_scores(
     scores_BL: Tensor, *, position_ids_BL: Tensor, document_ids_BL: Tensor, cp: DeviceMesh | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the score at the last position of each document [B, N], and the number of its positions [B, N]."""
-    lengths_BN = sum_per_document(torch.ones_like(scores_BL), document_ids_BL, cp=cp)
-    is_last_BL = position_ids_BL + 1 == lengths_BN.gather(1, document_ids_BL)
-    return sum_per_document(torch.where(is_last_BL, scores_BL, 0.0), document_ids_BL, cp=cp), lengths_BN
+    """Return the score at the last position of each document [B, N], and a mask [B, N] of documents with positions."""
+    check_shapes(scores_BL, document_ids_BL=document_ids_BL)
+    position_ids_BL = position_ids_BL.expand_as(scores_BL)
+    num_documents = scores_BL.shape[1] * num_replicas(cp)
+    check_ids(document_ids_BL, num_documents)
+    last_BN = position_ids_BL.new_full((len(scores_BL), num_documents), _NO_POSITION)
+    last_BN.scatter_reduce_(1, document_ids_BL, position_ids_BL, "amax")
+    if cp is not None and cp.size() > 1:
+        dist.all_reduce(last_BN, op=dist.ReduceOp.MAX, group=cp.get_group())
+    is_last_BL = position_ids_BL == last_BN.gather(1, document_ids_BL)
+    rewards_BN = sum_per_document(torch.where(is_last_BL, scores_BL, 0.0), document_ids_BL, cp=cp)
+    return rewards_BN, last_BN > _NO_POSITION

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.optimizers.gate import counts_steps, gated, takes_gate, uncount_step
 from d9d_loop.resilience.loss_window import LossWindow
 from d9d_loop.resilience.resilience_config import BadStepConfig
+from d9d_loop.resilience.same_values import NOTHING, Same, describe_difference
 
 Decision = Literal["report", "skip", "roll_back", "stop"]
 Kind = Literal["non-finite", "no weight", "spike"]
@@ -67,12 +68,18 @@ class StepGuard:
         """True if an update was applied in one of the steps that `poll` has covered."""
 
     def step(
-        self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor, weight: torch.Tensor | None = None
+        self,
+        step: int,
+        *,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        same: Same = NOTHING,
     ) -> torch.Tensor:
         """Run the optimizer step unless it is bad; return a 0-dim bool tensor on the device, True if it was applied.
 
-        Collective over all ranks: an all-reduce of three numbers. It keeps the decision equal on all ranks even if
-        their replicas differ because of a fault.
+        Collective over all ranks: an all-reduce of a few numbers. It keeps the decision equal on all ranks even if
+        their replicas differ because of a fault. The same all-reduce compares `same`.
 
         Args:
             step: Step number, counted from 1.
@@ -80,39 +87,48 @@ class StepGuard:
             grad_norm: Global gradient norm, 0-dim.
             weight: Weight of the global batch, 0-dim; `None` for a positive one. An update without weight is skipped,
                 because weight decay and momentum would still change the parameters.
+            same: Values that must be equal on all ranks. If they differ, the update is skipped.
+
+        Raises:
+            UserError: On every rank, on a CPU, if `same` differs. On accelerators, `poll` raises it.
         """
         if self._is_on_host:
             is_empty = weight is not None and weight.item() == 0
-            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), is_empty=is_empty)]
-        return self._step_on_device(step, loss, grad_norm, weight)
+            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), same, is_empty=is_empty)]
+        return self._step_on_device(step, loss, grad_norm, weight, same)
 
-    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, is_empty: bool) -> bool:
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, same: Same, *, is_empty: bool) -> bool:
         is_skipped = step in self._skipped_on_replay
         non_finite = not (math.isfinite(loss) and math.isfinite(grad_norm))
         spike = self._losses.is_spike(step, loss)
         if self._ctx.world_size > 1:
-            bad = torch.tensor([non_finite, is_empty, spike], dtype=torch.float32)
+            bad = torch.tensor([non_finite, is_empty, spike, *same.on_host()], dtype=torch.float64)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-            non_finite, is_empty, spike = map(bool, bad.tolist())
-        self._pending.append(_Measured(step, lambda: [non_finite, is_empty, spike, loss, grad_norm], is_skipped))
+            if bool(same.differs(bad[3:]).any()):
+                agree(UserError(describe_difference(step, *same.differs(bad[3:]).tolist())))
+            non_finite, is_empty, spike = map(bool, bad[:3].tolist())
+        self._pending.append(_Measured(step, lambda: [non_finite, is_empty, spike, loss, grad_norm, 0, 0], is_skipped))
         taken = not (is_skipped or non_finite or is_empty or (spike and self._skips_spikes))
         if taken:
             self._optimizer.step()
         return taken
 
     def _step_on_device(
-        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, weight: torch.Tensor | None
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, weight: torch.Tensor | None, same: Same
     ) -> torch.Tensor:
         is_skipped = step in self._skipped_on_replay
         # NaN > limit is False, so non-finite values have a flag of their own.
         non_finite = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         spike = loss > self._losses.limit(step)
         is_empty = torch.zeros_like(spike) if weight is None else weight == 0
-        bad = torch.stack([non_finite, is_empty, spike]).to(torch.float32)
+        bad = torch.stack([non_finite, is_empty, spike]).double()
+        differs = torch.zeros_like(bad[:2])
         if self._ctx.world_size > 1:
+            bad = torch.cat([bad, same.on_device(bad.device)])
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        gate = (bad if self._skips_spikes else bad[:2]).amax()
-        values = _copy_to_host_async(torch.stack([*bad.double(), loss.double(), grad_norm.double()]))
+            bad, differs = bad[:3], same.differs(bad[3:]).double()
+        gate = torch.cat([bad if self._skips_spikes else bad[:2], differs]).amax().to(torch.float32)
+        values = _copy_to_host_async(torch.stack([*bad, loss.double(), grad_norm.double(), *differs]))
         self._pending.append(_Measured(step, values, is_skipped))
         if is_skipped:
             return torch.zeros_like(gate, dtype=torch.bool)
@@ -133,9 +149,9 @@ class StepGuard:
         """
         if self._undecided is None:
             return
-        non_finite, is_empty, spike, *_ = self._undecided()
+        non_finite, is_empty, spike, _, _, *differs = self._undecided()
         self._undecided = None
-        if non_finite or is_empty or (spike and self._skips_spikes):
+        if non_finite or is_empty or any(differs) or (spike and self._skips_spikes):
             uncount_step(self._optimizer)
 
     @property
@@ -150,6 +166,9 @@ class StepGuard:
 
         Args:
             settle: If True, synchronize with the device and cover the latest step too: before a save, and at the end.
+
+        Raises:
+            UserError: On every rank, if values that must be equal on all ranks have differed in a step.
         """
         if settle:
             self._uncount_skipped_step()
@@ -186,7 +205,9 @@ class StepGuard:
         self._in_a_row = state["in_a_row"]
 
     def _classify(self, measured: "_Measured") -> BadStep | None:
-        non_finite, is_empty, spike, loss, grad_norm = measured.values()
+        non_finite, is_empty, spike, loss, grad_norm, *differs = measured.values()
+        if any(differs):
+            raise UserError(describe_difference(measured.step, *differs))
         is_spike = bool(spike) and self._config.spike != "ignore"
         if measured.is_skipped or not (non_finite or is_empty or is_spike):
             self._in_a_row = 0
@@ -239,7 +260,8 @@ class StepGuard:
 class _Measured:
     """Measurements of a step.
 
-    `values` returns the flags for non-finite, no weight and spike, then the loss and the gradient norm.
+    `values` returns the flags for non-finite, no weight and spike, the loss and the gradient norm, then the flags of
+    `Same.differs`.
     """
 
     step: int

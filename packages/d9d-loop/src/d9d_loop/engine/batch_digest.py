@@ -1,0 +1,88 @@
+"""Digests of batches, by which the ranks of one data-parallel coordinate find that they have different batches.
+
+Otherwise a pipeline would train on the tokens of one batch and the labels of another. Integers are compared exactly:
+token ids, labels, masks. Floating-point values may have been computed on each rank, so they may differ by rounding.
+Large tensors are sampled.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+_MAX_SAMPLES = 1 << 17
+_MODULUS = (1 << 50) - 1  # exact as float64
+TOLERANCE = 1e-2
+"""Largest difference of a digest of floating-point values: of values that are different, almost all digests differ."""
+
+
+def digest_batches(batches: Sequence[Any]) -> list[float]:
+    """Return a digest as JSON: an exact number, and two that may differ by `TOLERANCE`. No collectives.
+
+    Of tensors on an accelerator only dtypes and shapes are included; see `digest_on_device`.
+    """
+    close = [0.0, 0.0]
+    leaves, structure = pytree.tree_flatten(list(batches))
+    exact = zlib.crc32(str(structure).encode())
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+            exact = zlib.crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode(), exact)
+            if leaf.device.type != "cpu" or not leaf.numel():
+                continue
+            values = _samples(leaf.detach())
+            if leaf.is_floating_point() or leaf.is_complex():
+                close = [sum(pair) for pair in zip(close, _project(values, number), strict=True)]
+            else:
+                exact = zlib.crc32(values.view(torch.uint8).numpy(), exact)
+        elif isinstance(leaf, str | int | bool | None):
+            exact = zlib.crc32(repr(leaf).encode(), exact)
+    return [exact, *close]
+
+
+def digest_on_device(batches: Iterable[Any], previous: Tensor | None) -> Tensor | None:
+    """Return a digest of the integers on an accelerator, 0-dim int64, below 2 ** 50; `previous` without any.
+
+    `previous` is the digest of earlier batches, on which the result also depends. The host does not wait.
+    """
+    for leaf in pytree.tree_leaves(list(batches)):
+        is_tensor = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+        if is_tensor and leaf.device.type != "cpu" and not (leaf.is_floating_point() or leaf.is_complex()):
+            previous = mix(leaf.detach(), previous)
+    return previous
+
+
+def mix(integers: Tensor, previous: Tensor | None) -> Tensor:
+    """Return a digest of integers and of an earlier digest."""
+    values = integers.flatten().to(torch.int64)
+    factors = torch.arange(1, len(values) + 1, device=values.device) * 0x9E3779B97F4A7C1 + 1
+    found = (values * factors).sum()  # wraps around
+    found = found ^ (found >> 29)
+    return (found if previous is None else found + previous * 31) & _MODULUS
+
+
+def are_close(digest: Sequence[float], other: Sequence[float]) -> bool:
+    """Return True if two results of `digest_batches` are those of the same batches."""
+    return digest[:1] == other[:1] and all(abs(a - b) <= TOLERANCE for a, b in zip(digest[1:], other[1:], strict=True))
+
+
+def _samples(tensor: Tensor) -> Tensor:
+    flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
+    return flat if len(flat) <= _MAX_SAMPLES else flat[:: -(-len(flat) // _MAX_SAMPLES)].contiguous()
+
+
+def _project(values: Tensor, number: int) -> tuple[float, float]:
+    """Return the projection of a vector on one direction, and the logarithm of its length."""
+    finite = values.to(torch.float32).nan_to_num_(nan=0.5, posinf=2.0, neginf=-2.0)
+    length = finite.norm()
+    along = (finite @ _direction(len(finite))) / length.clamp(min=1e-30)
+    return float(along) * (1 + number % 7), float(length.log1p())
+
+
+@lru_cache(maxsize=16)
+def _direction(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size))

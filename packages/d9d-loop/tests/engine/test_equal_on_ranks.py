@@ -1,0 +1,218 @@
+"""Values that must be equal between ranks: batches of a data-parallel coordinate, learning rates, prompts."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import MeshConfig, StageInfo, UserError
+from d9d_dist.testing import RankError, run_ranks
+from d9d_loop import Engine, EngineConfig, Loss, ModelProvider, Task
+from d9d_loop.engine import microbatches
+from d9d_loop.engine.batch_digest import are_close, digest_batches, mix
+from d9d_loop.resilience import BadStepConfig, StepGuard, bad_steps
+from d9d_loop.resilience.same_values import Same
+from d9d_pipeline import Inputs
+
+IDS = torch.arange(12).view(2, 6)
+Batch = dict[str, Any]
+
+
+class _Squares(Task):
+    def inputs(self, batch: Batch) -> Inputs:
+        return Inputs(batch["x"])
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Loss:
+        return Loss(outputs.square().sum(), weight=len(outputs))
+
+
+TASK = _Squares()
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3))
+
+
+class _Stages(ModelProvider):
+    late_init = False
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return _Stage(stage)
+
+
+class _Stage(nn.Module):
+    def __init__(self, stage: StageInfo) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({str(index): nn.Linear(3, 3) for index in stage.layers(2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def _engine(mesh: dict[str, int], folder: Path) -> Any:
+    config = {"run": {"folder": folder}, "mesh": mesh, "health": {"enabled": False}, "precision": "parameters"}
+    return Engine.open(EngineConfig.model_validate(config), model=_Stages(), task=TASK)
+
+
+def _batches(rank: int, kind: str) -> list[Batch]:
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(7))
+    match kind:
+        case "floats":
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(rank))
+        case "scale":
+            x = x * (1 + rank)
+        case "rounding":
+            x = x * (1 + 1e-6 * rank)
+        case "shapes":
+            x = x[: 2 - rank]
+    batch = {"x": x, "labels": torch.arange(4) + (rank if kind == "labels" else 0), "kind": "a"}
+    return [{**batch, "kind": "ab"[rank]} if kind == "texts" else batch]
+
+
+def _pass(kind: str, folder: Path) -> str:
+    with _engine({"pipeline_parallel": 2}, folder) as engine:
+        before = [each.clone() for each in engine.model.parameters()]
+        try:
+            engine.forward_backward(_batches(engine.ctx.rank, kind), TASK.loss)
+            engine.step()
+        except UserError as error:
+            assert all(map(torch.equal, engine.model.parameters(), before))
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["labels", "floats", "scale", "shapes", "texts"])
+@pytest.mark.sample("labels", "floats")
+def test_ranks_of_a_coordinate_with_other_batches_are_an_error(kind: str, tmp_path: Path) -> None:
+    for message in run_ranks(_pass, kind, tmp_path, world_size=2):
+        assert message.startswith("rank 1 got other batches than rank 0, which has the same data-parallel coordinate 0")
+
+
+def test_batches_may_differ_by_rounding(tmp_path: Path) -> None:
+    assert run_ranks(_pass, "rounding", tmp_path, world_size=2) == ["", ""]
+
+
+def _set_rate(kind: str, folder: Path) -> list[str]:
+    found = []
+    with _engine({"data_parallel_shard": 1, "data_parallel_replicate": 2}, folder) as engine:
+        rank = engine.ctx.rank
+        engine.forward_backward(_batches(0, ""), TASK.loss)
+        engine.step(0.1)
+        engine.forward_backward(_batches(0, ""), TASK.loss)
+        before = [each.clone() for each in engine.model.parameters()]
+        if kind == "factor":
+            engine.set_learning_rates(1.0 + rank)
+        try:
+            engine.step({"factor": None, "rate": 0.1 + rank, "one rank": 0.2 if rank else None}[kind])
+        except UserError as error:
+            found.append(str(error))
+        assert all(map(torch.equal, engine.model.parameters(), before))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["rate", "factor", "one rank"])
+@pytest.mark.sample("rate")
+def test_learning_rates_that_differ_between_ranks_are_an_error(kind: str, tmp_path: Path) -> None:
+    for found in run_ranks(_set_rate, kind, tmp_path, world_size=2):
+        assert len(found) == 1
+        assert found[0].startswith("step 2: the learning rates of step(learning_rate) or set_learning_rates() differ")
+
+
+def _without_guard() -> str:
+    with MeshConfig(data_parallel_replicate=2, data_parallel_shard=1).build() as ctx:
+        model = _build()
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ctx=ctx, task=TASK)
+        engine.forward_backward(_batches(0, ""), TASK.loss)
+        engine.step(0.1 + ctx.rank)
+        with pytest.raises(
+            UserError, match=r"the learning rates of .* differ between ranks; expected equal ones"
+        ) as error:
+            engine.forward_backward(_batches(0, ""), TASK.loss)
+        return str(error.value)
+
+
+def test_without_a_guard_the_next_call_finds_other_learning_rates() -> None:
+    assert len(set(run_ranks(_without_guard, world_size=2))) == 1
+
+
+def _on_device(kind: str) -> tuple[bool, str]:
+    """Run the path of accelerators, whose tensors are on the CPU here."""
+    with mock.patch.object(bad_steps, "_is_on_host", return_value=False), MeshConfig(tensor_parallel=2).build() as ctx:
+        model = _build()
+        guard = StepGuard(torch.optim.SGD(model.parameters(), lr=0.1), config=BadStepConfig(), ctx=ctx)
+        ids = IDS + ctx.rank if kind == "batches" else IDS
+        digest = mix(ids, mix(ids, None)).double()
+        same = Same(
+            (1.0, 0.1 + ctx.rank if kind == "rates" else 0.1),
+            torch.tensor([digest, -torch.inf, -digest, -torch.inf], dtype=torch.float64),
+        )
+        taken = guard.step(1, loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), same=same)
+        try:
+            guard.poll(settle=True)
+        except UserError as error:
+            return bool(taken), str(error)
+        return bool(taken), ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("", ""), ("rates", "step 1: the learning rates of step"), ("batches", "step 1: the batches of a data-parallel")],
+)
+def test_on_an_accelerator_the_update_is_skipped_and_the_host_raises_later(kind: str, message: str) -> None:
+    for taken, found in run_ranks(_on_device, kind, world_size=2):
+        assert taken is not bool(kind)
+        assert found.startswith(message)
+        assert bool(found) is bool(kind)
+
+
+def test_digests_depend_on_each_integer_its_place_and_the_order_of_batches() -> None:
+    first = {"ids": IDS, "mask": IDS > 3}
+    changed = [IDS.clone(), IDS.flip(1), IDS.flip(0), IDS.int(), IDS.view(3, 4)]
+    changed[0][1, 2] += 1
+    assert digest_batches([first]) == digest_batches([{key: value.clone() for key, value in first.items()}])
+    for other in changed:
+        assert not are_close(digest_batches([first]), digest_batches([{"ids": other, "mask": IDS > 3}]))
+    assert not are_close(digest_batches([first, {"ids": IDS + 1}]), digest_batches([{"ids": IDS + 1}, first]))
+    digests = {int(mix(each, None)) for each in (*changed[:3], IDS)}
+    assert len(digests) == 4
+    assert int(mix(IDS, mix(IDS + 1, None))) != int(mix(IDS + 1, mix(IDS, None)))
+    assert all(0 <= each < 2**50 for each in digests)
+
+
+def _compare_nothing() -> AbstractContextManager[object]:
+    return mock.patch.object(microbatches, "are_close", return_value=True)
+
+
+def _compare_no_rates() -> AbstractContextManager[object]:
+    return mock.patch.object(Same, "on_host", return_value=[0.0] * 4)
+
+
+def _with_bug(bug: Callable[[], AbstractContextManager[object]], run: Callable[..., Any], *args: Any) -> Any:
+    with bug():
+        return run(*args)
+
+
+@pytest.mark.parametrize(
+    ("bug", "run", "kind", "missed"),
+    [(_compare_nothing, _pass, "labels", ""), (_compare_no_rates, _set_rate, "rate", None)],
+    ids=["ranks with other rows", "another rate on one rank"],
+)
+@pytest.mark.full
+def test_without_the_comparison_ranks_differ_silently(
+    bug: Callable[[], AbstractContextManager[object]], run: Any, kind: str, missed: str | None, tmp_path: Path
+) -> None:
+    """The comparison is what finds the fault: nothing else does."""
+    if missed is None:
+        with pytest.raises(RankError, match="AssertionError"):  # the update was applied
+            run_ranks(_with_bug, bug, run, kind, tmp_path, world_size=2)
+    else:
+        assert run_ranks(_with_bug, bug, run, kind, tmp_path, world_size=2) == [missed] * 2
