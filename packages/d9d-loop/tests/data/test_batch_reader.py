@@ -61,7 +61,7 @@ class _Augmented:
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])  # noqa: NPY002, S311
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])  # noqa: S311
 
 
 def _with_noise(samples: list[torch.Tensor]) -> list[torch.Tensor]:
