@@ -9,6 +9,7 @@ import torch
 from pydantic import JsonValue
 
 from d9d_loop.data import DocumentStream, IndexedStream, SampleStream, TokenFile, TokenFileWriter
+from d9d_loop.data.sample_stream import take_entries
 
 
 def through_json(state: JsonValue) -> JsonValue:
@@ -29,10 +30,10 @@ def entries_with_states(stream: SampleStream, count: int) -> tuple[list[Any], li
 def assert_resumes_anywhere(stream: SampleStream, count: int) -> list[Any]:
     """Check that the stream resumes after any number of entries, in portions of any size."""
     entries, states = entries_with_states(stream, count)
-    assert stream.cursor().take(count) == entries
+    assert take_entries(stream.cursor(), count) == entries
     cursor, taken, portion = stream.cursor(), 0, 2
     while taken + portion <= count:  # the state does not depend on the portions
-        assert cursor.take(portion) == entries[taken : taken + portion]
+        assert take_entries(cursor, portion) == entries[taken : taken + portion]
         taken += portion
         assert through_json(cursor.state_dict()) == states[taken], taken
         portion = portion * 3 % 11  # 2, 6, 7, 10, 8, 2, ...
@@ -40,7 +41,7 @@ def assert_resumes_anywhere(stream: SampleStream, count: int) -> list[Any]:
         cursor = stream.cursor(state)
         assert through_json(cursor.state_dict()) == state
         first = (count - taken) // 3
-        assert cursor.take(first) + cursor.take(count - taken - first) == entries[taken:], taken
+        assert take_entries(cursor, first) + take_entries(cursor, count - taken - first) == entries[taken:], taken
     return entries
 
 

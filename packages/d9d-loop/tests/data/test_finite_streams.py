@@ -61,8 +61,11 @@ def test_a_finite_stream_has_each_sample_once_per_epoch_and_ends(kind: str) -> N
     entries = assert_resumes_anywhere(stream, 20)
     assert sorted(entries) == sorted([*range(10)] * 2)
     cursor = stream.cursor()
-    assert [len(cursor.take(9)) for _ in range(4)] == [9, 9, 2, 0]
+    assert [len(cursor.take(9)) for _ in range(5)] == [9, 1, 9, 1, 0]  # a batch has samples of one epoch
     assert stream.cursor(cursor.state_dict()).take(1) == []
+    cursor = stream.cursor()
+    states = [None, *(cursor.state_dict() for _ in range(8) if cursor.take(3))]
+    assert [stream.num_batches(4, state) for state in states] == [6, 5, 4, 4, 3, 2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("window", [3, 100])
@@ -107,6 +110,18 @@ def test_the_last_step_of_training_has_the_remaining_samples() -> None:
 
 def test_finite_streams_count_their_samples() -> None:
     assert _indexed(3).count() == 30
+
+
+def test_rows_and_documents_of_a_batch_are_of_one_epoch(tmp_path: Path) -> None:
+    file = write_tokens(tmp_path / "tokens", numbered_documents([5] * 12))
+    documents = DocumentStream(file, max_length=2, seed=0, epochs=3)  # 2 parts each
+    packed = PackedStream(documents, row_length=4, window=10, seed=0)
+    for stream, size, num in ((documents, 7, 24), (packed, 5, 12)):
+        cursor, found = stream.cursor(), []
+        while entries := cursor.take(size):
+            found.append(len(entries))
+        assert found == [*[size] * (num // size), num % size] * 3
+        assert stream.num_batches(size) == len(found)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One pass over finite data: the steps of a plain loop, with a smaller last step."""
+"""Passes over finite data: the steps of a plain loop, with a smaller last step in each epoch."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import UserError
+from d9d_dist import UserError, read_launch
 from d9d_dist.testing import full_parameters, run_ranks
 from d9d_loop import Finished, Loss, Task, Trainer, TrainerConfig
 from d9d_loop.data import DatasetProvider, IndexedStream
@@ -55,24 +55,24 @@ def _config(folder: str, **settings: Any) -> TrainerConfig:
 
 def _train(folder: str, degree: int) -> tuple[int, dict[str, Tensor]]:
     trained: dict[str, Tensor] = {}
-    config = _config(folder, epochs=1, mesh={"data_parallel_shard": degree})
+    config = _config(folder, epochs=2, mesh={"data_parallel_shard": degree})
     trainer = Trainer(config, model=_model, data=_data(), task=_Squares(), lr_schedule=lambda step: 1.0)
     trainer.events.on(Finished, lambda event: trained.update(full_parameters(event.model)))
     return trainer.train().steps, trained
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_pass_has_the_steps_of_a_plain_loop(tmp_path: Path, degree: int) -> None:
+def test_two_epochs_have_the_steps_of_a_plain_loop(tmp_path: Path, degree: int) -> None:
     model, data = _model(None), _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for start in range(0, NUM_SAMPLES, GLOBAL_SIZE):
+    for start in [*range(0, NUM_SAMPLES, GLOBAL_SIZE)] * 2:
         rows = data[start : start + GLOBAL_SIZE]
         x, y = (torch.stack([row[name] for row in rows]) for name in ("x", "y"))
         optimizer.zero_grad()
         ((model(x) - y).square().sum() / len(rows)).backward()
         optimizer.step()
     for steps, trained in run_ranks(_train, str(tmp_path), degree, world_size=degree):
-        assert steps == 3
+        assert steps == 6
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(trained[name], parameter.detach(), rtol=1e-12, atol=1e-12)
 
@@ -92,3 +92,9 @@ def test_wrong_lengths_are_refused(tmp_path: Path, settings: dict[str, Any], dat
 
 def test_a_stream_counts_its_samples() -> None:
     assert IndexedStream(_data(), seed=0, epochs=2).count() == 2 * NUM_SAMPLES
+
+
+def test_a_provider_of_the_configured_epochs_is_accepted(tmp_path: Path) -> None:
+    data = DatasetProvider(_data(), epochs=2)
+    trainer = Trainer(_config(str(tmp_path), epochs=2), model=_model, data=data, task=_Squares())
+    assert trainer.plan_for(read_launch()).steps == 6

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from d9d_dist import UserError
+from d9d_dist import UserError, read_launch
 from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.data import tokenize_text
@@ -623,3 +623,20 @@ def test_a_token_file_is_of_the_models_tokenizer_and_is_not_split(folder: Path, 
         opened("tokens", model={"family": "qwen3"})
     with pytest.raises(UserError, match=r"dataset.files: .*tokens is a token file; expected samples with text"):
         chat_rows(_config(folder, tmp_path, "sft", dataset={"files": [tmp_path / "tokens"]}))
+
+
+@pytest.mark.parametrize(("job", "packing"), [*((job, False) for job in JOBS), ("sft", True), ("pretrain", True)])
+def test_a_job_of_epochs_reads_all_samples_in_each(job: str, packing: bool, folder: Path, tmp_path: Path) -> None:
+    if packing:
+        pytest.importorskip("d9d_modules")
+    more: dict[str, Any] = {"embedding": {"group": 2}} if job == "embed" else {}
+    data = {"files": [folder / FILES[job]], "length": 48, "packing": packing}
+    config = _config(folder, tmp_path, job, dataset=data, steps=None, epochs=3, pipeline={"draw": False}, **more)
+    plan = text_trainer(config).plan_for(read_launch())
+    cursor, sizes = plan.stream.cursor(), list[int]()
+    while entries := cursor.take(8):
+        sizes.append(len(entries))
+    assert len(sizes) == plan.steps == 3 * (plan.steps // 3)
+    count = {"embed": 20, "classify": 40, "sft": 40}.get(job, sum(sizes) // 3)
+    if not packing:
+        assert sizes == [*[8] * (count // 8), *([count % 8] if count % 8 else [])] * 3

@@ -273,8 +273,8 @@ class TrainerConfig(JobConfig):
     )
     epochs: PositiveInt | None = Field(
         default=None,
-        description="Number of epochs over a training dataset; null repeats it without end. Not for data providers: "
-        "their streams set the number.",
+        description="Number of epochs over a training dataset; each ends with a smaller batch of the remaining samples. "
+        "Null repeats the dataset without end, in full batches. Not for data providers: their streams set the number.",
     )
     batch: BatchConfig
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")

@@ -34,6 +34,7 @@ class ChatData(DataProvider):
         too_long: Treatment of longer conversations; see `ChatStream`.
         window: Number of conversations packed together. Larger windows leave less padding and take longer at the start.
         shuffle: If False, read each epoch in order; the rows of a window are shuffled nevertheless.
+        epochs: Number of epochs; `None` repeats them without end.
 
     Raises:
         UserError: If a file is missing, the folder has no chat template, or the row length is too small.
@@ -52,17 +53,19 @@ class ChatData(DataProvider):
         too_long: TooLong = "refuse",
         window: int = 1024,
         shuffle: bool = True,
+        epochs: int | None = None,
     ) -> None:
         self._train = _samples(train, "train")
         self._held_out = None if held_out is None else _samples(held_out, "held_out")
         self._tokenizer = tokenizer if isinstance(tokenizer, ChatTokenizer) else read_chat_tokenizer(tokenizer)
         self._kind, self._row_length, self._window = kind, row_length, window
         self._too_long: TooLong = too_long
-        self._shuffle = shuffle
+        self._shuffle, self.epochs = shuffle, epochs
 
     def training(self, *, seed: int) -> SampleStream:
-        """Return packed rows, endless and shuffled."""
-        return self._packed(IndexedStream(self._train, seed=seed, shuffle=self._shuffle), seed=seed)
+        """Return packed rows of all epochs."""
+        samples = IndexedStream(self._train, seed=seed, shuffle=self._shuffle, epochs=self.epochs)
+        return self._packed(samples, seed=seed)
 
     def evaluation(self) -> SampleStream | None:
         """Return packed rows of one epoch of the held-out data, or `None`."""

@@ -19,9 +19,12 @@ class DataProvider(ABC):
     Attributes:
         draws: True if reading samples or collating may draw random numbers, as data augmentation does. In this case,
             the generators are seeded from the position of each sample, which takes about 20 microseconds for each.
+        epochs: Number of epochs of `training`, if the provider was created with the configured number; `None` if its
+            stream sets the number of epochs.
     """
 
     draws: bool = True
+    epochs: int | None = None
 
     @abstractmethod
     def training(self, *, seed: int) -> SampleStream:
@@ -67,7 +70,7 @@ class DatasetProvider(DataProvider):
         draws: bool | None = None,
     ) -> None:
         self._samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
-        self._epochs, self.num_samples = epochs, len(self._samples)
+        self.epochs, self.num_samples = epochs, len(self._samples)
         is_plain = evaluation is not None and not isinstance(evaluation, SampleStream)
         self._evaluation = as_samples(evaluation, "evaluation_data") if is_plain else evaluation
         may_draw = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
@@ -77,7 +80,7 @@ class DatasetProvider(DataProvider):
         """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
         if self.num_samples == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
-        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle, epochs=self._epochs)
+        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle, epochs=self.epochs)
 
     def evaluation(self) -> Samples | SampleStream | None:
         """Return the held-out data, or `None`."""

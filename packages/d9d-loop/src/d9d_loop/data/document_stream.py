@@ -81,15 +81,22 @@ class _DocumentCursor(Cursor):
     def __init__(self, stream: DocumentStream, state: Any) -> None:
         document, part = (0, 0) if state is None else (state["document"], state["part"])
         self._file, self._max_length = stream._file, stream._max_length
-        self._order = OrderCursor(stream._order.take, {"position": document}, end=stream._end)
+        order = stream._order.take
+        self._order = OrderCursor(order, {"position": document}, end=stream._end, epoch=len(stream._file))
         self._ahead: list[tuple[int, tuple[int, int, int]]] = []  # (position of the document, entry) of each part
         if part:
             self._look_ahead(1)
             self._ahead = self._ahead[part:]
 
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """True if the next entry starts an epoch of a finite stream."""
+        return not self._ahead and self._order.is_at_epoch_end
+
     def take(self, num_entries: int) -> list[tuple[int, int, int]]:
-        while (missing := num_entries - len(self._ahead)) > 0 and self._look_ahead(min(missing, _MOST_AHEAD)):
-            pass
+        while (missing := num_entries - len(self._ahead)) > 0:
+            if (self._ahead and self._order.is_at_epoch_end) or not self._look_ahead(min(missing, _MOST_AHEAD)):
+                break
         taken, self._ahead = self._ahead[:num_entries], self._ahead[num_entries:]
         return [part for _, part in taken]
 

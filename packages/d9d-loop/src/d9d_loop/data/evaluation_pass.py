@@ -9,7 +9,7 @@ from d9d_loop.data.contents import contents_of
 from d9d_loop.data.indexed_stream import OrderCursor, measured_length
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_reader import ReadJob
-from d9d_loop.data.sample_stream import Cursor, SampleStream
+from d9d_loop.data.sample_stream import Cursor, SampleStream, take_entries
 from d9d_loop.data.samples import Samples
 
 _EMPTY = "the evaluation data are empty; expected at least one sample. Check the path of the data."
@@ -75,7 +75,7 @@ def plan_pass(
     cursor, position, jobs, num_real = stream.cursor(), 0, list[ReadJob](), 0
     padding: ReadJob | None = None
     start, most = dp_rank * batch_size, batch_size * dp_size
-    while entries := cursor.take(most if num_samples is None else min(most, num_samples - position)):
+    while entries := take_entries(cursor, most if num_samples is None else min(most, num_samples - position)):
         padding = padding or ReadJob(0, entries[:1])
         own = entries[start : start + batch_size]
         jobs.append(ReadJob(position + start, own) if own else padding)

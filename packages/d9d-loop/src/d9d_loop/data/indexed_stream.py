@@ -49,7 +49,14 @@ class IndexedStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return OrderCursor(self._order.take, state, end=self._end)
+        return OrderCursor(self._order.take, state, end=self._end, epoch=len(self._samples))
+
+    def num_batches(self, size: int, state: Any = None) -> int:
+        """Return the number of batches, in constant time."""
+        assert self._end is not None, "an endless stream has no number of batches"
+        position = 0 if state is None else state["position"]
+        left, epoch = max(self._end - position, 0), len(self._samples)
+        return left // epoch * -(-epoch // size) + -(-(left % epoch) // size)
 
     def read(self, entry: int) -> Any:
         """Read the sample at an index."""
@@ -94,19 +101,33 @@ class OrderCursor(Cursor):
     Args:
         take: Returns the sample indices at positions `start` to `stop - 1`.
         end: Position at which the order ends; `None` if it is endless.
+        epoch: Length of an epoch, by default the whole order. Only used with `end`.
     """
 
-    def __init__(self, take: Callable[[int, int], list[int]], state: Any = None, *, end: int | None = None) -> None:
-        self._take, self._end = take, end
+    def __init__(
+        self,
+        take: Callable[[int, int], list[int]],
+        state: Any = None,
+        *,
+        end: int | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        self._take, self._end, self._epoch = take, end, max(epoch or end or 0, 1)
         self.position: int = 0 if state is None else state["position"]
         """Number of entries taken so far."""
         self._ahead: deque[int] = deque()
         self._num_ahead = 0
 
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """True if the next entry starts an epoch of a finite order."""
+        return self._end is not None and self.position % self._epoch == 0
+
     def take(self, num_entries: int) -> list[int]:
-        """Return the next sample indices."""
+        """Return the next sample indices; of a finite order, those of one epoch."""
         if self._end is not None:
-            num_entries = min(num_entries, self._end - self.position)
+            left = self._epoch - self.position % self._epoch
+            num_entries = max(min(num_entries, left, self._end - self.position), 0)
         missing = num_entries - len(self._ahead)
         if missing > 0:
             start = self.position + len(self._ahead)

@@ -96,25 +96,35 @@ class _IteratedCursor(Cursor):
         self._elements = iter(self._data)
 
     def take(self, num_entries: int) -> list[Any]:
-        return list(islice(self._entries(), num_entries))
+        taken: list[Any] = []
+        while len(taken) < num_entries:
+            taken += self._next_of_epoch(num_entries - len(taken))
+            ends = bool(taken) and self._num_epochs is not None  # a batch of finite data has elements of one epoch
+            if len(taken) == num_entries or ends or not self._start_epoch():
+                break
+        return taken
 
     def state_dict(self) -> JsonValue:
         is_moved = not self._is_new and self._loaded is None
         # A copy, because an iterable may return a dict that it changes later.
         return {"epoch": self._epoch, "data": deepcopy(self._data.state_dict() if is_moved else self._loaded)}
 
-    def _entries(self) -> Iterator[Any]:
-        while True:
-            for element in self._elements:
-                self._is_new, self._loaded = False, None
-                yield element
-            if self._num_epochs is not None and self._epoch + 1 >= self._num_epochs:
-                return
-            if self._is_new:
-                raise UserError(
-                    f"epoch {self._epoch} of the data {self._stream._name!r} has no elements; expected at least one. "
-                    "Check the source of the data."
-                )
-            self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
-            self._data = self._stream._epoch(self._epoch)
-            self._elements = iter(self._data)
+    def _next_of_epoch(self, num_entries: int) -> list[Any]:
+        taken = list(islice(self._elements, num_entries))
+        if taken:
+            self._is_new, self._loaded = False, None
+        return taken
+
+    def _start_epoch(self) -> bool:
+        """Start the next epoch. Return False if there is none."""
+        if self._num_epochs is not None and self._epoch + 1 >= self._num_epochs:
+            return False
+        if self._is_new:
+            raise UserError(
+                f"epoch {self._epoch} of the data {self._stream._name!r} has no elements; expected at least one. "
+                "Check the source of the data."
+            )
+        self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
+        self._data = self._stream._epoch(self._epoch)
+        self._elements = iter(self._data)
+        return True

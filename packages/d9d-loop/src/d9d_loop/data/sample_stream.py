@@ -17,9 +17,17 @@ Entry = Any
 class Cursor(ABC):
     """Current position in a stream; `take` advances it."""
 
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """True if the next entry is known to start another epoch of a finite stream."""
+        return False
+
     @abstractmethod
     def take(self, num_entries: int) -> list[Entry]:
-        """Return the next `num_entries` entries; fewer only at the end of a finite stream."""
+        """Return the next `num_entries` entries; fewer at the end of an epoch of a finite stream, none at its end.
+
+        So a batch of a finite stream has samples of one epoch. Epochs of an endless stream follow without a gap.
+        """
 
     @abstractmethod
     def state_dict(self) -> JsonValue:
@@ -62,6 +70,25 @@ class SampleStream(ABC):
             total += len(entries)
         return total
 
+    def num_batches(self, size: int, state: JsonValue = None) -> int:
+        """Return the number of batches of up to `size` samples after `state`, without reading them.
+
+        The last batch of each epoch may be smaller. The default plans the whole stream, which must be finite.
+        """
+        assert not self.is_endless, "an endless stream has no number of batches"
+        cursor, total = self.cursor(state), 0
+        while cursor.take(size):
+            total += 1
+        return total
+
     @abstractmethod
     def identity(self) -> JsonValue:
         """Return everything that determines the order, as JSON. Resuming with another identity is an error."""
+
+
+def take_entries(cursor: Cursor, num_entries: int) -> list[Entry]:
+    """Return the next entries, also of several epochs; fewer only at the end of a finite stream."""
+    taken: list[Entry] = []
+    while len(taken) < num_entries and (more := cursor.take(num_entries - len(taken))):
+        taken += more
+    return taken

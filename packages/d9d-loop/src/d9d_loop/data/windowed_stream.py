@@ -39,11 +39,18 @@ class _WindowCursor(Cursor):
         self._arranged: list[Entry] | None = None
         self._num_empty = 0
 
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """True if the next entry starts an epoch of a finite stream."""
+        return self._arranged is None and self._cursor.is_at_epoch_end
+
     def take(self, num_entries: int) -> list[Entry]:
-        """Return the next rearranged entries. The last window of a finite stream may be smaller."""
+        """Return the next rearranged entries. The last window of an epoch of a finite stream may be smaller."""
         taken: list[Entry] = []
         while len(taken) < num_entries:
             if self._arranged is None:
+                if taken and self._cursor.is_at_epoch_end:
+                    break
                 self._arranged = self._arrange_window()
             if self._arranged is None:
                 break

@@ -97,7 +97,7 @@ def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
                 "--steps, or --epochs 1 for one pass over a dataset, or pass epochs=1 to the stream."
             )
         return config.steps
-    available = -(-stream.count() // config.batch.global_size)
+    available = stream.num_batches(config.batch.global_size)
     if available == 0:
         raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
     if config.steps is not None and config.steps > available:

@@ -176,7 +176,7 @@ def _data_provider(
             collate=collate or default_collate,
             epochs=config.epochs,
         )
-    if config.epochs is not None:
+    if config.epochs is not None and config.epochs != data.epochs:
         raise UserError(
             f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream sets the number of "
             "epochs; expected a dataset. Remove epochs from the configuration, and pass it to the stream."

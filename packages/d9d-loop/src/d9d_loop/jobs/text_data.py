@@ -82,8 +82,8 @@ def dataset_of(
     training: Samples, evaluation: Samples | None, config: TextJobConfig, *, collate: Collate = default_collate
 ) -> DatasetProvider:
     """Return a data provider of a job's samples. Only the order of the samples is random."""
-    shuffle = config.data.shuffle
-    return DatasetProvider(training, evaluation=evaluation, shuffle=shuffle, collate=collate, draws=False)
+    options: dict[str, Any] = {"shuffle": config.data.shuffle, "epochs": config.epochs, "draws": False}
+    return DatasetProvider(training, evaluation=evaluation, collate=collate, **options)
 
 
 def _rows(
@@ -139,6 +139,7 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
             held_out=evaluation,
             too_long=config.dataset.too_long,
             shuffle=config.data.shuffle,
+            epochs=config.epochs,
         )
     return _rows(training, evaluation, config, partial(_chat_row, tokenizer, config.dataset))
 
@@ -186,11 +187,12 @@ class PackedTexts(DataProvider):
 
     def __init__(self, config: TextJobConfig) -> None:
         self._training, self._evaluation = _token_files(config)
-        self._length, self._shuffle = config.dataset.length, config.data.shuffle
+        self._length, self._shuffle, self.epochs = config.dataset.length, config.data.shuffle, config.epochs
 
     def training(self, *, seed: int) -> SampleStream:
-        """Return the packed rows, without end."""
-        documents = DocumentStream(self._training, max_length=self._length, seed=seed, shuffle=self._shuffle)
+        """Return the packed rows of all epochs."""
+        options: dict[str, Any] = {"seed": seed, "shuffle": self._shuffle, "epochs": self.epochs}
+        documents = DocumentStream(self._training, max_length=self._length, **options)
         return PackedStream(documents, row_length=self._length, seed=seed)
 
     def evaluation(self) -> Samples | None:
