@@ -273,7 +273,7 @@ class TrainerConfig(JobConfig):
     )
     epochs: PositiveInt | None = Field(
         default=None,
-        description="Number of epochs over a training dataset; each ends with a smaller batch of the remaining samples. "
+        description="Number of epochs over a training dataset; each ends with a batch of the remaining samples. "
         "Null repeats the dataset without end, in full batches. Not for data providers: their streams set the number.",
     )
     batch: BatchConfig
