@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from d9d_peft.adapter import Adapter as Adapter
     from d9d_peft.adapter_load import load_adapters as load_adapters
     from d9d_peft.adapter_save import save_adapters as save_adapters
+    from d9d_peft.all_linear import linear_layers as linear_layers
     from d9d_peft.block_format import BlockFormat as BlockFormat
     from d9d_peft.dora import DoRA as DoRA
     from d9d_peft.dora import DoraAdapter as DoraAdapter

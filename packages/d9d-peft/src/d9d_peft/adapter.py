@@ -63,13 +63,6 @@ class Adapter(nn.Module, ABC):
         """Prepare the adapter after tensor parallelism has sharded the layer; see `d9d_dist.FollowsWeight`."""
 
 
-def weight_of(layer: nn.Module) -> Tensor:
-    """Return the weight of a layer, which parallelism may have replaced by a plain tensor while the layer runs."""
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    return weight
-
-
 def child_name(adapter: str) -> str:
     """Return the name of the child module that holds a layer's adapter of this name: `adapter` or `adapter_<name>`."""
     return _CHILD if adapter == DEFAULT_ADAPTER else f"{_CHILD}_{adapter}"

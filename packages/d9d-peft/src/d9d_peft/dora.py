@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from d9d_dist import full_tensor, local_region, local_tensor, reduce_from_axis
 from d9d_peft._grouped import Product, grouped_product
-from d9d_peft.adapter import weight_of
+from d9d_peft.all_linear import is_conv1d, weight_of
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod
 
 
@@ -120,8 +120,8 @@ class DoRA(LowRankMethod):
 
     Attributes:
         target: Regular expression, searched in the qualified names of the model's modules, or module types such as
-            `nn.Linear`. Matches that are neither `nn.Linear` nor `d9d_moe.GroupedLinear`, or that override the forward
-            of `nn.Linear`, are skipped.
+            `nn.Linear`. Matches that are neither `nn.Linear`, the `Conv1D` of `transformers` nor
+            `d9d_moe.GroupedLinear`, or that override the forward of `nn.Linear`, are skipped.
         rank, alpha, dropout, rank_stabilized, dtype: See `LoRA`.
     """
 
@@ -130,7 +130,7 @@ class DoRA(LowRankMethod):
 
     def _supports(self, layer: nn.Module) -> bool:
         is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-        return is_linear or grouped_product(layer) is not None
+        return is_linear or is_conv1d(layer) or grouped_product(layer) is not None
 
 
 @torch.no_grad()

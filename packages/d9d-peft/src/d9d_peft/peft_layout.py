@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import copy_from_full_, full_tensor
-from d9d_peft.adapter import weight_of
+from d9d_peft.all_linear import weight_of
 from d9d_peft.dora import DoraAdapter, row_norms
 from d9d_peft.lora import LoraAdapter
 

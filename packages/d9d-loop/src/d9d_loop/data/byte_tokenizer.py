@@ -12,6 +12,8 @@ class ByteTokenizer:
 
     vocab_size = NUM_BYTES + 1
     name = "bytes"
+    bos_id = pad_id = None
+    eos_id = end_id = NUM_BYTES
 
     def __call__(self, text: str) -> list[int]:
         """Return the bytes of a text and the end token."""

@@ -15,6 +15,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.job.job_check import check_writable
 from d9d_loop.job.local_tiers import check_local_tiers
 from d9d_loop.model.model_build import build_pipeline
+from d9d_loop.model.model_check import check_trained_dtypes
 from d9d_loop.model.model_plan import plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -56,6 +57,7 @@ def opened_engine(
         task=task,
         first_batch=None,
     ).with_weights("initial_weights", config.initial_weights or provider.initial_weights)
+    check_trained_dtypes(plan.built.module)
     if optimizer is None:
         config.optimizer.check(plan.built.module)
         # A stage need not match every parameter group: the groups were checked on the whole model.

@@ -14,7 +14,7 @@ from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_state import frozen_digest_of
-from d9d_loop.model.disk_mapper import disk_mapper
+from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_metrics import compute_metrics, redact_secrets
@@ -80,7 +80,7 @@ def check_writable(folder: Path) -> None:
 def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper | None:
     """Return the mapper of an export; raise `UserError` if there is none, or the mapper omits trained parameters."""
     try:
-        return disk_mapper(provider.state_mapper(model), model)
+        return export_mapper(provider, model)
     except UserError as error:
         raise UserError(f"export = true, but {error} Or use --export false.") from None
 

@@ -27,7 +27,7 @@ from d9d_loop.job.job import Job
 from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
-from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_replicas, find_non_finite
+from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_finite, check_replicas, find_non_finite
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_state import save_model_state
 
@@ -187,6 +187,7 @@ def _save_if_due(job: Job, result: StepResult, *, is_evaluated: bool) -> None:
     if plan.is_saved_locally_after(step):
         job.reports.settle(result)
         with job.watchdog.phase("a local save"):
+            check_finite(job.engine.model, step=step, ctx=job.ctx)
             job.state.save_local(job.record)
 
 
@@ -196,6 +197,7 @@ def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool 
     job.events.emit(CheckpointStarted(record.step))
     metric = record.quality(job.plan.config.checkpoint.best_by) if is_evaluated else None
     with job.reports.not_training(), job.watchdog.phase("a save"):
+        check_finite(job.engine.model, step=record.step, ctx=job.ctx)
         check_buffers(job.engine.model, step=record.step, ctx=job.ctx)
         job.state.save(record, metric=metric, background=background)
 
@@ -254,12 +256,14 @@ def _finish(job: Job) -> TrainResult:
 
     Raises:
         UserError: If a forward wrote to sharded parameters.
+        BadStepError: If a parameter is not finite.
     """
     refuse_later_writes(job.engine.model)
     limit = job.ctx.timeouts.startup
     # The export and the handlers of `Finished` may take longer than a step.
     job.ctx.set_timeout(limit + job.watchdog.margin)
     with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
+        check_finite(job.engine.model, step=job.record.step, ctx=job.ctx)
         result = _result_of(job, export_dir=_export(job) if job.plan.config.export else None)
         forward = job.engine.pipeline.callable()
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))

@@ -29,6 +29,7 @@ from d9d_loop.job.job_check import (
 from d9d_loop.job.local_tiers import check_local_tiers
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.compiled_model import check_backend
+from d9d_loop.model.model_check import check_trained_dtypes
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -132,6 +133,7 @@ def plan_job(
     )
     whole = layout.built.module
     check_trainable(whole)
+    check_trained_dtypes(whole)
     if optimizer is None:
         config.optimizer.check(whole)
     needs_weights, changes = check_checkpoint(

@@ -1,8 +1,9 @@
 """Provider of a model with adapters, whose base weights are frozen."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, assert_never, final
 
 import torch
 from torch import nn
@@ -10,14 +11,18 @@ from torch import nn
 from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.events import Finished
-from d9d_loop.jobs.job_config import AdapterConfig
+from d9d_loop.jobs.job_config import ALL_LINEAR, AdapterConfig
+from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper, save_model_state, sequential
 
 
 @final
 class AdaptedModel(ModelProvider):
-    """Model of the provider `base` with LoRA or DoRA adapters. Requires d9d-peft."""
+    """Model of the provider `base` with LoRA or DoRA adapters. Requires d9d-peft.
+
+    Parameters that the folder of the base does not have, such as those of a new head, are trained in full.
+    """
 
     late_init = False
 
@@ -31,9 +36,7 @@ class AdaptedModel(ModelProvider):
             ) from None
         self._peft: Any = d9d_peft
         self._base, self._adapter = base, adapter
-        self._method = (d9d_peft.LoRA if adapter.kind == "lora" else d9d_peft.DoRA)(
-            adapter.target, rank=adapter.rank, alpha=adapter.alpha, dropout=adapter.dropout
-        )
+        self._target, self._tuned, self._summary = "", frozenset[str](), ""
 
     @property
     def initial_weights(self) -> Path | None:
@@ -48,22 +51,27 @@ class AdaptedModel(ModelProvider):
         """
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
         base_mapper = self._base.state_mapper(model)  # before the injection, which changes names
-        changes = self._peft.inject(self._method, model, is_part=is_part)
+        if not is_part:  # the whole model is built first
+            self._choose(model)
+        changes = self._peft.inject(self._method(), model, is_part=is_part)
         for module in model.modules():
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
                 module.to_empty(device=torch.device("cpu"))
                 module.reset_parameters()
         if chosen.base != "dense":
             quantized = self._peft.quantize_base(
-                model, chosen.target, block_format=chosen.base, block_size=chosen.block_size
+                model, self._target, block_format=chosen.base, block_size=chosen.block_size
             )
             changes = sequential(changes, quantized)
-        if not is_part:  # the whole model is built first, and its names are used to read and write files
+        if not is_part:  # names of the whole model are used to read and write files
             self._base_mapper, self._changes = base_mapper, changes
         return model
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        """Parallelize the base model with its adapters."""
+        """Parallelize the base model with its adapters. Print once what is trained."""
+        if self._summary and ctx.is_main_process:
+            print(self._summary)
+            self._summary = ""
         self._base.parallelize(model, ctx)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
@@ -73,6 +81,10 @@ class AdaptedModel(ModelProvider):
     def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
         """Return the mapper of a folder of base weights, followed by the changes for adapters and quantization."""
         return self._with_adapters(self._base.load_mapper(model, folder))
+
+    def export_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the base model's export."""
+        return self._base.export_dtype(name)
 
     def export_files(self) -> Mapping[str, JsonValue]:
         """Return the files of the base model."""
@@ -88,9 +100,59 @@ class AdaptedModel(ModelProvider):
         if self._adapter.base != "dense":
             return
         self._peft.merge_(model, ctx)
-        mapper = self.state_mapper(model).inverse()
-        files = self.export_files()
-        save_model_state(model, folder / "export", mapper, ctx, extra_files=files, source=source)
+        mapper = export_mapper(self, model, base_only=True)
+        save_model_state(model, folder / "export", mapper, ctx, extra_files=self.export_files(), source=source)
+
+    def _choose(self, model: nn.Module) -> None:
+        """Choose the layers of the whole model that get adapters, and the parameters that are trained in full."""
+        self._tuned = self._base.new_parameters
+        owners = {name.rpartition(".")[0] for name in self._tuned}
+        linear = self._peft.linear_layers(model)
+        if self._adapter.target == ALL_LINEAR:
+            heads = self._base.head_layers(model)
+            names = [name for name in linear if name not in owners and name not in heads]
+        else:
+            names = [name for name, _ in model.named_modules() if name and re.search(self._adapter.target, name)]
+            names = [name for name in names if name not in owners]
+        self._target = _exactly(names) if names else self._adapter.target
+        if not names and self._adapter.target == ALL_LINEAR:
+            raise UserError(
+                f"adapter.target = {ALL_LINEAR} matches no layer of {type(model).__name__}; expected linear layers. "
+                "Set adapter.target to a regular expression, or remove [adapter]."
+            )
+        self._summary = _summary(model, names, self._tuned)
+
+    def _method(self) -> Any:
+        chosen, peft = self._adapter, self._peft
+        options = {"rank": chosen.rank, "alpha": chosen.alpha, "dropout": chosen.dropout}
+        match chosen.kind:
+            case "lora":
+                method = peft.LoRA(self._target, **options)
+            case "dora":
+                method = peft.DoRA(self._target, **options)
+            case _:
+                assert_never(chosen.kind)
+        return peft.Stack(method, peft.FullTune(_exactly(self._tuned))) if self._tuned else method
 
     def _with_adapters(self, base: StateMapper | None) -> StateMapper:
         return self._changes if base is None else sequential(base, self._changes)
+
+
+def _exactly(names: Collection[str]) -> str:
+    """Return a regular expression that matches only these names."""
+    return f"^(?:{'|'.join(map(re.escape, sorted(names)))})$"
+
+
+def _summary(model: nn.Module, names: Collection[str], tuned: Collection[str]) -> str:
+    """Describe what is trained: the layers with adapters, their part of the matrices, and other parameters."""
+    heads = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(parameter) for module in heads for parameter in module.parameters(recurse=False)}
+    matrices = {name: each for name, each in model.named_parameters() if each.ndim > 1 and id(each) not in tables}
+    adapted = {name: each for name, each in matrices.items() if name.rpartition(".")[0] in set(names)}
+    part = sum(each.numel() for each in adapted.values()) / max(sum(each.numel() for each in matrices.values()), 1)
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+    also = f" {len(tuned)} new parameters are trained in full: {', '.join(sorted(tuned))}." if tuned else ""
+    return (
+        f"d9d: adapters of {len(names)} layers ({kinds}), which have {part:.0%} of the elements of all matrices except "
+        f"embeddings.{also}"
+    )

@@ -13,6 +13,9 @@ from d9d_loop.data.conversation import TooLong
 JobKind: TypeAlias = Literal["sft", "pretrain", "classify", "embed"]
 """Fine-tuning on conversations, next-token prediction on text, classification of texts, or embeddings of texts."""
 
+ALL_LINEAR = "all-linear"
+"""Value of `adapter.target` for all linear layers except those of a head."""
+
 
 class LanguageModelConfig(Section):
     """Model of `transformers`: the weights of a folder, or a new model of a known family.
@@ -33,7 +36,9 @@ class LanguageModelConfig(Section):
         description="Folder with tokenizer.json. Default: `model.folder`; a byte-level tokenizer if that is also null.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="Dtype of the parameters; null: the dtype in config.json, or float32."
+        default=None,
+        description="Dtype of the parameters and of the export. Null: parameters are float32, and each exported tensor "
+        "has its dtype in the folder. bfloat16 rounds updates, but halves the memory of a frozen base.",
     )
     tensor_parallel_plan: Literal["auto"] | None = Field(
         default=None, description="auto: shard the model over mesh.tensor_parallel by its own tensor-parallel plan."
@@ -91,7 +96,9 @@ class AdapterConfig(Section):
 
     kind: Literal["lora", "dora"] = Field(default="lora", description="Kind of the adapters.")
     target: str = Field(
-        default=r"\.(q|k|v|o|gate|up|down)_proj$", description="Regular expression for the names of adapted layers."
+        default=ALL_LINEAR,
+        description="all-linear: all linear layers except heads, as in peft; or a regular expression for the names of "
+        "adapted layers.",
     )
     rank: PositiveInt = Field(default=16, description="Rank of the adapters.")
     alpha: PositiveFloat = Field(default=32.0, description="LoRA alpha: the update is scaled by alpha / rank.")

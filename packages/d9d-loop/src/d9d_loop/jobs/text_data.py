@@ -4,7 +4,6 @@ B: samples, L: padded length.
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,10 +37,10 @@ from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.data.text_tokens import load_tokenizer
+from d9d_loop.jobs.classes import Classes
 from d9d_loop.jobs.job_config import TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_files import open_checked, split_samples
-
-_INTEGER = re.compile(r"-?\d+")
+from d9d_loop.jobs.text_model import padding_id
 
 
 @final
@@ -55,6 +54,13 @@ class FileTokenizer:
         self._tokenizer = load_tokenizer(file)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.name = f"tokenizer-{self.vocab_size}"
+        self.bos_id = self.eos_id = self.pad_id = None
+        if folder.is_dir() and (folder / "tokenizer_config.json").is_file():
+            from transformers import AutoTokenizer
+
+            auto: Any = AutoTokenizer.from_pretrained(folder)
+            self.bos_id, self.eos_id, self.pad_id = auto.bos_token_id, auto.eos_token_id, auto.pad_token_id
+        self.end_id = self.eos_id if self.eos_id is not None else self._tokenizer.token_to_id("<|endoftext|>")
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -91,14 +97,15 @@ def _rows(
 ) -> DatasetProvider:
     """Return a data provider that converts each sample to a row of tokens, of any length, when the sample is read."""
     held_out = None if evaluation is None else _Converted(evaluation, convert)
-    return dataset_of(_Converted(training, convert), held_out, config, collate=_pad)
+    pad = partial(_pad, padding=padding_id(config, text_tokenizer(config)))
+    return dataset_of(_Converted(training, convert), held_out, config, collate=pad)
 
 
-def _pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _pad(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
     """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding."""
     ids = [sample["input_ids"] for sample in samples]
     batch = {
-        "input_ids": pad_sequences(ids, value=0),
+        "input_ids": pad_sequences(ids, value=padding),
         "attention_mask": pad_sequences([torch.ones_like(row) for row in ids], value=0),
     }
     if samples[0]["labels"].dim():
@@ -144,11 +151,10 @@ def chat_rows(config: TextJobConfig) -> DataProvider:
     return _rows(training, evaluation, config, partial(_chat_row, tokenizer, config.dataset))
 
 
-def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
-    """Return the labeled texts of a job, and the names of the classes in the order of the class numbers.
+def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, Classes]:
+    """Return the labeled texts of a job, and its classes. All labels are read once.
 
-    A class is a text: the class 1 of JSON is the class "1" of a CSV file. Classes are sorted: integers by value, then
-    texts alphabetically. All labels are read once.
+    A label is a text: the label 1 of JSON is the label "1" of a CSV file.
     """
     data, field = config.dataset, config.dataset.label_field
 
@@ -157,18 +163,12 @@ def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, list[str]]:
         _label(sample, field)
 
     training, evaluation = samples_of(config, check)
-    found = {_label(training[index], field) for index in range(len(training))}
-    names = sorted(found, key=lambda label: (0, int(label), label) if _INTEGER.fullmatch(label) else (1, 0, label))
-    if len(names) < 2:
-        raise UserError(
-            f"dataset.label_field = {field}: found {len(names)} class; expected at least 2. Check the field."
-        )
-    numbers = {name: number for number, name in enumerate(names)}
+    classes = Classes.of(config, {_label(training[index], field) for index in range(len(training))})
     held_out: Samples = [] if evaluation is None else evaluation
     for index in range(len(held_out)):
-        _class_number(numbers, _label(held_out[index], field))
-    convert = partial(_labeled_row, text_tokenizer(config), numbers, config.dataset)
-    return _rows(training, evaluation, config, convert), names
+        classes.number(_label(held_out[index], field))
+    convert = partial(_labeled_row, text_tokenizer(config), classes, config.dataset)
+    return _rows(training, evaluation, config, convert), classes
 
 
 def text_windows(config: TextJobConfig) -> DatasetProvider:
@@ -310,20 +310,9 @@ def _chat_row(tokenizer: ChatTokenizer, data: TextDataConfig, sample: Any) -> di
     return {"input_ids": torch.tensor(tokens[:-1]), "labels": labels}
 
 
-def _labeled_row(
-    tokenizer: TextTokenizer, numbers: Mapping[str, int], data: TextDataConfig, sample: Any
-) -> dict[str, Tensor]:
-    number = _class_number(numbers, _label(sample, data.label_field))
+def _labeled_row(tokenizer: TextTokenizer, classes: Classes, data: TextDataConfig, sample: Any) -> dict[str, Tensor]:
+    number = classes.number(_label(sample, data.label_field))
     return {"input_ids": fitted_ids(tokenizer, _text(sample, data.text_field), data), "labels": torch.tensor(number)}
-
-
-def _class_number(numbers: Mapping[str, int], label: str) -> int:
-    if label not in numbers:
-        raise UserError(
-            f"the label {label!r} is not among the training labels; expected one of those classes. Add samples "
-            "of it to dataset.files, or remove it from the evaluation."
-        )
-    return numbers[label]
 
 
 def fitted_ids(tokenizer: TextTokenizer, text: str, data: TextDataConfig) -> Tensor:
@@ -331,4 +320,8 @@ def fitted_ids(tokenizer: TextTokenizer, text: str, data: TextDataConfig) -> Ten
     tokens = tokenizer(text)
     if len(tokens) > data.length and data.too_long == "refuse":
         raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {data.length}.")
-    return torch.tensor(tokens[: data.length] or [0])
+    if not tokens:
+        raise UserError(
+            f"the tokenizer gives no tokens for the text {text!r:.60}; expected at least one. Remove such samples."
+        )
+    return torch.tensor(tokens[: data.length])

@@ -20,6 +20,7 @@ from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
 from d9d_loop.jobs.text_data import TextTokenizer, dataset_of, fitted_ids, samples_of, text_tokenizer
+from d9d_loop.jobs.text_model import padding_id
 
 
 def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetProvider:
@@ -30,13 +31,14 @@ def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetPro
         for samples in samples_of(config, partial(_texts, embedding=embedding))
     )
     assert training is not None
-    return dataset_of(training, evaluation, config, collate=_pad)
+    pad = partial(_pad, padding=padding_id(config, tokenizer))
+    return dataset_of(training, evaluation, config, collate=pad)
 
 
-def _pad(samples: list[list[Tensor]]) -> dict[str, Tensor]:
+def _pad(samples: list[list[Tensor]], *, padding: int) -> dict[str, Tensor]:
     """Pad all texts to the longest one: `input_ids` and `attention_mask` [G, R, L]."""
     texts = [text for group in samples for text in group]
-    ids = pad_sequences(texts, value=0)
+    ids = pad_sequences(texts, value=padding)
     mask = pad_sequences([torch.ones_like(text) for text in texts], value=0)
     return {
         name: rows.unflatten(0, (len(samples), -1)) for name, rows in (("input_ids", ids), ("attention_mask", mask))

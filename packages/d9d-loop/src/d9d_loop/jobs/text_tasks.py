@@ -23,9 +23,16 @@ class NextToken(Task):
     """Prediction of the next token: the sum of the cross entropies of all labels, in nats.
 
     The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 for positions without a loss.
+
+    Args:
+        router_loss: Factor of the balance loss of experts, which `transformers` computes for each microbatch and adds
+            to the mean loss of its labels; not in evaluations.
     """
 
     weight_unit = "tokens"
+
+    def __init__(self, *, router_loss: float = 0.0) -> None:
+        self._router_loss = router_loss
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model."""
@@ -37,7 +44,10 @@ class NextToken(Task):
         total = F.cross_entropy(
             logits_BLV.float().flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
-        return Loss(total, weight=(labels_BL != IGNORED_LABEL).sum())
+        weight = (labels_BL != IGNORED_LABEL).sum()
+        if self._router_loss and outputs.logits.requires_grad and getattr(outputs, "aux_loss", None) is not None:
+            total = total + self._router_loss * weight * outputs.aux_loss
+        return Loss(total, weight=weight)
 
 
 @final

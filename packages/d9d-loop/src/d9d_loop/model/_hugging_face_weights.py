@@ -6,35 +6,46 @@ operations become a `StateMapper`. New parameters and non-persistent buffers get
 computes.
 """
 
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from d9d_dist import UserError, canonical_name
 from d9d_dist.errors import refuse_listed
+from d9d_loop.model._hugging_face_heads import Accepted
 from d9d_loop.model.recorded_tensor import RecordedTensor, recorded_mapper
 from d9d_state import ModelFolder, StateMapper, TensorInfo, drop, keep, narrow, parallel, read_model_state
 
 _BLOCK_BYTES = 64 << 20
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Model without values, the mapper that loads them from the folder, and the parameters that it does not load."""
+
+    model: nn.Module
+    mapper: StateMapper
+    new_parameters: frozenset[str]
+
+
 def build_without_weights(
-    model_class: Any, config: Any, folder: Path, *, dtype: Any, new: Sequence[str], unused: Sequence[str]
-) -> tuple[nn.Module, StateMapper]:
+    model_class: Any, config: Any, folder: Path, *, dtype: Any, accepted: Accepted
+) -> LoadedModel:
     """Build a model without reading its weights, and the mapper that loads them from the folder.
 
     Tensors that the mapper fills are on `meta`. Other parameters and buffers are on the CPU, with the values that
-    `from_pretrained` computes. `new` and `unused` are as in `hugging_face_model`.
+    `from_pretrained` computes.
 
     Raises:
-        UserError: If tensors that no pattern matches are missing, unused or of another shape; the message lists them.
+        UserError: If tensors that are not `accepted` are missing, unused or of another shape; the message lists them.
             Also if the architecture's weight conversion computes values instead of only moving them.
     """
     stored = ModelFolder.open(folder).tensors
@@ -42,13 +53,14 @@ def build_without_weights(
     model, report = load(stored)
     if duplicates := _stored_ties(model, folder, stored):
         model, report = load({name: info for name, info in stored.items() if name not in duplicates})
-    _refuse_differences(report, f"{folder} does not hold the weights of {type(model).__name__}", new=new, unused=unused)
+    _refuse_differences(model, config, report, folder, accepted)
     tensors = _unique_tensors(model)
     targets = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, RecordedTensor)}
     kept = [name for name in tensors if name not in targets]
     mapper = parallel(recorded_mapper(stored, targets), keep(*kept))
     _forget_records(model)
-    return model, mapper
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return LoadedModel(model, mapper, frozenset(name for name in kept if name in parameters))
 
 
 def released_mapper(model: Any) -> StateMapper:
@@ -153,25 +165,24 @@ def _are_equal(folder: Path, one: str, other: str, stored: Mapping[str, TensorIn
     return True
 
 
-def _refuse_differences(report: Mapping[str, Any], what: str, *, new: Sequence[str], unused: Sequence[str]) -> None:
+def _refuse_differences(model: Any, config: Any, report: Mapping[str, Any], folder: Path, accepted: Accepted) -> None:
     shapes = {
         name: f"{name}: got {list(got)}; expected {list(wanted)}" for name, got, wanted in report["mismatched_keys"]
     }
-    missing = sorted(_unmatched(report["missing_keys"] - shapes.keys(), new))
+    missing, unused = report["missing_keys"] - shapes.keys(), report["unexpected_keys"]
+    is_new, is_unused = accepted.checks(model, config)
     sections = {
-        'in the model, but not in the files; list them in new=["..."] to initialize them': missing,
-        'in the files, but not in the model; list them in unused=["..."] to ignore them': sorted(
-            _unmatched(report["unexpected_keys"], unused)
-        ),
+        'in the model, but not in the files; list them in new=["..."] to initialize them': [
+            name for name in sorted(missing) if not is_new(name)
+        ],
+        'in the files, but not in the model; list them in unused=["..."] to ignore them': [
+            name for name in sorted(unused) if not is_unused(name)
+        ],
         'of another shape in the files; list them in new=["..."] to initialize them': [
-            shapes[name] for name in sorted(_unmatched(shapes, new))
+            shapes[name] for name in sorted(shapes) if not is_new(name)
         ],
     }
-    refuse_listed(what, sections)
-
-
-def _unmatched(names: Iterable[str], patterns: Sequence[str]) -> Iterable[str]:
-    return (name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns))
+    refuse_listed(f"{folder} does not hold the weights of {type(model).__name__}", sections)
 
 
 @contextmanager

@@ -4,9 +4,10 @@ The model is built without weights; each rank then reads only the weights of its
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, final
@@ -17,6 +18,8 @@ from torch import nn
 from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp, parallelize_tensor
 from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
+from d9d_loop.model._hugging_face_heads import Accepted
+from d9d_loop.model.folder_dtypes import FolderDtypes
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper
 
@@ -29,7 +32,9 @@ def hugging_face_model(
     *,
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
+    new_head: bool = False,
     dtype: torch.dtype | None = None,
+    keep_dtypes: bool = False,
     precision: Precision | Literal["job"] | None = "job",
     from_scratch: bool = False,
     tp_plan: Literal["auto"] | None = None,
@@ -51,7 +56,10 @@ def hugging_face_model(
         new: `fnmatch` patterns (`"score.*"`) of parameters that the folder may lack, or hold in another shape. They
             start from the model's initialization, under the job's seed.
         unused: `fnmatch` patterns of tensors in the folder to ignore if the model lacks them.
+        new_head: If True, the folder may hold another head than `model_class` has: what the classes of both models do
+            not share is as in `new` or `unused`. The tensors of the base model must be equal.
         dtype: Dtype of the parameters; by default the dtype in the configuration, or float32 if it has none.
+        keep_dtypes: If True, export each tensor in its dtype in the folder, whatever `dtype` is.
         precision: Dtypes of computation and reduction, as in `parallelize_hsdp`; "job" for those of the configuration.
         from_scratch: Read only the configuration from the folder, not the weights.
         tp_plan: "auto" to split the model over `mesh.tensor_parallel` by its own plan (`model.tp_plan`).
@@ -87,9 +95,9 @@ def hugging_face_model(
         config,
         _find_class(config, model_class),
         None if from_scratch else folder,
-        new=new,
-        unused=unused,
+        Accepted(new, unused, new_head=new_head),
         dtype=dtype,
+        keep_dtypes=keep_dtypes,
         precision=precision,
         tp_plan=tp_plan,
     )
@@ -105,13 +113,14 @@ class _HuggingFaceModel(ModelProvider):
     config: Any
     model_class: Any
     folder: Path | None
-    new: Sequence[str]
-    unused: Sequence[str]
+    accepted: Accepted
     dtype: torch.dtype | None
+    keep_dtypes: bool
     precision: Precision | Literal["job"] | None
     tp_plan: Literal["auto"] | None
     built_config: JsonValue = None
     mappers: dict[Path, StateMapper] = field(default_factory=dict)
+    new_parameters: frozenset[str] = frozenset()
 
     @property
     def initial_weights(self) -> Path | None:
@@ -127,7 +136,8 @@ class _HuggingFaceModel(ModelProvider):
         model = self._build_whole() if self.folder is None else self._build_for(self.folder)
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        config.dtype = str(model.dtype).removeprefix("torch.")
+        dtype = model.dtype if self._folder_dtypes is None else self._folder_dtypes.main
+        config.dtype = str(dtype).removeprefix("torch.")
         self.built_config = json.loads(config.to_json_string(use_diff=True))
         return model.train()
 
@@ -158,6 +168,19 @@ class _HuggingFaceModel(ModelProvider):
             self._build_for(folder)
         return self.mappers[folder]
 
+    def head_layers(self, model: nn.Module) -> Collection[str]:
+        whole: Any = model
+        base, output = whole.base_model, whole.get_output_embeddings()
+        inside = {id(module) for module in base.modules()}
+        return [name for name, module in model.named_modules() if id(module) not in inside or module is output]
+
+    def export_dtype(self, name: str) -> torch.dtype | None:
+        return None if self._folder_dtypes is None else self._folder_dtypes.of(name)
+
+    @cached_property
+    def _folder_dtypes(self) -> FolderDtypes | None:
+        return FolderDtypes.read(self.folder) if self.keep_dtypes and self.folder is not None else None
+
     def export_files(self) -> Mapping[str, JsonValue]:
         return {"config.json": self.built_config}
 
@@ -185,10 +208,13 @@ class _HuggingFaceModel(ModelProvider):
     def _build_for(self, folder: Path) -> Any:
         from d9d_loop.model._hugging_face_weights import build_without_weights  # noqa: PLC0415 - needs an optional extra
 
-        model, self.mappers[folder] = build_without_weights(
-            self.model_class, self.config, folder, dtype=self.dtype or "auto", new=self.new, unused=self.unused
+        loaded = build_without_weights(
+            self.model_class, self.config, folder, dtype=self.dtype or "auto", accepted=self.accepted
         )
-        return model
+        self.mappers[folder] = loaded.mapper
+        if folder == self.folder:
+            self.new_parameters = loaded.new_parameters
+        return loaded.model
 
 
 def read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from d9d_loop.model.model_check import (
     check_experts_are_shared_out,
     check_parallelized,
     check_unchanged,
+    describe_precision,
     describe_tensors,
 )
 from d9d_loop.model.model_plan import ModelPlan
@@ -45,11 +46,9 @@ def build_pipeline(
             trainable parameter is not on all ranks of its stage, or no experts were sharded although the
             expert-parallel degree is above 1.
     """
-    if ctx.precision is not None and ctx.is_main_process:
-        print(
-            "d9d: forward and backward compute in bfloat16; parameters and sums of gradients stay in float32. "
-            'precision = "parameters" computes in the dtype of the parameters.'
-        )
+    told = describe_precision(plan.built.module, computes_in_bfloat16=ctx.precision is not None)
+    if told is not None and ctx.is_main_process:
+        print(told)
     provider, seed, whole = plan.provider, plan.seed, plan.built
     stages = parallelize_stages(plan, ctx)
     if provider.late_init:

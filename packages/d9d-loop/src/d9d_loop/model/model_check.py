@@ -35,6 +35,33 @@ def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
         )
 
 
+def check_trained_dtypes(model: nn.Module) -> None:
+    """Raise `UserError` if a parameter is trained in float16, whose range is too small without a scaled loss."""
+    names = [name for name, each in model.named_parameters() if each.requires_grad and each.dtype == torch.float16]
+    if names:
+        raise UserError(
+            f"{names[0]} and {len(names) - 1} other trained parameters are float16; expected float32 or bfloat16, "
+            "because the squares of gradients below 2.4e-4, and an optimizer's eps of 1e-8, are 0 in float16. Use "
+            "float32 parameters: model.dtype = float32 in a text job, dtype=torch.float32 of hugging_face_model."
+        )
+
+
+def describe_precision(model: nn.Module, *, computes_in_bfloat16: bool) -> str | None:
+    """Return what to tell about the dtypes of trained parameters; `None` if all computation is in float32."""
+    dtypes = {each.dtype for each in model.parameters() if each.requires_grad}
+    if torch.bfloat16 in dtypes:
+        return (
+            "d9d: trained parameters are bfloat16: updates far below a value are rounded away, except with "
+            "optimizer.kind = stochastic_adamw. float32 parameters keep them."
+        )
+    if not computes_in_bfloat16:
+        return None
+    return (
+        "d9d: forward and backward compute in bfloat16; parameters and sums of gradients stay in float32. "
+        'precision = "parameters" computes in the dtype of the parameters.'
+    )
+
+
 def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
     """Check that every trainable parameter is a DTensor over all ranks of its stage, if the stage has several ranks.
 

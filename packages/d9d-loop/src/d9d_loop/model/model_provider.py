@@ -3,10 +3,11 @@
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -27,9 +28,11 @@ class ModelProvider(ABC):
         late_init: If True (the default), `build` runs on `meta` and each `reset_parameters` sets the initial values, so
             no rank holds the whole model. If False, `build` runs on the CPU with the job's seed, and training starts
             from the values that it returns.
+        new_parameters: Parameters of the last whole model that the folder of initial weights does not have.
     """
 
     late_init: bool = True
+    new_parameters: frozenset[str] = frozenset()
 
     @property
     def initial_weights(self) -> Path | None:
@@ -79,6 +82,14 @@ class ModelProvider(ABC):
     def load_mapper(self, model: nn.Module, folder: Path) -> "StateMapper | None":
         """Return the mapper from the weights in `folder` to the model's. The default is `state_mapper(model)`."""
         return self.state_mapper(model)
+
+    def head_layers(self, model: nn.Module) -> Collection[str]:
+        """Return the names of the modules of the head, which adapters of all linear layers omit; by default none."""
+        return ()
+
+    def export_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a floating-point tensor in exported files; `None` (the default) for that of the model."""
+        return None
 
     def export_files(self) -> Mapping[str, JsonValue]:
         """Return JSON files to write next to exported weights, such as `config.json`, by file name."""

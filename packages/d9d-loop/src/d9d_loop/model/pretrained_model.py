@@ -5,10 +5,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, final
 
+import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_dist.install_hint import install_hint
+from d9d_loop.model.folder_dtypes import FolderDtypes
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper
 
@@ -55,6 +57,7 @@ def pretrained_model(
     *,
     from_scratch: bool = False,
     parallelize: Mapping[str, Any] | None = None,
+    keep_dtypes: bool = False,
     **options: Any,
 ) -> "PretrainedProvider":
     """Return a provider of d9d's own model for a Hugging Face folder; its family is recognized by `config.json`.
@@ -67,6 +70,7 @@ def pretrained_model(
             `config.json` for a new model.
         from_scratch: If True, draw the initial weights instead of loading the weights in the folder.
         parallelize: Options of `d9d_modules.parallelize_decoder`, such as `{"checkpointing": "selective"}`.
+        keep_dtypes: If True, export each tensor in its dtype in the folder, although parameters are float32.
         options: Options of `d9d_modules.from_pretrained_config`, such as `head="classification", num_classes=3`.
 
     Raises:
@@ -81,7 +85,8 @@ def pretrained_model(
             f"got the model recognizers {', '.join(each.value for each in found)}; expected one installed package with "
             f"an entry point of {RECOGNIZER_ENTRY_POINTS}."
         )
-    return PretrainedProvider(found[0].load()(folder, **options), from_scratch=from_scratch, parallelize=parallelize)
+    recognized = found[0].load()(folder, **options)
+    return PretrainedProvider(recognized, from_scratch=from_scratch, parallelize=parallelize, keep_dtypes=keep_dtypes)
 
 
 @final
@@ -93,11 +98,18 @@ class PretrainedProvider(ModelProvider):
     """
 
     def __init__(
-        self, recognized: RecognizedModel, *, from_scratch: bool = False, parallelize: Mapping[str, Any] | None = None
+        self,
+        recognized: RecognizedModel,
+        *,
+        from_scratch: bool = False,
+        parallelize: Mapping[str, Any] | None = None,
+        keep_dtypes: bool = False,
     ) -> None:
         self.recognized = recognized
         self._from_scratch = from_scratch
         self._options = dict(parallelize or {})
+        folder = recognized.folder
+        self._dtypes = FolderDtypes.read(folder) if keep_dtypes and folder is not None and not from_scratch else None
 
     @property
     def initial_weights(self) -> Path | None:
@@ -123,6 +135,10 @@ class PretrainedProvider(ModelProvider):
         own = self.recognized.folder
         is_recognized = own is not None and folder.resolve() == own.resolve()
         return self.recognized.load_mapper() if is_recognized else self.recognized.state_mapper()
+
+    def export_dtype(self, name: str) -> torch.dtype | None:
+        """See `ModelProvider`."""
+        return None if self._dtypes is None else self._dtypes.of(name)
 
     def export_files(self) -> Mapping[str, JsonValue]:
         """See `ModelProvider`."""

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from d9d_loop.resilience.bad_steps import StepGuard as StepGuard
     from d9d_loop.resilience.exit_codes import ExitCode as ExitCode
     from d9d_loop.resilience.exit_codes import Stopped as Stopped
+    from d9d_loop.resilience.finite_check import check_finite as check_finite
     from d9d_loop.resilience.hang_watchdog import HangWatchdog as HangWatchdog
     from d9d_loop.resilience.health_check import HealthError as HealthError
     from d9d_loop.resilience.health_check import HealthReport as HealthReport

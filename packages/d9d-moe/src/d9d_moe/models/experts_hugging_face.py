@@ -1,11 +1,13 @@
 """Experts in the two Hugging Face layouts: one matrix per expert, or one fused parameter for all experts of a layer."""
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from d9d_dist.errors import UserError
 from d9d_modules import HuggingFaceConfig, config_value
 from d9d_modules.models import hugging_face_family as hf
-from d9d_state import StateMapper, parallel, rename, split, stack
+from d9d_moe.router_losses import RouterLosses
+from d9d_state import JsonValue, StateMapper, parallel, rename, split, stack
 
 ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
 """Layout of the expert weights.
@@ -24,15 +26,19 @@ def expert_entries(num_experts: str) -> tuple[hf.Entry, ...]:
     )
 
 
-def refuse_router_loss(config: HuggingFaceConfig) -> None:
-    """Raise a `UserError` for `output_router_logits`, with which `transformers` adds the balance loss to the loss."""
-    if config_value(config, "output_router_logits", bool, default=False):
-        factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
-        raise UserError(
-            f"config.json has output_router_logits = True, with which transformers adds a balance loss of "
-            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and configure the loss of the model: "
-            f'replace(params, router_losses=RouterLosses(balance={factor}, definition="transformers", scope="batch")).'
-        )
+def read_router_losses(config: HuggingFaceConfig) -> Mapping[str, RouterLosses]:
+    """Read the balance loss that `transformers` adds to the loss if `output_router_logits` is set."""
+    if not config_value(config, "output_router_logits", bool, default=False):
+        return {}
+    factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
+    return {"router_losses": RouterLosses(balance=factor, definition="transformers", scope="batch")} if factor else {}
+
+
+def written_router_losses(losses: RouterLosses) -> Mapping[str, JsonValue]:
+    """Return the entries of a balance loss as in `transformers`; none for other losses, which it does not have."""
+    if not losses.are_joint:
+        return {}
+    return {"output_router_logits": True, "router_aux_loss_coef": losses.balance}
 
 
 def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layout: ExpertsLayout) -> StateMapper:

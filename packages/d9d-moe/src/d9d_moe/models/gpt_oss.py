@@ -9,7 +9,7 @@ from d9d_modules import AttentionForm, GroupedQueryParams, HuggingFaceConfig, co
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hugging_face_config import written_layer_types
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, refuse_router_loss
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, read_router_losses, written_router_losses
 from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import TopKRouter
 from d9d_state import JsonValue, StateMapper, identity, parallel, rename_all, transpose
@@ -92,12 +92,15 @@ def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
     num_layers = values["num_layers"]
     sliding = layers_of_kind(config, num_layers, "sliding_attention", default=lambda index: index % 2 == 0)
     window = {"sliding_window": config_value(config, "sliding_window", int, default=_DEFAULT_WINDOW)} if sliding else {}
-    return {"intermediate_size": values["expert_intermediate_size"], "sliding_layers": sliding, **window}
+    own = {"intermediate_size": values["expert_intermediate_size"], "sliding_layers": sliding, **window}
+    return {**own, **read_router_losses(config)}
 
 
 def _written_layers(params: GptOssParams) -> Mapping[str, JsonValue]:
     # transformers needs a window size even if no layer has a window.
-    return {"sliding_window": params.sliding_window or _DEFAULT_WINDOW, "layer_types": written_layer_types(params)}
+    window = params.sliding_window or _DEFAULT_WINDOW
+    layers = {"sliding_window": window, "layer_types": written_layer_types(params)}
+    return {**layers, **written_router_losses(params.router_losses)}
 
 
 GPT_OSS = hf.HuggingFaceFamily(
@@ -115,7 +118,6 @@ GPT_OSS = hf.HuggingFaceFamily(
     ),
     fixed=hf.FIXED_ENTRIES,
     own=("layer_types", "output_router_logits", "router_aux_loss_coef", "sliding_window"),
-    check=refuse_router_loss,
     read_own=_read_layers,
     write_own=_written_layers,
     irrelevant={"initial_context_length": "the RoPE scaling has the same number"},

@@ -8,7 +8,7 @@ from d9d_dist.errors import UserError
 from d9d_modules import AttentionForm, DecoderForCausalLM, GroupedQueryParams, HuggingFaceConfig, config_value
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hugging_face_config import read_one_window
-from d9d_moe.models.experts_hugging_face import expert_entries, refuse_router_loss
+from d9d_moe.models.experts_hugging_face import expert_entries, read_router_losses, written_router_losses
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
 from d9d_state import JsonValue
 
@@ -42,10 +42,10 @@ def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, 
 
 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Read the indices of the dense layers, and the sliding window of all layers."""
+    """Read the indices of the dense layers, the sliding window of all layers, and the balance loss."""
     is_sliding = config_value(config, "use_sliding_window", bool, default=False)
     window = read_one_window(config_value(config, "sliding_window", int), values) if is_sliding else {}
-    return {"dense_layers": read_dense_layers(config, values["num_layers"]), **window}
+    return {"dense_layers": read_dense_layers(config, values["num_layers"]), **window, **read_router_losses(config)}
 
 
 def _written_layers(params: Qwen3MoeParams) -> Mapping[str, JsonValue]:
@@ -55,6 +55,7 @@ def _written_layers(params: Qwen3MoeParams) -> Mapping[str, JsonValue]:
         "use_sliding_window": window is not None,
         "sliding_window": window,
         **({} if window is None else {"max_window_layers": 0}),
+        **written_router_losses(params.router_losses),
     }
 
 
@@ -77,7 +78,6 @@ QWEN3_MOE = hf.HuggingFaceFamily(
         "sliding_window",
         "use_sliding_window",
     ),
-    check=refuse_router_loss,
     read_own=_read_layers,
     write_own=_written_layers,
     irrelevant={"max_window_layers": "transformers applies the window to all layers of this family, or to none"},

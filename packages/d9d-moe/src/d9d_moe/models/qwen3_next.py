@@ -11,7 +11,7 @@ from d9d_modules import QWEN3_5, HuggingFaceConfig, HybridParams, swiglu_from_hu
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hybrid import HYBRID_ENTRIES, HYBRID_FIXED, HYBRID_OWN, read_full_layers, written_full_layers
 from d9d_moe.experts import SharedExperts
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, refuse_router_loss
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, read_router_losses, written_router_losses
 from d9d_moe.models.qwen3_moe import read_dense_layers
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
 from d9d_state import JsonValue, StateMapper, parallel, rename, scope
@@ -60,12 +60,20 @@ class Qwen35MoeParams(SparseHybridParams):
     not_exported: ClassVar[tuple[str, ...]] = (*SparseHybridParams.not_exported, "intermediate_size")  # no dense layers
 
 
+def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**read_full_layers(config, values), **read_router_losses(config)}
+
+
+def _written_own(params: SparseHybridParams) -> Mapping[str, JsonValue]:
+    return {**written_full_layers(params), **written_router_losses(params.router_losses)}
+
+
 def _read_next(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**read_full_layers(config, values), "dense_layers": read_dense_layers(config, values["num_layers"])}
+    return {**_read_own(config, values), "dense_layers": read_dense_layers(config, values["num_layers"])}
 
 
 def _written_next(params: Qwen3NextParams) -> Mapping[str, JsonValue]:
-    return {**written_full_layers(params), "mlp_only_layers": list(params.dense_layers)}
+    return {**_written_own(params), "mlp_only_layers": list(params.dense_layers)}
 
 
 _ENTRIES = (
@@ -88,7 +96,6 @@ QWEN3_NEXT = hf.HuggingFaceFamily(
     fixed={**HYBRID_FIXED, "use_sliding_window": False},
     written={"decoder_sparse_step": 1},
     own=(*_OWN, "decoder_sparse_step", "mlp_only_layers"),
-    check=refuse_router_loss,
     read_own=_read_next,
     write_own=_written_next,
     unused=("mtp.*",),
@@ -104,7 +111,8 @@ QWEN3_5_MOE: hf.HuggingFaceFamily[Any] = replace(
     nested_type="qwen3_5_moe",
     entries=(*_ENTRIES, hf.Entry("intermediate_size", "shared_expert_intermediate_size", default=512)),
     own=_OWN,
-    check=refuse_router_loss,
+    read_own=_read_own,
+    write_own=_written_own,
     irrelevant={**QWEN3_5.irrelevant, "intermediate_size": "no layer is dense"},
 )
 """`config.json` of sparse Qwen3.5 models, at the top level or as `text_config`."""

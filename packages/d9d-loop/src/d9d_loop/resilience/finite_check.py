@@ -1,0 +1,36 @@
+"""Check of the parameters before they are saved or exported: an update may write values that are not finite.
+
+A bad step is recognized by its loss and gradients, so the results of the last update are seen only by the next step.
+"""
+
+import torch
+from torch import nn
+
+from d9d_dist import DistributedContext, canonical_name, gather_json, local_tensor
+from d9d_loop.resilience.bad_steps import BadStepError
+
+_SHOWN = 8
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, *, step: int, ctx: DistributedContext) -> None:
+    """Check that all trained parameters are finite. Collective: an all-gather of names. One host-device sync.
+
+    Raises:
+        BadStepError: On all ranks, if a parameter is not finite on any rank. The message names the parameters.
+    """
+    trained = {name: local_tensor(each) for name, each in model.named_parameters() if each.requires_grad}
+    trained = {canonical_name(name): each for name, each in trained.items() if each.numel() > 0}
+    bad: list[str] = []
+    if trained:
+        largest = torch._foreach_norm(list(trained.values()), torch.inf)
+        is_finite = torch.stack([each.float() for each in largest]).isfinite().tolist()
+        bad = [name for name, finite in zip(trained, is_finite, strict=True) if not finite]
+    names = sorted({name for each in gather_json(bad, alone=ctx.world_size == 1) for name in each})
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise BadStepError(
+            f"after step {step}, {', '.join(names[:_SHOWN])}{more} are not finite, so the model is neither saved nor "
+            "exported; earlier checkpoints are kept. Its loss and gradients were finite: lower "
+            "optimizer.learning_rate, or raise optimizer.eps."
+        )
