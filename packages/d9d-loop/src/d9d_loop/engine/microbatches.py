@@ -80,7 +80,7 @@ class MicrobatchAgreement:
         expected: dict[int, tuple[int, int, list[float]]] = {}
         for rank, (dp_rank, count, _, digest, kind, rate) in enumerate(counts):
             if kind != counts[0][4] or not math.isclose(rate, counts[0][5], rel_tol=1e-9):
-                raise UserError(describe_difference(None, True, False))
+                raise UserError(describe_difference(None, rates=True))
             first, num, digest_of_first = expected.setdefault(dp_rank, (rank, count, digest))
             if num != count:
                 raise UserError(

@@ -66,6 +66,8 @@ class StepGuard:
         self._in_a_row = self._num_rollbacks = 0
         self.has_applied = False
         """True if an update was applied in one of the steps that `poll` has covered."""
+        self.last_taken: bool | None = None
+        """True if the last step was applied; `None` on an accelerator, where only the device knows it."""
 
     def step(
         self,
@@ -94,7 +96,8 @@ class StepGuard:
         """
         if self._is_on_host:
             is_empty = weight is not None and weight.item() == 0
-            return self._flags[self._step_on_host(step, loss.item(), grad_norm.item(), same, is_empty=is_empty)]
+            self.last_taken = self._step_on_host(step, loss.item(), grad_norm.item(), same, is_empty=is_empty)
+            return self._flags[self.last_taken]
         return self._step_on_device(step, loss, grad_norm, weight, same)
 
     def _step_on_host(self, step: int, loss: float, grad_norm: float, same: Same, *, is_empty: bool) -> bool:
@@ -104,9 +107,9 @@ class StepGuard:
         if self._ctx.world_size > 1:
             bad = torch.tensor([non_finite, is_empty, spike, *same.on_host()], dtype=torch.float64)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-            if bool(same.differs(bad[3:]).any()):
-                agree(UserError(describe_difference(step, *same.differs(bad[3:]).tolist())))
-            non_finite, is_empty, spike = map(bool, bad[:3].tolist())
+            non_finite, is_empty, spike, *largest = bad.tolist()
+            if same.rates_differ(largest):
+                agree(UserError(describe_difference(step, rates=True)))
         self._pending.append(_Measured(step, lambda: [non_finite, is_empty, spike, loss, grad_norm, 0, 0], is_skipped))
         taken = not (is_skipped or non_finite or is_empty or (spike and self._skips_spikes))
         if taken:
@@ -207,7 +210,7 @@ class StepGuard:
     def _classify(self, measured: "_Measured") -> BadStep | None:
         non_finite, is_empty, spike, loss, grad_norm, *differs = measured.values()
         if any(differs):
-            raise UserError(describe_difference(measured.step, *differs))
+            raise UserError(describe_difference(measured.step, rates=bool(differs[0])))
         is_spike = bool(spike) and self._config.spike != "ignore"
         if measured.is_skipped or not (non_finite or is_empty or is_spike):
             self._in_a_row = 0

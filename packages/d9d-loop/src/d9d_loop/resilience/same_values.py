@@ -9,6 +9,8 @@ from typing import final
 
 import torch
 
+_ROUNDING = 1e-9
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,13 @@ class Same:
     digests: torch.Tensor | None = None
 
     def on_host(self) -> list[float]:
-        """Return the numbers whose maximum over all ranks `differs` reads."""
+        """Return the numbers whose maximum over all ranks `rates_differ` and `differs` read."""
         return [*self.rates, *(-each for each in self.rates)]
+
+    def rates_differ(self, largest: list[float]) -> bool:
+        """Return True if learning rates differ between ranks, by more than hosts may round a schedule differently."""
+        kind, rate, negative_kind, negative_rate = largest
+        return kind + negative_kind > 0 or rate + negative_rate > _ROUNDING * abs(rate)
 
     def on_device(self, device: torch.device) -> torch.Tensor:
         """Return the same on a device, without host-device synchronization."""
@@ -36,7 +43,7 @@ class Same:
 
     def differs(self, largest: torch.Tensor) -> torch.Tensor:
         """Return two flags, bool [2]: learning rates, and batches, differ between ranks."""
-        rates = largest[:2] + largest[2:4] > 1e-9 * largest[:2].abs()  # hosts may round a schedule differently
+        rates = largest[:2] + largest[2:4] > _ROUNDING * largest[:2].abs()
         digests, negatives = largest[4:].chunk(2) if len(largest) > 4 else (largest[:0], largest[:0])
         return torch.stack([rates.any(), (digests + negatives > 0).any()])
 
@@ -45,11 +52,10 @@ NOTHING = Same()
 """No values to compare."""
 
 
-def describe_difference(step: int | None, rates: float, batches: float) -> str:
-    """Return the message of the `UserError` about flags of `differs`; `step` is None after the step."""
-    where = "" if step is None else f"step {step}: "
-    skipped = "" if step is None else ", so the update was skipped"
-    if rates or not batches:
+def describe_difference(step: int | None, *, rates: bool) -> str:
+    """Return the message of the `UserError` about learning rates, or else batches; `step` is None after the step."""
+    where, skipped = ("", "") if step is None else (f"step {step}: ", ", so the update was skipped")
+    if rates:
         return (
             f"{where}the learning rates of step(learning_rate) or set_learning_rates() differ between ranks{skipped}; "
             "expected equal ones. Compute them from values that all ranks share, such as Engine.num_steps."
