@@ -65,7 +65,7 @@ def test_the_language_model_of_a_multimodal_configuration_is_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True; only False is supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True, but False in text_config; expected equal"),
         ({"text_config": 3}, "text_config = 3; expected an object"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'; expected 'fp8'"),
     ],
@@ -81,7 +81,7 @@ def test_multimodal_configurations_that_contradict_are_refused(changes: dict[str
         ({"layer_types": ["linear_attention"]}, "expected a list of num_hidden_layers = 3 items"),
         ({"attn_output_gate": False}, "attn_output_gate = False; only True is supported"),
         ({"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]; only \[\] is supported"),
-        ({"linear_num_key_heads": 3}, "num_key_heads = 3, num_value_heads = 4"),
+        ({"linear_num_key_heads": 3}, "In config.json num_linear_key_heads is linear_num_key_heads"),
     ],
 )
 def test_unsupported_configurations_are_refused(changes: dict[str, Any], message: str) -> None:

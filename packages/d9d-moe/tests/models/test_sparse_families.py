@@ -334,13 +334,11 @@ def test_weights_and_config_are_exchanged_bit_for_bit(name: str, seed: int, tmp_
     family, params, reference = _build(name, seed)
     reference.save_pretrained(tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    # transformers knows Kimi K2 as DeepSeek-V3.
-    assert family.files.read({**config, "model_type": family.files.model_type}) == params
+    assert family.files.read(config) == params  # transformers knows Kimi K2 as DeepSeek-V3
     ours, mapper = DecoderForCausalLM(params), family.mapper(params, _layout_on_disk(tmp_path / "theirs"))
     load_model_state(ours, tmp_path / "theirs", mapper)
     written = family.files.write(params)
-    readable = {"config.json": {**written, "model_type": config["model_type"]}}
-    save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files=readable)
+    save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": written})
     theirs, again = (dict(read_model_state(tmp_path / folder)) for folder in ("theirs", "ours"))
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[each], tensor) for each, tensor in theirs.items())
@@ -349,6 +347,30 @@ def test_weights_and_config_are_exchanged_bit_for_bit(name: str, seed: int, tmp_
     state = loaded.state_dict()
     assert all(torch.equal(state[each], tensor) for each, tensor in reference.state_dict().items())
     assert family.files.read(json.loads(json.dumps(written))) == params
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sample("qwen3_5_moe-per_expert", "qwen3_5_moe-fused", "kimi_k2-fused")
+def test_both_layouts_of_experts_are_recognized(name: str, layout: ExpertsLayout, tmp_path: Path) -> None:
+    """Also an export, which `transformers` loads."""
+    from transformers import AutoModelForCausalLM
+
+    family = FAMILIES[name]
+    params: Any = family.params(Pick(2))
+    model = DecoderForCausalLM(params)
+    config = {"config.json": family.files.write(params)}
+    save_model_state(model, tmp_path / "stored", family.mapper(params, layout).inverse(), extra_files=config)
+    found = from_pretrained_config(tmp_path / "stored")
+    again = found.build(StageInfo())
+    load_model_state(again, tmp_path / "stored", found.load_mapper())
+    assert all(torch.equal(again.state_dict()[each], tensor) for each, tensor in model.state_dict().items())
+    save_model_state(again, tmp_path / "ours", found.state_mapper().inverse(), extra_files=found.export_files())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", experts_implementation="eager")
+    assert isinstance(loaded, family.reference)
+    ids = torch.arange(9).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids), loaded(ids).logits, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -487,9 +509,10 @@ def test_models_that_a_config_cannot_express_are_refused() -> None:
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name() -> None:
-    config = {**KIMI_K2.write(_kimi()), "num_nextn_predict_layers": 0}
-    assert config["model_type"] == "kimi_k2"
-    assert KIMI_K2.read(config) == _kimi()
+    written = {**KIMI_K2.write(_kimi()), "num_nextn_predict_layers": 0}
+    assert written["model_type"] == "deepseek_v3"  # transformers knows no other
+    config = {**written, "model_type": "kimi_k2"}
+    assert KIMI_K2.read(config) == KIMI_K2.read(written) == DEEPSEEK_V3.read(written) == _kimi()
     with pytest.raises(UserError, match="model_type = 'kimi_k2'; only 'deepseek_v3' is supported"):
         DEEPSEEK_V3.read(config)
 

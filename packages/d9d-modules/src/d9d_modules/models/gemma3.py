@@ -17,6 +17,8 @@ from d9d_modules.models.hugging_face_config import (
     HuggingFaceConfig,
     config_value,
     layers_of_kind,
+    require_equal_tying,
+    require_value,
     text_entries,
     written_layer_types,
 )
@@ -79,6 +81,17 @@ class Gemma3Params(LocalGlobalParams):
         return GeGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
 
 
+def _text(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return the entries of the language model, which multimodal configurations contain as `text_config`."""
+    text = text_entries(config)
+    require_equal_tying(config, default=True)
+    if "text_config" in config:  # the multimodal class of transformers does not read them
+        require_value(text, "final_logit_softcapping", None, where="text_config of config.json")
+        if text.get("use_bidirectional_attention") is not None:
+            require_value(text, "use_bidirectional_attention", supported=False, where="text_config of config.json")
+    return text
+
+
 def _read_own(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     step = config_value(config, "sliding_window_pattern", int, default=6)
     layers = layers_of_kind(
@@ -138,7 +151,7 @@ GEMMA3 = hf.HuggingFaceFamily(
         "use_bidirectional_attention",
     ),
     nested_type="gemma3",
-    prepare=text_entries,
+    prepare=_text,
     read_rope=partial(read_global_rope, key="rope_theta", default=1_000_000.0),
     write_rope=written_ropes,
     read_own=_read_own,

@@ -50,7 +50,7 @@ GLM4 = hf.HuggingFaceFamily(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
     entries=(
-        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, max_position_embeddings=131_072),
+        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, rms_norm_eps=1.5625e-07, max_position_embeddings=131_072),
         hf.Entry("qkv_bias", "attention_bias", bool, default=True),
     ),
     fixed=hf.FIXED_ENTRIES,

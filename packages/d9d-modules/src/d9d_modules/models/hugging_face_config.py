@@ -103,6 +103,19 @@ def text_entries(config: HuggingFaceConfig) -> HuggingFaceConfig:
     return {str(key): value for key, value in text.items()}
 
 
+def require_equal_tying(config: HuggingFaceConfig, *, default: bool) -> None:
+    """Raise a `UserError` if a multimodal configuration and its `text_config` differ in `tie_word_embeddings`.
+
+    `transformers` uses the outer entry; `default` is the value of both if they are missing.
+    """
+    outer, inner = (each.get("tie_word_embeddings", default) for each in (config, text_entries(config)))
+    if outer != inner:
+        raise UserError(
+            f"config.json has tie_word_embeddings = {outer!r}, but {inner!r} in text_config; expected equal values: "
+            "transformers uses the outer one."
+        )
+
+
 def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the windows of Qwen2 and Qwen3: by `layer_types`, or else all layers from `max_window_layers` on.
 

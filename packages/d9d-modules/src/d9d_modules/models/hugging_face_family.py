@@ -152,6 +152,7 @@ class HuggingFaceFamily(Generic[P]):
             does not consume raise an error.
         parallelize: Function that parallelizes a stage; see `parallelize_decoder`.
         mapper: Function that builds the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`.
+        other_mappers: Functions that build the mappers of other layouts of a checkpoint, which are only read.
         classifier: Function that returns the names of a classification head's weights in the model, by their names in
             a `...ForSequenceClassification` checkpoint.
     """
@@ -175,6 +176,7 @@ class HuggingFaceFamily(Generic[P]):
     unused: tuple[str, ...] = ()
     parallelize: Callable[..., None] = parallelize_decoder
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
+    other_mappers: tuple[Callable[[P], StateMapper], ...] = ()
     classifier: Callable[[P], Mapping[str, str]] = lambda params: {"score.weight": "head.score.weight"}
 
     @property
@@ -208,7 +210,8 @@ class HuggingFaceFamily(Generic[P]):
         if self.rotary_factor is not None:
             values["rotary_dim"] = int(values["head_dim"] * factor)
         values.update(self.read_own(config, values))
-        with config_keys_in_errors({entry.field: entry.key_in(config) for entry in self.entries}):
+        keys = {"rotary_dim": "head_dim times partial_rotary_factor"} if self.rotary_factor is not None else {}
+        with config_keys_in_errors(keys | {entry.field: entry.key_in(config) for entry in self.entries}):
             return self.params(**values)
 
     def write(self, params: P) -> dict[str, JsonValue]:

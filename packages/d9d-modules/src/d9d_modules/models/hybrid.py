@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from d9d_dist.errors import UserError
 from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.decoder_params import MixerKind, check_layers
@@ -41,6 +42,11 @@ class HybridParams(GroupedQueryParams, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layers("full_layers", self.full_layers, self.num_layers)
+        if self.num_linear_value_heads % self.num_linear_key_heads:
+            raise UserError(
+                f"num_linear_key_heads = {self.num_linear_key_heads} does not divide num_linear_value_heads = "
+                f"{self.num_linear_value_heads}; expected a number that does."
+            )
 
     @property
     def attention_form(self) -> AttentionForm:

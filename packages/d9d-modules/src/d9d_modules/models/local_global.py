@@ -33,6 +33,17 @@ def read_global_rope(
 ) -> tuple[float, RopeScaling | None]:
     """Read RoPE base and scaling of the global layers: in the format of `transformers` 5, else the entry `key`."""
     full = _of_kind(config, "full_attention")
+    if full.get("truncate", True) is not True:
+        raise UserError(
+            f"config.json has truncate = {full['truncate']!r} in rope_parameters of full_attention; expected True, or "
+            "no entry: transformers truncates in any case if each kind of layer has RoPE parameters of its own."
+        )
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, Mapping) and "type" in scaling and "rope_type" not in scaling:
+        raise UserError(
+            f"config.json has rope_scaling = {dict(scaling)!r}; expected the entry rope_type: transformers ignores "
+            "type in models with local and global layers. Rename it, or remove rope_scaling to train without scaling."
+        )
     if "rope_theta" not in full:
         theta = default if config.get(key) is None else config_value(config, key, float)
         config = {**config, "rope_theta": theta}
@@ -42,7 +53,7 @@ def read_global_rope(
 def read_local_theta(config: HuggingFaceConfig, *, key: str) -> float:
     """Read the RoPE base of the local layers: in the format of `transformers` 5, else the entry `key`, else 10000."""
     sliding = _of_kind(config, "sliding_attention")
-    if sliding.get("rope_type", "default") != "default":
+    if sliding.get("rope_type", sliding.get("type", "default")) != "default":
         raise UserError(f"config.json has rope_parameters of sliding_attention = {dict(sliding)}; expected no scaling.")
     theta = config_value(config, key, float, default=10_000.0)
     return config_value(sliding, "rope_theta", float, default=theta)

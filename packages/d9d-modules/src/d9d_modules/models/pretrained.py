@@ -233,11 +233,21 @@ class PretrainedDecoder:
             return {}
         return ModelFolder.open(self.folder).tensors
 
+    def _whole_mapper(self, stored: Mapping[str, object]) -> StateMapper:
+        """Return the mapper of the language model for the layout with the most tensors in `stored`."""
+        layouts = [self.family.mapper(self.params)]
+        if not stored.keys() >= frozenset(layouts[0].inputs):
+            layouts += [mapper(self.params) for mapper in self.family.other_mappers]
+        for prefix in (each for each in _NESTED_PREFIXES if f"{each}embed_tokens.weight" in stored):
+            layouts = [
+                _with_names(whole, {name: name.replace("model.", prefix, 1) for name in whole.inputs})
+                for whole in layouts
+            ]
+        return max(layouts, key=lambda whole: len(stored.keys() & whole.inputs))
+
     def _mapper(self, stored: Mapping[str, object]) -> StateMapper:
         """Return the mapper of the weights in a folder that contains the tensors `stored`."""
-        whole = self.family.mapper(self.params)
-        for prefix in (each for each in _NESTED_PREFIXES if f"{each}embed_tokens.weight" in stored):
-            whole = _with_names(whole, {name: name.replace("model.", prefix, 1) for name in whole.inputs})
+        whole = self._whole_mapper(stored)
         if self.head == "language_model":
             return whole
         backbone = whole.restrict(outputs=[name for name in whole.outputs if name.startswith("backbone.")])

@@ -26,7 +26,7 @@ QWEN2 = hf.HuggingFaceFamily(
     params=Qwen2Params,
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    entries=hf.with_defaults(hf.MULTI_HEAD_ENTRIES, max_position_embeddings=32768),
+    entries=hf.with_defaults(hf.MULTI_HEAD_ENTRIES, num_kv_heads=32, max_position_embeddings=32768),
     fixed={**hf.FIXED_ENTRIES, "use_mrope": False},
     own=WINDOW_ENTRIES,
     read_own=read_windows,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value, text_entries
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_equal_tying, text_entries
 from d9d_modules.models.hybrid import (
     HYBRID_ENTRIES,
     HYBRID_FIXED,
@@ -33,8 +33,7 @@ def text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
     sections, so the sections have no effect.
     """
     text = text_entries(config)
-    if "text_config" in config:
-        require_value(config, "tie_word_embeddings", text.get("tie_word_embeddings", False))
+    require_equal_tying(config, default=False)
     sections = ("mrope_section", "mrope_interleaved")
     ropes = {key: text[key] for key in ("rope_parameters", "rope_scaling") if isinstance(text.get(key), Mapping)}
     return {

@@ -150,5 +150,13 @@ DEEPSEEK_V3 = hf.HuggingFaceFamily(
 )
 """`config.json` of DeepSeek-V3."""
 
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
-"""`config.json` of Kimi K2 (arXiv:2507.20534), which has the architecture of DeepSeek-V3."""
+KIMI_K2 = replace(
+    DEEPSEEK_V3,
+    model_type="kimi_k2",
+    # transformers has no class of this name: it loads an export as DeepSeek-V3.
+    written={**DEEPSEEK_V3.written, "model_type": DEEPSEEK_V3.model_type},
+    prepare=lambda config: (
+        {**config, "model_type": "kimi_k2"} if config.get("model_type") == DEEPSEEK_V3.model_type else config
+    ),
+)
+"""`config.json` of Kimi K2 (arXiv:2507.20534), which has the architecture of DeepSeek-V3 and is exported as such."""

@@ -15,12 +15,13 @@ from d9d_moe.models.sparse_params import sparse_from_hugging_face
 from d9d_moe.moe_parallel import parallelize_moe
 
 _parallelize = partial(parallelize_decoder, experts=parallelize_moe)
-_fused = partial(sparse_from_hugging_face, layout="fused")
+_LAYOUTS = (sparse_from_hugging_face, partial(sparse_from_hugging_face, layout="fused"))
 
 FAMILIES: tuple[HuggingFaceFamily[Any], ...] = tuple(
     replace(
         family,
-        mapper=_fused if family is QWEN3_5_MOE else sparse_from_hugging_face,
+        mapper=_LAYOUTS[family is QWEN3_5_MOE],
+        other_mappers=() if family is GPT_OSS else (_LAYOUTS[family is not QWEN3_5_MOE],),
         parallelize=_parallelize,
     )
     for family in (DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS, KIMI_K2, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT)

@@ -44,7 +44,13 @@ GLM4_MOE_LITE = replace(
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
     entries=with_defaults(
-        DEEPSEEK_V3.entries, rms_norm_eps=1e-5, num_dense_layers=1, num_groups=1, top_groups=1, routed_scale=1.8
+        DEEPSEEK_V3.entries,
+        rms_norm_eps=1e-5,
+        num_dense_layers=1,
+        num_groups=1,
+        top_groups=1,
+        routed_scale=1.8,
+        max_position_embeddings=202_752,
     ),
     own=(*DEEPSEEK_V3.own, "mlp_layer_types"),
     read_own=_read_own,

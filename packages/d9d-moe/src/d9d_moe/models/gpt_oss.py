@@ -5,9 +5,17 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from d9d_dist.errors import UserError
-from d9d_modules import AttentionForm, GroupedQueryParams, HuggingFaceConfig, config_value, layers_of_kind
+from d9d_modules import (
+    AttentionForm,
+    GroupedQueryParams,
+    HuggingFaceConfig,
+    RopeScaling,
+    config_value,
+    layers_of_kind,
+)
 from d9d_modules.models import hugging_face_family as hf
 from d9d_modules.models.hugging_face_config import written_layer_types
+from d9d_modules.models.hugging_face_rope import rope_from_hugging_face
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, read_router_losses, written_router_losses
 from d9d_moe.models.sparse_params import SparseParams
@@ -15,6 +23,14 @@ from d9d_moe.router import TopKRouter
 from d9d_state import JsonValue, StateMapper, identity, parallel, rename_all, transpose
 
 _DEFAULT_WINDOW = 128
+_DEFAULT_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @final
@@ -88,6 +104,17 @@ class GptOssParams(SparseParams, GroupedQueryParams):
         )
 
 
+def _check(config: HuggingFaceConfig) -> None:
+    config_value(config, "num_experts_per_tok", int)  # transformers does not read experts_per_token
+
+
+def _read_rope(config: HuggingFaceConfig, *, rotary_factor: float) -> tuple[float, RopeScaling | None]:
+    """Read RoPE base and scaling; without an entry about the scaling, `transformers` uses YaRN."""
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+        config = {**config, "rope_parameters": _DEFAULT_SCALING}
+    return rope_from_hugging_face(config, rotary_factor=rotary_factor)
+
+
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     num_layers = values["num_layers"]
     sliding = layers_of_kind(config, num_layers, "sliding_attention", default=lambda index: index % 2 == 0)
@@ -118,6 +145,8 @@ GPT_OSS = hf.HuggingFaceFamily(
     ),
     fixed=hf.FIXED_ENTRIES,
     own=("layer_types", "output_router_logits", "router_aux_loss_coef", "sliding_window"),
+    check=_check,
+    read_rope=_read_rope,
     read_own=_read_layers,
     write_own=_written_layers,
     irrelevant={"initial_context_length": "the RoPE scaling has the same number"},
