@@ -14,12 +14,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-
-# One task per rank: srun signals tasks, but not the processes that a launcher starts in them. A requeued job keeps its
-# job ID, so it has the same run name and finds its checkpoints.
-# `srun` returns the largest exit code of all tasks. The ranks write the code of the rank that failed first to this folder.
+# One task per rank; the job's store is on the first host of the step. srun signals tasks, but not the processes that a
+# launcher starts in them. A requeued job keeps its job ID, so it has the same run name and finds its checkpoints.
+# srun returns the largest exit code of all tasks. The ranks write the code of the rank that failed first to this folder.
 export D9D_NODE_FOLDER=$(mktemp -d -p "$PWD" .first-failure-XXXXXX)
 srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLURM_JOB_ID" \
     --mesh.data_parallel_replicate "$SLURM_JOB_NUM_NODES" --mesh.data_parallel_shard -1 --batch.global_size 64

@@ -24,6 +24,7 @@ def _srun(arguments: list[str]) -> int:
             "SLURM_NTASKS_PER_NODE": tasks,
             "SLURM_NODEID": rank // tasks,
             "SLURM_NNODES": len(inits),
+            "SLURM_STEP_NODELIST": f"host[0-{len(inits) - 1}]",
         }
         environment = {**os.environ, **{name: str(value) for name, value in slurm.items()}}
         enter = ["nsenter", "-t", inits[rank // tasks], "--all", f"--wd={Path.cwd()}"]
@@ -33,8 +34,4 @@ def _srun(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "srun":
-        sys.exit(_srun(sys.argv[2:]))
-    if sys.argv[2:4] == ["show", "hostnames"]:
-        names = "".join(f"host{number}\n" for number in range(len(os.environ["STAND_IN_INITS"].split())))
-        os.write(1, names.encode())  # at once, because `head` closes the pipe after a line
+    sys.exit(_srun(sys.argv[2:]) if sys.argv[1] == "srun" else 0)

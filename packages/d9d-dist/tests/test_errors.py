@@ -1,10 +1,17 @@
+import errno
+
 import pytest
 
 from d9d_dist import UserError
-from d9d_dist.errors import refuse_listed
+from d9d_dist.errors import may_pass, refuse_listed
 
 
 def test_sections_with_entries_are_listed() -> None:
     refuse_listed("nothing", {"one": [], "two": []})
     with pytest.raises(UserError, match=r"^they differ:\n  two:\n    a\n    b$"):
         refuse_listed("they differ", {"one": [], "two": ["a", "b"]})
+
+
+@pytest.mark.parametrize(("number", "expected"), [(errno.ESTALE, True), (errno.EROFS, True), (errno.ENOENT, False)])
+def test_errors_of_mounts_may_pass(number: int, *, expected: bool) -> None:
+    assert may_pass(OSError(number, "text")) == expected

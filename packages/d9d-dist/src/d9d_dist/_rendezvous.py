@@ -32,6 +32,8 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
         UserError: If the launcher did not set the address of the store, or rank 0 cannot listen on it.
         StartupTimeoutError: If the store is unreachable.
     """
+    if launch.store is not None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = launch.store[0], str(launch.store[1])
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(
             f"the launcher set the rank {launch.rank} of {launch.world_size}, but not {' and '.join(missing)}; "
@@ -82,7 +84,8 @@ def store_place(launch: Launch) -> str:
     if not launch.has_launcher:
         return "this process"
     process = "torchrun" if _has_agent_store() else "rank 0"
-    return f"{process} on {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    address, port = launch.store or (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return f"{process} on {address}:{port}"
 
 
 def _has_agent_store() -> bool:

@@ -1,5 +1,6 @@
 """Exceptions that the command line distinguishes from bugs: invalid user input, and ranks that do not start."""
 
+import errno
 from collections.abc import Mapping, Sequence
 
 
@@ -9,6 +10,14 @@ class UserError(ValueError):
     The message names the value, the expected values and a remedy. `d9d_loop.cli_main` prints it without a traceback
     and exits with code 2.
     """
+
+
+_MAY_PASS = (errno.EROFS, errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV)
+
+
+def may_pass(error: OSError) -> bool:
+    """Return True for an error of a disk or mount, not of the user: a restart may help, so it is no `UserError`."""
+    return error.errno in _MAY_PASS
 
 
 class StartupTimeoutError(RuntimeError):

@@ -152,6 +152,33 @@ def _collectives() -> tuple[list[tuple[str, int, int]], bool, bool, tuple[int, .
     )
 
 
+def _results_on_cpu() -> dict[str, list[float]]:
+    device, found = FakeAccelerator.install(), {}
+    with device.ranks(rank=3, world_size=4):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+            total = torch.tensor([3.0])
+            dist.all_reduce(total, op=op)
+            found[str(op)] = total.tolist()
+        part, mixed = torch.zeros(2), torch.zeros(8)
+        dist.reduce_scatter_tensor(part, torch.arange(8.0))
+        dist.all_to_all_single(mixed, torch.arange(8.0))
+        found |= {"reduce_scatter": part.tolist(), "all_to_all": mixed.tolist()}
+        with pytest.raises(NotImplementedError, match="all_to_all of CPU tensors only for one tensor in equal parts"):
+            dist.all_to_all_single(torch.zeros(3), torch.zeros(8), [1, 1, 1, 0], [2, 2, 2, 2])
+    return found
+
+
+def test_collectives_on_the_cpu_are_those_of_ranks_with_equal_values() -> None:
+    assert _run(_results_on_cpu) == {
+        "RedOpType.SUM": [12.0],
+        "RedOpType.AVG": [3.0],
+        "RedOpType.MAX": [3.0],
+        "RedOpType.PRODUCT": [81.0],
+        "reduce_scatter": [24.0, 28.0],
+        "all_to_all": [6.0, 7.0] * 4,
+    }
+
+
 def test_collectives_run_beside_the_stream_until_it_waits() -> None:
     entries, beside, after, shape, counts = _run(_collectives)
     assert entries == [("all_gather", 128, 4), ("all_reduce", 32, 8), ("send", 32, 8)]

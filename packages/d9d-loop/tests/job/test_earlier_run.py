@@ -179,3 +179,15 @@ def test_two_runs_with_one_folder_of_checkpoints_do_not_mix(tmp_path: Path) -> N
 def test_a_moved_run_folder_resumes(runs: Path) -> None:
     (runs / "run").rename(runs / "moved")
     assert _trainer(runs, steps=5, run={"name": "moved"}).train().steps == 5
+
+
+def test_too_few_hosts_for_replicas_end_a_job_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d9d_loop.job.local_tiers.MEMORY", tmp_path / "memory")
+    trainer, steps = _trainer(tmp_path / "runs", memory_every=1), list[StepDone]()
+    trainer.events.on(StepDone, steps.append)
+    with pytest.raises(UserError, match=r"got replicas = 1 for .*; expected one folder per host"):
+        trainer.train()
+    assert not steps
+    assert not list((tmp_path / "memory").iterdir())

@@ -49,3 +49,8 @@ def test_a_restart_after_a_failure_is_an_interruption(tmp_path: Path, ctx: Distr
 def test_a_folder_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path, ctx: DistributedContext) -> None:
     Journal(tmp_path / "missing", ctx).started(0, "id")
     assert not (tmp_path / "missing").exists()
+
+
+def test_secrets_in_a_cause_are_not_recorded(tmp_path: Path, ctx: DistributedContext) -> None:
+    Journal(tmp_path, ctx).failed("OSError: https://me:canary@host/data?token=canary2")
+    assert _records(tmp_path)[0]["cause"] == "OSError: https://<redacted>@host/data?token=<redacted>"

@@ -2,6 +2,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,19 @@ from torch import Tensor, nn
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.data import DatasetProvider, IndexedStream
+from d9d_loop.job.job_check import check_writable
 from d9d_loop.job.plan import plan_job
 from d9d_metrics import Compose, Metric, Sum
-from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
+from d9d_state import (
+    CheckpointStore,
+    JsonValue,
+    Retention,
+    StateError,
+    StateMapper,
+    model_tensors,
+    rename,
+    save_model_state,
+)
 
 DATA = [torch.zeros(3)] * 8
 IDENTITY: JsonValue = IndexedStream(DATA, seed=0).identity()
@@ -389,3 +400,10 @@ def test_all_retention_rules_can_be_combined(tmp_path: Path) -> None:
     config = _config(tmp_path, checkpoint={"every": 200, "keep_every": 400, "keep_best": 2, "higher_is_better": True})
     plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA, evaluation=DATA))
     assert config.checkpoint.retention == Retention(last=2, every=400, best=2, higher_is_better=True)
+
+
+def test_a_mount_that_is_read_only_may_be_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr("os.statvfs", lambda path: mounted)
+    with pytest.raises(StateError, match="is on a file system that is mounted read-only"):
+        check_writable(tmp_path / "run")

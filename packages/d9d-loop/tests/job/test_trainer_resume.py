@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
@@ -86,7 +85,10 @@ def _trainer(folder: Path, *, dropout: float = 0.5, task: Task | None = None, **
         "evaluation": {"every": 3},
         "checkpoint": {"every": 2},
         "logging": {"every": 3, "progress": False},
-        "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
+        "resilience": {
+            "health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32},  # takes milliseconds
+            "timeouts": {"lock_seconds": 0},
+        },
         "optimizer": {"learning_rate": 0.05},
         "lr_schedule": {"warmup_steps": 2},
         "gradients": {"max_norm": 0.5},
@@ -389,7 +391,7 @@ def _damage(folder: Path, file: str = "tensors-00000.safetensors") -> None:
 
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
-    with store.locked(), pytest.raises(UserError, match=rf"is in use by another job \(process {os.getpid()} on "):
+    with store.locked(), pytest.raises(StateError, match=rf"is in use by another job \(process {os.getpid()} on "):
         _trainer(tmp_path).train()
     assert sorted(path.name for path in store.folder.iterdir()) == ["job.lock"]
 

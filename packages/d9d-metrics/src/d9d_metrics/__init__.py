@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from d9d_metrics.trackers.jsonl import JsonlTrackerConfig as JsonlTrackerConfig
     from d9d_metrics.trackers.jsonl import read_metrics as read_metrics
     from d9d_metrics.trackers.multi import MultiTracker as MultiTracker
+    from d9d_metrics.trackers.redaction import redact_command as redact_command
     from d9d_metrics.trackers.redaction import redact_secrets as redact_secrets
+    from d9d_metrics.trackers.redaction import redact_text as redact_text
     from d9d_metrics.trackers.selection import TrackerConfig as TrackerConfig
     from d9d_metrics.trackers.selection import build_trackers as build_trackers
     from d9d_metrics.trackers.selection import check_trackers as check_trackers

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import JsonValue
 
-from d9d_metrics import redact_secrets
+from d9d_metrics import redact_command, redact_secrets, redact_text
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,33 @@ def test_returns_a_copy() -> None:
 def test_reads_environment_variables_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "canary-of-the-process")
     assert redact_secrets({"command": "--key canary-of-the-process"}) == {"command": "--key <redacted>"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ConnectionError: postgres://me:canary@db:5432/x", "ConnectionError: postgres://<redacted>@db:5432/x"),
+        ("GET https://host/a?token=canary123&part=2", "GET https://host/a?token=<redacted>&part=2"),
+        ("login failed: password='canary 1'", "login failed: password='<redacted> 1'"),
+        ('{"api_key": "canary"}', '{"api_key": "<redacted>"}'),
+        ("KeyError: 'num_tokens'", "KeyError: 'num_tokens'"),
+        ("tokens: 12345, batch.tokens=40000", "tokens: 12345, batch.tokens=40000"),
+    ],
+)
+def test_secrets_in_messages_are_redacted(text: str, shown: str) -> None:
+    assert redact_text(text) == shown
+
+
+def test_secrets_of_a_command_line_are_redacted() -> None:
+    command = ["train.py", "--hub.token", "canary", "--api_key=canary", "--steps", "3", "--url", "s3://a:canary@b"]
+    shown = [
+        "train.py",
+        "--hub.token",
+        "<redacted>",
+        "--api_key=<redacted>",
+        "--steps",
+        "3",
+        "--url",
+        "s3://<redacted>@b",
+    ]
+    assert redact_command(command) == shown

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from d9d_dist import UserError
+from d9d_dist.errors import may_pass
 from d9d_state.json_value import JsonValue
 from d9d_state.tensor_info import TensorInfo
 
@@ -42,6 +43,8 @@ def add_carried_files(
     try:
         carried = _read(source)
     except OSError as error:
+        if may_pass(error):
+            raise
         raise UserError(
             f"the files beside the source weights cannot be read: {error}. Restore {source}, or export without source=."
         ) from error

@@ -300,7 +300,7 @@ def test_interrupted_wait_keeps_the_lock(tmp_path: Path, gate: _Gate, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         save_locked()
     monkeypatch.setattr(Background, "join", join)
-    with pytest.raises(UserError, match="in use by another job"), CheckpointStore(tmp_path).locked():
+    with pytest.raises(StateError, match="in use by another job"), CheckpointStore(tmp_path).locked():
         pass
     gate.open()
     store.wait()

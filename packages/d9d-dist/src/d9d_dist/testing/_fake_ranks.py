@@ -4,7 +4,7 @@ The other ranks are assumed to have the same data: collectives on CPU tensors re
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,14 +36,58 @@ class FakeWork(dist._Work):
         return self._result
 
 
-def _in_place(name: str) -> Callable[..., FakeWork]:
-    """Return a method of `FakeGroup` that records a collective whose outputs are its inputs."""
-    return lambda group, tensors, *_: group._record(name, tensors, tensors)
+_Tensors: TypeAlias = Tensor | Sequence["_Tensors"]
 
 
-def _out_of_place(name: str) -> Callable[..., FakeWork]:
-    """Return a method of `FakeGroup` that records a collective with separate outputs, which it does not fill."""
-    return lambda group, outputs, inputs, *_: group._record(name, inputs, outputs)
+def _leaves(tensors: _Tensors) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(tensors) if isinstance(each, Tensor)]
+
+
+def _reduce(tensor: Tensor, size: int, op: Any) -> None:
+    """Replace a CPU tensor by the reduction of `size` equal tensors."""
+    if tensor.device.type != "cpu":
+        return
+    if op == dist.ReduceOp.SUM:
+        tensor.mul_(size)
+    elif op == dist.ReduceOp.PRODUCT:
+        tensor.pow_(size)
+    elif op == dist.ReduceOp.BXOR:
+        tensor.mul_(size % 2)
+    # The average, minimum, maximum, "and" and "or" of equal values are these values.
+
+
+def _all_reduce(name: str) -> Callable[..., FakeWork]:
+    """Return a method of `FakeGroup` that records a reduction whose outputs are its inputs."""
+
+    def method(group: "FakeGroup", tensors: _Tensors, options: Any = None) -> FakeWork:
+        for tensor in _leaves(tensors):
+            _reduce(tensor, group.size(), _op(options))
+        return group._record(name, tensors, tensors)
+
+    return method
+
+
+def _op(options: Any) -> Any:
+    return dist.ReduceOp.SUM if options is None else options.reduceOp
+
+
+def _split(name: str, *, reduces: bool) -> Callable[..., FakeWork]:
+    """Return a method of `FakeGroup` that sends part r of the input to rank r: a reduce-scatter or an all-to-all."""
+
+    def method(group: "FakeGroup", outputs: _Tensors, inputs: _Tensors, *more: Any) -> FakeWork:
+        results, sent = _leaves(outputs), _leaves(inputs)
+        if any(each.device.type == "cpu" and each.numel() for each in results):
+            if len(sent) != 1 or len(results) != 1 or sent[0].numel() % group.size() or (not reduces and any(more[:2])):
+                raise NotImplementedError(
+                    f"fake ranks support {name} of CPU tensors only for one tensor in equal parts"
+                )
+            own = sent[0].flatten().chunk(group.size())[group.rank()]
+            results[0].copy_((own if reduces else own.repeat(group.size())).view_as(results[0]))
+            if reduces:
+                _reduce(results[0], group.size(), _op(more[-1] if more else None))
+        return group._record(name, inputs, outputs)
+
+    return method
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # names and signatures of its methods depend on the version of torch
@@ -130,12 +174,19 @@ class FakeGroup(_ProcessGroup):
     def recv(self, tensors: Any, source: int, _tag: int = 0) -> FakeWork:
         return self._record("recv", (), tensors, stream=self._peer_stream(source))
 
-    allreduce = allreduce_coalesced = _in_place("all_reduce")
-    broadcast = _in_place("broadcast")
-    reduce = _in_place("reduce")
-    all_gather_single_coalesced = _out_of_place("all_gather")
-    reduce_scatter = reduce_scatter_single = reduce_scatter_single_coalesced = _out_of_place("reduce_scatter")
-    all_to_all_single = alltoall = _out_of_place("all_to_all")
+    def broadcast(self, tensors: Any, _options: Any = None) -> FakeWork:
+        return self._record("broadcast", tensors, tensors)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _options: Any = None) -> FakeWork:
+        for output, own in zip(outputs, inputs, strict=True):
+            for part in output.flatten().chunk(self._size):
+                _fill(part, own.flatten())
+        return self._record("all_gather", inputs, outputs)
+
+    allreduce = allreduce_coalesced = _all_reduce("all_reduce")
+    reduce = _all_reduce("reduce")
+    reduce_scatter = reduce_scatter_single = reduce_scatter_single_coalesced = _split("reduce_scatter", reduces=True)
+    all_to_all_single = alltoall = _split("all_to_all", reduces=False)
 
     # Names of torch before 2.15.
     _allgather_base = all_gather_single

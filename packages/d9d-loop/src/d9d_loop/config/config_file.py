@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_dist import UserError
+from d9d_dist.errors import may_pass
 from d9d_dist.install_hint import install_hint
 
 _Values = dict[str, Any]
@@ -64,6 +65,8 @@ def _parse(path: Path, included_by: Sequence[Path]) -> _Values:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and may_pass(error):
+            raise
         why = error.strerror if isinstance(error, OSError) else error
         where = "" if path.is_absolute() else f", relative to {Path.cwd()}"
         source = f", included by {included_by[-1]}," if included_by else ""

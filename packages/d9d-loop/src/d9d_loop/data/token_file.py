@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveI
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_dist.errors import may_pass
 from d9d_loop.data.document import Document
 
 TokenDtype = Literal["uint16", "uint32"]
@@ -175,6 +176,8 @@ def _read_manifest(folder: Path) -> TokenManifest:
     try:
         return TokenManifest.model_validate_json(path.read_bytes())
     except OSError as error:
+        if may_pass(error):
+            raise
         raise UserError(
             f"{path} cannot be read ({error.strerror}); expected a folder of tokens. Write one with "
             "`python -m d9d_loop.data`, or TokenFileWriter."

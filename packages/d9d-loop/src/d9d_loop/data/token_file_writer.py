@@ -220,7 +220,9 @@ class PartialFolder:
 
     def publish(self) -> None:
         """Rename the folder to its final path. Raise `OSError` if that path is a file or a non-empty folder."""
-        self.path.chmod(0o755)  # mkdtemp creates it with mode 0o700
+        umask = os.umask(0)
+        os.umask(umask)
+        self.path.chmod(0o777 & ~umask)  # mkdtemp creates it with mode 0o700
         self.path.rename(self._target)
 
     def close(self) -> None:

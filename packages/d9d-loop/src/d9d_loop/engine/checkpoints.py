@@ -37,6 +37,7 @@ class EngineCheckpoints:
     ) -> None:
         self._ctx, self._open, self._is_locked = ctx, ExitStack(), False
         self._caller_state: JsonValue = None
+        self._lock_seconds = config.timeouts.lock_seconds
         self._store = CheckpointStore(
             config.run.dir / "checkpoints",
             retention=Retention(last=config.keep_last),
@@ -103,6 +104,6 @@ class EngineCheckpoints:
 
     def _lock(self) -> None:
         if not self._is_locked:
-            self._open.enter_context(self._store.locked(self._ctx))
+            self._open.enter_context(self._store.locked(self._ctx, wait_seconds=self._lock_seconds))
             self._open.enter_context(self._store)
             self._is_locked = True

@@ -112,7 +112,7 @@ class Inference:
             agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
             agree_on_data({"the data": SubsetStream(self._data)})
             self.events.emit(ConfigReady(0, resolved, ctx))
-            with locked_folder(self._results.folder, ctx):
+            with locked_folder(self._results.folder, ctx, wait_seconds=hangs.timeouts.lock_seconds):
                 self._complete(plan, ctx, watchdog)
         return InferenceResult(len(self._data), self._results.file)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, final
 
 from d9d_dist import DistributedContext
 from d9d_loop.report.run_history import JOURNAL
+from d9d_metrics import redact_text
 
 _SECONDS = 10.0  # interval of progress records in seconds
 _LONGEST = 1000  # maximum length of a recorded cause, in characters
@@ -54,8 +55,8 @@ class Journal:
             self._write("ended", step=step, saved=step, how=how)
 
     def failed(self, cause: str) -> None:
-        """Record that this rank failed, and the cause if this rank knows it. Any rank may call this method."""
-        self._write("failed", rank=self._ctx.rank, host=socket.gethostname(), cause=cause[:_LONGEST])
+        """Record that this rank failed, and the cause without secrets. Any rank may call this method."""
+        self._write("failed", rank=self._ctx.rank, host=socket.gethostname(), cause=redact_text(cause)[:_LONGEST])
 
     def _write(self, event: Literal["started", "progress", "slow", "ended", "failed"], **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"

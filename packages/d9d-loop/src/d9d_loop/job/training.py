@@ -58,9 +58,12 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
             print(health)
         events.emit(ConfigReady(0, plan.resolved, ctx))
         tiers = local_tiers(config.checkpoint, config.run.dir)
+        for tier in tiers:
+            tier.connect(ctx)
         store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention, tiers=tiers)
         # On any exit, the store finishes a pending save before the folder is unlocked.
-        with store.locked(ctx), _locked_for_export(config, ctx), store:
+        wait_seconds = config.resilience.timeouts.lock_seconds
+        with store.locked(ctx, wait_seconds=wait_seconds), _locked_for_export(config, ctx), store:
             job = build_job(plan, store=store, ctx=ctx, events=events)
             _describe_start(job)
             if plan.changes and ctx.is_main_process:
@@ -138,9 +141,10 @@ def _locked_for_export(config: TrainerConfig, ctx: DistributedContext) -> Genera
     if config.checkpoint.folder is None or not config.export:
         yield
         return
+    wait_seconds = config.resilience.timeouts.lock_seconds
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked_folder(config.run.dir, ctx))
+            stack.enter_context(locked_folder(config.run.dir, ctx, wait_seconds=wait_seconds))
         except UserError as error:
             raise UserError(
                 f"{error} The export is written to this folder; set export = false if the hosts share no folder."

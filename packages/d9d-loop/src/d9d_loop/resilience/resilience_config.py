@@ -4,7 +4,7 @@ from datetime import timedelta
 from signal import Signals
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from d9d_dist import Timeouts, UserError
 from d9d_loop.config.section import Section
@@ -133,6 +133,11 @@ class TimeoutConfig(Section):
         default=600.0,
         description="Timeout in seconds for each later step, each save, each evaluation, each inference batch, and the "
         "handlers of each event.",
+    )
+
+    lock_seconds: NonNegativeFloat = Field(
+        default=30.0,
+        description="Time in seconds to wait for the lock of the run folder, which a job that is ending may hold.",
     )
 
     @property

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import JsonValue
@@ -23,6 +23,11 @@ _SECRET_TEXT = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 _MIN_SECRET_LENGTH = 6
+# A name and its value in prose or in a query: password=X, "api_key": "X".
+_NAMED_SECRET = re.compile(
+    r"(?i)(?P<name>\b[\w-]*(?:password|passwd|passphrase|secret|token|credential|api_?key|access_?key)['\"]?\s*[=:]\s*['\"]?)"
+    r"[^\s'\"&,;)}]{4,}"
+)
 
 
 def redact_secrets(
@@ -38,6 +43,20 @@ def redact_secrets(
     variables = os.environ if environment is None else environment
     known = [value for name, value in variables.items() if _names_secret(name) and len(value) >= _MIN_SECRET_LENGTH]
     return _redacted(dict(config), sorted(known, key=len, reverse=True))
+
+
+def redact_text(text: str) -> str:
+    """Return a text, such as the message of an exception, without what looks like a secret; see `redact_secrets`."""
+    return str(redact_secrets({"text": _NAMED_SECRET.sub(rf"\g<name>{REDACTED}", text)})["text"])
+
+
+def redact_command(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without what looks like a secret: `--api_key X`, `TOKEN=X`, addresses with a password."""
+    redacted = [redact_text(each) for each in arguments]
+    for number, each in enumerate(arguments[:-1]):
+        if each.startswith("-") and "=" not in each and _names_secret(each.lstrip("-").rpartition(".")[2]):
+            redacted[number + 1] = REDACTED
+    return redacted
 
 
 def _redacted(value: Any, known: list[str]) -> Any:

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, final
@@ -99,6 +100,14 @@ class LocalTier:
         job = SaveJob(self.folder, run_id, step, None, mesh_shape(ctx), plan, *texts, ctx)
         self.background.start(f"saving step {step} in {self.folder}", lambda: writer.write(job, copies, wait_copied))
 
+    def connect(self, ctx: DistributedContext | None = None) -> None:
+        """Find the hosts of the job before it starts. Collective on the first call; other methods call it too.
+
+        Raises:
+            UserError: On every rank, if the job has too few hosts for `replicas`.
+        """
+        self._connect(ctx)
+
     def steps(self, run_id: str, ctx: DistributedContext | None = None) -> list[TierStep]:
         """Return the complete steps of a run over all hosts, newest first. Collective."""
         self.background.wait()
@@ -143,6 +152,8 @@ class LocalTier:
             group = self.background.group(ctx)
             hosts = Hosts.find(self.folder, ctx, group)
             if self.replicas >= len(hosts):
+                with suppress(OSError):  # `find` has created it; another job may use it
+                    self.folder.rmdir()
                 found = f"{len(hosts)} folder" + ("s" if len(hosts) > 1 else "")
                 raise UserError(
                     f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job have only {found} of "

@@ -355,7 +355,7 @@ class CheckpointStore:
             tier.on_loaded(info)
 
     @contextmanager
-    def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
+    def locked(self, ctx: DistributedContext | None = None, *, wait_seconds: float = 0.0) -> Generator[None]:
         """Hold an exclusive lock on the folder for the body and background saves; see `locked_folder`. Collective.
 
         An object store has no locks: there, this method only waits for background saves at the end of the body.
@@ -365,7 +365,8 @@ class CheckpointStore:
             # The run id is used in messages only. If the folder is unreadable, `locked_folder` raises.
             with suppress(OSError, StateError):
                 run_id = self._run_id.current()
-        with locked_folder(root, ctx, run_id=run_id) if isinstance(root, Path) else nullcontext() as lock:
+        is_local = isinstance(root, Path)
+        with locked_folder(root, ctx, run_id=run_id, wait_seconds=wait_seconds) if is_local else nullcontext() as lock:
             try:
                 yield
             finally:
