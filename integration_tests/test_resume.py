@@ -58,6 +58,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "ends with its warm-up": {"kind": "warmup_cosine", "warmup_steps": 9},
     "waits two steps": {
         "kind": "piecewise",
+        "start": 0.0,
         "phases": [{"kind": "constant", "steps": 1}, {"kind": "linear", "to": 1.0}],
     },
     "piecewise": {

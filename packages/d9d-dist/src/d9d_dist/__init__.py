@@ -82,6 +82,9 @@ if TYPE_CHECKING:
     from d9d_dist.offload import Offloaded as Offloaded
     from d9d_dist.offload import offload_tensor as offload_tensor
     from d9d_dist.offload import onload_tensor as onload_tensor
+    from d9d_dist.parameter_role import DeclaresParameterRoles as DeclaresParameterRoles
+    from d9d_dist.parameter_role import ParameterRole as ParameterRole
+    from d9d_dist.parameter_role import parameter_roles as parameter_roles
     from d9d_dist.parameter_writes import refuse_later_writes as refuse_later_writes
     from d9d_dist.parameter_writes import refuse_sparse_gradient as refuse_sparse_gradient
     from d9d_dist.parameter_writes import written_tensors as written_tensors

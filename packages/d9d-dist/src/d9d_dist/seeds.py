@@ -8,7 +8,7 @@ import torch
 
 from d9d_dist.context import DistributedContext
 
-# Ranks that differ on one of these axes of the "batch" mesh compute different activations; tensor-parallel ranks do not.
+# Axes of the "batch" mesh. Ranks that differ on one of them compute different activations.
 _AXES = ("pp", "dp", "cp")
 
 

@@ -90,9 +90,17 @@ def test_a_checkpoint_contains_record_and_configuration_as_json(tmp_path: Path, 
     info = CheckpointStore(tmp_path).newest()
     assert info is not None
     assert info.state == {
-        "record": {"step": 2, "train_loss": 0.5, "evaluation": {"loss": 0.25}, "weight_per_second": 3.0, "tracker": {}},
+        "record": {
+            "step": 2,
+            "train_loss": 0.5,
+            "evaluation": {"loss": 0.25},
+            "weight_per_second": 3.0,
+            "tracker": {},
+            "learning_rate": None,
+        },
         "config": {"steps": 3},
         "data_identity": {"samples": 8},
+        "code": None,
         "frozen_digest": None,
         "parts": {},
     }

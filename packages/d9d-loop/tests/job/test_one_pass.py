@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from d9d_dist import UserError, read_launch
 from d9d_dist.testing import full_parameters, run_ranks
-from d9d_loop import Finished, Loss, Task, Trainer, TrainerConfig
+from d9d_loop import Finished, Loss, StepDone, Task, Trainer, TrainerConfig
 from d9d_loop.data import DatasetProvider, IndexedStream
 
 Batch = dict[str, Tensor]
@@ -98,3 +98,75 @@ def test_a_provider_of_the_configured_epochs_is_accepted(tmp_path: Path) -> None
     data = DatasetProvider(_data(), epochs=2)
     trainer = Trainer(_config(str(tmp_path), epochs=2), model=_model, data=data, task=_Squares())
     assert trainer.plan_for(read_launch()).steps == 6
+
+
+class _Numbered(_Squares):
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Loss:
+        self.read += batch["number"].tolist()
+        return super().loss(outputs, batch)
+
+
+class _Cut(Exception):  # noqa: N818 - not an error of the job
+    pass
+
+
+def _resumed(folder: str, size: int, *, cut: int | None = None, **settings: Any) -> tuple[int, list[int]]:
+    """Run or resume a job with a global batch of `size`; return its steps and the samples it read."""
+    task, rows = _Numbered(), [{**row, "number": torch.tensor(number)} for number, row in enumerate(_data())]
+    batch = {"global_size": size, "microbatch_size": 1}
+    values = {"batch": batch, "checkpoint": {"every": 1, "background": False}, "rehearsal": False, **settings}
+    trainer = Trainer(_config(folder, **values), model=_model, data=rows, task=task)
+
+    def stop(event: StepDone) -> None:
+        if event.step == cut:  # the newest checkpoint is that of the step before it
+            raise _Cut
+
+    trainer.events.on(StepDone, stop)
+    if cut is None:
+        return trainer.train().steps, task.read
+    with pytest.raises(_Cut):
+        trainer.train()
+    return cut - 1, task.read[: (cut - 1) * size]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 8, 11, 30])
+@pytest.mark.sample("2-1", "8-2", "30-1")
+def test_a_resume_with_another_global_batch_reads_each_remaining_sample_once(
+    tmp_path: Path, size: int, epochs: int
+) -> None:
+    _, before = _resumed(str(tmp_path), 4, cut=3, epochs=epochs)
+    steps, after = _resumed(str(tmp_path), size, epochs=epochs)
+    assert steps == 2 + -(-3 // size) + (epochs - 1) * -(-NUM_SAMPLES // size)  # no batch has samples of two epochs
+    assert before + after == epochs * list(range(NUM_SAMPLES))
+
+
+def test_messages_about_too_few_samples_after_a_resume_agree(tmp_path: Path) -> None:
+    _resumed(str(tmp_path), 4, cut=3, epochs=2)
+    with pytest.raises(
+        UserError, match=r"steps = 6, .* for 5 steps: the 2 completed steps and 3 of batch.global_size = 8"
+    ):
+        _resumed(str(tmp_path), 8, epochs=2, steps=6)
+    with pytest.raises(
+        UserError, match=r"steps = 1, but the run in .* has already completed 2\. Use --steps 2 or more"
+    ):
+        _resumed(str(tmp_path), 8, epochs=2, steps=1)
+    assert _resumed(str(tmp_path), 8, epochs=2, steps=2) == (2, [])
+    _, read = _resumed(str(tmp_path), 8, epochs=2, steps=4)
+    assert len(read) == 3 + 8
+    with pytest.raises(
+        UserError, match=r"epochs = 1 has 11 samples, but the run in .* has already read 19; .* Use more"
+    ):
+        _resumed(str(tmp_path), 8, epochs=1)
+
+
+def test_data_that_end_before_their_count_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IndexedStream, "num_batches", lambda _self, _size, _state=None: 25)
+    trainer = Trainer(_config(str(tmp_path), epochs=1), model=_model, data=_data(), task=_Squares())
+    with pytest.raises(
+        UserError, match=r"data ended after 11 samples and 3 of 25 steps; .* IndexedStream.num_batches\(\) r"
+    ):
+        trainer.train()

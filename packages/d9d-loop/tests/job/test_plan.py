@@ -227,7 +227,12 @@ def test_a_folder_without_search_permission_counts_as_absent(tmp_path: Path, mon
 
 
 def _save_checkpoint(folder: Path, step: int) -> None:
-    state: JsonValue = {"config": _config(folder).model_dump(mode="json"), "data_identity": IDENTITY}
+    state: JsonValue = {
+        "config": _config(folder).model_dump(mode="json"),
+        "data_identity": IDENTITY,
+        "code": {},
+        "parts": {"data": {"position": 8 * step, "stream": {"position": 8 * step}}},
+    }
     CheckpointStore(folder / "runs" / "run" / "checkpoints").save(step, model_tensors(nn.Linear(3, 2)), state=state)
 
 
@@ -383,7 +388,13 @@ def _half_frozen(_stage: StageInfo) -> nn.Module:
 def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_path: Path) -> None:
     save_model_state(nn.Linear(3, 2), tmp_path / "weights")
     settings = _config(tmp_path).model_dump(mode="json")
-    state: JsonValue = {"config": settings, "data_identity": IDENTITY, "frozen_digest": "0123456789abcdef"}
+    state: JsonValue = {
+        "config": settings,
+        "data_identity": IDENTITY,
+        "code": {},
+        "parts": {"data": {"position": 16, "stream": {"position": 16}}},
+        "frozen_digest": "0123456789abcdef",
+    }
     tensors = model_tensors(_half_frozen(StageInfo()), trainable_only=True)
     CheckpointStore(tmp_path / "runs" / "run" / "checkpoints").save(2, tensors, state=state)
     config = _config(tmp_path, initial_weights=tmp_path / "weights", checkpoint={"trainable_only": True})

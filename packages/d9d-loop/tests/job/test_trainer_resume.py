@@ -28,6 +28,7 @@ from d9d_loop import (
     Trainer,
     TrainerConfig,
     TrainResult,
+    WarmupCosineConfig,
     validate_config,
 )
 from d9d_metrics import JsonlTracker, Metric, Sum, read_metrics
@@ -260,6 +261,35 @@ def test_a_finished_job_continues_with_more_steps(tmp_path: Path) -> None:
     assert more.losses == {step: whole.losses[step] for step in (5, 6, 7)}
     for name, tensor in more.tensors.items():
         assert torch.equal(tensor, whole.tensors[name]), name
+
+
+def test_a_finished_run_says_that_it_trains_nothing_and_how_to_continue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _trainer(tmp_path, steps=2).train()
+    capsys.readouterr()
+    _trainer(tmp_path, steps=2, optimizer={"learning_rate": 0.1}).train()
+    text = capsys.readouterr().out
+    assert f"the run in {tmp_path}/run is complete at step 2: no step is trained. Use --steps 3 or more to" in text
+    assert "optimizer.learning_rate was 0.05, and now is 0.1" in text
+
+
+def test_a_jump_of_the_learning_rate_is_printed_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates: list[float] = []
+    _trainer(tmp_path, steps=4).train()
+    capsys.readouterr()
+    longer = _trainer(tmp_path, steps=6)
+    longer.events.on(StepDone, lambda event: rates.append(event.learning_rate))
+    longer.events.on(StepDone, lambda event: print("trained"))
+    longer.train()
+    before, *_ = capsys.readouterr().out.split("trained")
+    expected, earlier = (WarmupCosineConfig(warmup_steps=2).build(steps) for steps in (6, 4))
+    assert rates == pytest.approx([0.05 * expected(4), 0.05 * expected(5)])
+    assert "steps was 4, and now is 6" in before
+    was = 0.05 * earlier(3)
+    assert f"the learning rate of step 4 was {was:g}, and now continues from {0.05 * expected(3):g}" in before
 
 
 def test_worker_processes_read_the_same_samples(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_an_exponential_from_zero_is_refused() -> None:
         ExponentialPhase(to=0.5).end(0.0)
 
 
-def _values(phases: Sequence[PhaseSettings], num_steps: int, start: float = 0.0) -> list[float]:
+def _values(phases: Sequence[PhaseSettings], num_steps: int, start: float | None = None) -> list[float]:
     factor = piecewise(phases, num_steps=num_steps, start=start)
     return [factor(step) for step in range(num_steps)]
 
@@ -76,6 +76,40 @@ def test_each_phase_starts_at_the_end_of_the_previous_one() -> None:
 
 def test_the_first_phase_may_start_at_another_value() -> None:
     assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 5, 0.5) == pytest.approx([0.5, 0.75, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        ([ConstantPhase(steps=2), LinearPhase(to=0.0)], [1.0, 1.0, 1.0, 0.5, 0.0]),
+        ([LinearPhase(steps=2, to=0.5), ConstantPhase()], [1.0, 0.75, 0.5, 0.5, 0.5]),
+        ([LinearPhase(to=0.2)], [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ([ExponentialPhase(to=0.0625)], [1.0, 0.5, 0.25, 0.125, 0.0625]),
+        ([LinearPhase(steps=2, to=1.0), ConstantPhase()], [1 / 3, 2 / 3, 1.0, 1.0, 1.0]),
+        ([ConstantPhase()], [1.0] * 5),
+    ],
+)
+def test_a_job_starts_at_the_peak_unless_its_first_phase_leads_to_it(
+    phases: list[PhaseSettings], expected: list[float]
+) -> None:
+    assert _values(phases, 5) == pytest.approx(expected)
+
+
+def test_a_first_phase_below_a_later_one_needs_a_start() -> None:
+    phases = [LinearPhase(steps=2, to=0.5), LinearPhase(to=1.0)]
+    with pytest.raises(
+        UserError, match=r"start is missing, and the first phase ends at 0\.5, below a later phase; .* 1 to"
+    ):
+        _values(phases, 5)
+    assert _values(phases, 5, 0.0)[-1] == 1.0
+
+
+def test_a_rate_of_zero_in_every_step_is_an_error() -> None:
+    for phases in ([ConstantPhase(steps=2), CosinePhase(to=0.0)], [LinearPhase(to=0.0)]):
+        with pytest.raises(
+            UserError, match=r"0 in every step: start = 0, and no phase leads to more; .* Use start = 1"
+        ):
+            _values(phases, 5, 0.0)
 
 
 def test_a_last_phase_of_one_step_has_its_start_value() -> None:
@@ -96,7 +130,7 @@ def test_percentages_fill_the_job_within_one_step(parts: list[int], num_steps: i
     ]
     if rest:
         phases.append(LinearPhase(to=len(parts) + 1))
-    values = _values(phases, num_steps)
+    values = _values(phases, num_steps, 0.0)
     assert values[-1] == pytest.approx(len(phases))
     assert values == sorted(values)
     assert values[0] > 0

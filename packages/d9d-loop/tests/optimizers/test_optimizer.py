@@ -13,7 +13,14 @@ from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import assert_trees_close, full_parameters, run_ranks
 from d9d_loop import AdamWConfig, GroupConfig, TrainerConfig, validate_config
 from d9d_loop.optimizers import JoinedOptimizer, Lion, LocalSGD, Muon
-from d9d_loop.optimizers.optimizer import LionConfig, MuonConfig, SGDConfig, StochasticAdamWConfig, assign
+from d9d_loop.optimizers.optimizer import (
+    LionConfig,
+    Member,
+    MuonConfig,
+    SGDConfig,
+    StochasticAdamWConfig,
+    assign,
+)
 
 
 def test_builds_adamw_that_decays_matrices_only() -> None:
@@ -87,6 +94,40 @@ def test_groups_have_their_own_optimizers() -> None:
     for (names, _, _), kind in zip(_members(optimizer), (Muon, LocalSGD, LocalSGD, Lion), strict=True):
         (owner,) = [each for each in optimizer.optimizers if any(g["param_names"] == names for g in each.param_groups)]
         assert isinstance(owner, kind)
+
+
+class _Experts(nn.Module):
+    """Expert weights and biases as transformers' gpt-oss names them, and a depthwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.ones(2, 3, 4))
+        self.gate_up_proj_bias = nn.Parameter(torch.ones(2, 4))
+        self.conv = nn.Conv1d(4, 4, 3, groups=4, bias=False)
+
+
+def test_biases_of_experts_do_not_decay_and_are_not_updated_by_muon() -> None:
+    model = _Experts()
+    assert _members(AdamWConfig().build(model)) == [
+        (["gate_up_proj", "conv.weight"], 1e-3, 0.1),
+        (["gate_up_proj_bias"], 1e-3, 0.0),
+    ]
+    with pytest.raises(
+        UserError, match=r"Muon updates matrices, but got gate_up_proj_bias \[2, 4\], conv.weight \[4, 1, 3\]"
+    ):
+        MuonConfig().build(model)
+    muon = MuonConfig(groups=(GroupConfig(of="vectors", optimizer=AdamWConfig()),)).build(model)
+    assert _members(muon) == [
+        (["gate_up_proj"], 1e-3, 0.1),
+        (["conv.weight"], 1e-3, 0.1),
+        (["gate_up_proj_bias"], 1e-3, 0.0),
+    ]
+
+
+def test_roles_of_the_whole_model_apply_to_its_sharded_parameters() -> None:
+    model = nn.Linear(2, 3)  # sharding drops attributes of parameters, such as _no_weight_decay
+    groups = _members(AdamWConfig().build(model, roles={"weight": "vector"}))
+    assert groups == [(["weight", "bias"], 1e-3, 0.0)]
 
 
 def test_a_pattern_must_match_only_in_a_whole_model() -> None:
@@ -178,7 +219,7 @@ def test_sharded_updates_equal_torch_and_states_stay_distributed() -> None:
 
 
 NAMED = [
-    (f"layers.{index}.{name}", torch.empty(shape, device="meta"))
+    Member(f"layers.{index}.{name}", torch.empty(shape, device="meta"), "matrix" if len(shape) == 2 else "vector")
     for index in range(3)
     for name, shape in (("norm", (2,)), ("up", (2, 3)), ("down", (3, 2)))
 ]
@@ -197,10 +238,10 @@ NAMED = [
 def test_every_parameter_is_in_one_group(selectors: list[GroupConfig]) -> None:
     groups = assign(NAMED, selectors, whole=False)
     assert len(groups) == len(selectors) + 1
-    assert sorted(name for group in groups for name, _ in group) == sorted(name for name, _ in NAMED)
+    assert sorted(each.name for group in groups for each in group) == sorted(each.name for each in NAMED)
     for number, group in enumerate(groups):
-        for name, parameter in group:
-            first = [each.chooses(name, parameter) for each in selectors]
+        for member in group:
+            first = [each.chooses(member) for each in selectors]
             assert (first.index(True) + 1 if True in first else 0) == number
 
 

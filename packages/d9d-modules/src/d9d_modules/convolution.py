@@ -3,13 +3,16 @@
 Shape legend: B batch, L length, D features, W kernel width.
 """
 
-from typing import final
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
+from d9d_dist.parameter_role import ParameterRole
 from d9d_modules.attention_backends.visibility import document_starts
 
 
@@ -21,6 +24,8 @@ class CausalConvolution(nn.Module):
 
     Each output depends on its position and the `width - 1` positions before it.
     """
+
+    parameter_roles: ClassVar[Mapping[str, ParameterRole]] = MappingProxyType({"weight": "filter"})
 
     def __init__(self, num_features: int, *, width: int = 4) -> None:
         super().__init__()

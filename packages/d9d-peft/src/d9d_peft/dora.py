@@ -12,9 +12,10 @@ Shape legend: O output features, I input features. A grouped layer (experts) has
 matrix of its own. N input rows of all groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional as F
 
-from d9d_dist import full_tensor, local_region, local_tensor, reduce_from_axis
+from d9d_dist import ParameterRole, full_tensor, local_region, local_tensor, reduce_from_axis
 from d9d_peft._grouped import Product, grouped_product
 from d9d_peft.all_linear import is_conv1d, weight_of
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod
@@ -40,6 +41,8 @@ class DoraAdapter(LowRankAdapter):
         lora_b: $B$ [out, rank], initially zero.
         magnitude_offset: $d$ [out]: magnitude of each row minus the norm of the base weight's row; initially zero.
     """
+
+    parameter_roles: ClassVar[Mapping[str, ParameterRole]] = MappingProxyType({"magnitude_offset": "vector"})
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
         """Create an adapter for a layer that `DoRA` supports, on the device of the layer's weight.

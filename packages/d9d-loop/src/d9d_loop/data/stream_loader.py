@@ -107,6 +107,16 @@ class StreamLoader:
             draws=draws,
         )
 
+    @property
+    def position(self) -> int:
+        """Number of samples that the returned steps have used over all ranks."""
+        return self._used["position"]
+
+    @property
+    def cursor_state(self) -> JsonValue:
+        """State of the stream's cursor after these samples; `None` at the start."""
+        return self._used["stream"]
+
     def state_dict(self) -> JsonValue:
         """Return the position of the next step; equal on every rank."""
         return self._used

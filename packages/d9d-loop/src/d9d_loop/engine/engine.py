@@ -470,6 +470,11 @@ class Engine:
             raise UserError("this engine has no checkpoints; create it with Engine.open or Engine(checkpoints=...).")
         return self._checkpoints
 
+    @property
+    def peak_learning_rate(self) -> float:
+        """Initial learning rate of the first parameter group, which `set_learning_rates` multiplies."""
+        return self._initial_rates[0]
+
     def set_learning_rates(self, factor: float) -> None:
         """Set the learning rate of each parameter group to `factor` times its initial one, equal on all ranks."""
         _check_rate("factor", factor)

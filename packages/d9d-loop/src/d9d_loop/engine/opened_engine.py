@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from d9d_dist import StageInfo, UserError, agree, read_launch, seed_everything
+from d9d_dist import StageInfo, UserError, agree, parameter_roles, read_launch, seed_everything
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.event_bus import Events
@@ -61,7 +61,7 @@ def opened_engine(
     if optimizer is None:
         config.optimizer.check(plan.built.module)
         # A stage need not match every parameter group: the groups were checked on the whole model.
-        optimizer = partial(config.optimizer.build, whole=False)
+        optimizer = partial(config.optimizer.build, whole=False, roles=parameter_roles(plan.built.module))
     mapper = provider.state_mapper(plan.built.module)
     timeouts = config.timeouts.timeouts
     with mesh.build(launch=launch, timeouts=timeouts, precision=config.precision) as ctx:

@@ -15,7 +15,7 @@ from typing import BinaryIO, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_loop.job.job_check import differences
+from d9d_loop.job.resume_settings import changes, describe
 
 
 @final
@@ -48,7 +48,8 @@ class ResultsFolder:
         """Raise a `UserError` with the differences if existing results in the folder belong to another job."""
         if not self._plan.exists():
             return
-        if lines := list(differences(json.loads(self._plan.read_text(encoding="utf-8")), self._identity, "")):
+        before = json.loads(self._plan.read_text(encoding="utf-8"))
+        if lines := [describe(change) for change in changes(before, self._identity)]:
             raise UserError(
                 f"{self.folder} holds results of another job, which cannot be combined with these:\n"
                 + "\n".join(lines)

@@ -20,6 +20,7 @@ from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
+from d9d_loop.job.resume_check import Progress
 from d9d_loop.model.compiled_model import compile_stages
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
@@ -86,12 +87,14 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         parts={"data": loader, "bad_steps": guard},
         config=redact_secrets(plan.resolved),
         data_identity=plan.stream.identity(),
+        code=dict(plan.code),
         seed=config.seed,
         ctx=ctx,
         events=events,
         trainable_only=config.checkpoint.trainable_only,
     )
     record = state.restore()
+    plan = plan.resumed_from(Progress(record.step, loader.position, loader.cursor_state))
     pipeline.shared.copy_values()
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))

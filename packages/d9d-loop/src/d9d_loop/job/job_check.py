@@ -1,25 +1,20 @@
-"""Checks of a job's configuration, data, folders and newest checkpoint, before a process group starts."""
+"""Checks of a job's configuration, data and folders, before a process group starts."""
 
-import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
-from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.job.earlier_run import check_owner, check_progress
-from d9d_loop.job.job_state import frozen_digest_of
+from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
-from d9d_metrics import compute_metrics, redact_secrets
+from d9d_metrics import compute_metrics
 from d9d_pipeline import Schedule
-from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, StateMapper, check_same_model
+from d9d_state import StateMapper
 
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
@@ -90,27 +85,13 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper |
         raise UserError(f"export = true, but {error} Or use --export false.") from None
 
 
-def num_steps_of(config: TrainerConfig, stream: SampleStream) -> int:
-    """Return the number of steps of a job.
-
-    Raise `UserError` if the number of steps is unknown or the data has too few samples.
-    """
-    if stream.is_endless:
-        if config.steps is None:
-            raise UserError(
-                "steps is missing, and the training data have no end; expected a number of steps or finite data. Set "
-                "--steps, or --epochs 1 for one pass over a dataset, or pass epochs=1 to the stream."
-            )
-        return config.steps
-    available = stream.num_batches(config.batch.global_size)
-    if available == 0:
-        raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
-    if config.steps is not None and config.steps > available:
+def check_learning_rates(schedule: LrSchedule, steps: int) -> None:
+    """Raise `UserError` if the learning rate is 0 in every step."""
+    if not any(schedule(step) for step in range(steps)):
         raise UserError(
-            f"steps = {config.steps}, but the finite training data have samples for {available} steps of "
-            f"batch.global_size = {config.batch.global_size}; expected no more. Remove steps, or add epochs."
+            f"the learning-rate schedule is 0 in each of the {steps} steps; expected a positive rate. Change "
+            "lr_schedule, or the function that is passed as lr_schedule."
         )
-    return config.steps or available
 
 
 def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
@@ -164,92 +145,6 @@ def checkpoint_folder(config: TrainerConfig) -> str | Path:
     if config.checkpoint.folder is None:
         return config.run.dir / "checkpoints"
     return f"{config.checkpoint.folder.rstrip('/')}/{config.run.dir.name}"
-
-
-_FREE = (
-    *("steps", "run", "mesh", "pipeline", "checkpoint", "evaluation", "logging", "host", "profile", "resilience"),
-    *("trackers", "export", "rehearsal", "plan"),
-)
-"""Keys of a configuration that a resumed run may change without an effect on its losses."""
-
-
-def check_checkpoint(
-    config: TrainerConfig, model: nn.Module, *, steps: int, data_identity: JsonValue, has_optimizer: bool
-) -> tuple[bool, list[str]]:
-    """Check the newest readable checkpoint against the job.
-
-    With `has_optimizer`, the caller passed an optimizer, which replaces the configured one.
-
-    Returns:
-        True if the job needs its initial weights: if no checkpoint is readable, or if checkpoints contain only
-        trainable parameters. And a line for each setting that affects the training and differs from the checkpoint's.
-
-    Raises:
-        UserError: If the checkpoint is of another run, model, data or kind of optimizer, or has more steps than the
-            job. Also if there is no checkpoint, but the run folder has saved progress.
-    """
-    info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
-    if info is None:
-        has_tiers = config.checkpoint.memory_every is not None or config.checkpoint.local_every is not None
-        if not has_tiers and not _has_damaged(config):  # else the check is repeated after the search for a checkpoint
-            check_progress(config, checkpoint_folder(config))
-        return True, []
-    check_owner(config, info)
-    trainable_only = frozen_digest_of(info) is not None
-    check_same_model(info, model, trainable_only=trainable_only)
-    if info.step > steps and not config.evaluation.only:
-        raise UserError(
-            f"steps = {steps}, but the run in {config.run.dir} has already completed {info.step}. "
-            f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
-        )
-    state: Any = info.state
-    lines = list(differences(state["data_identity"], data_identity, "data"))
-    if lines:  # some samples would be skipped and others repeated
-        raise UserError(
-            f"the run in {config.run.dir} was started with other training data, or with another order of the data:\n"
-            + "\n".join(lines)
-            + "\nA resumed run must continue the same stream. Use the same data and seed, or --run.name for a new run."
-        )
-    before: dict[str, Any] = state["config"]
-    now: dict[str, Any] = redact_secrets(config.model_dump(mode="json"))
-    free = {*_FREE, "optimizer"} if has_optimizer else _FREE
-    shared = [key for key in now if key in before and key not in free]
-    if "optimizer" in shared and (kind := before["optimizer"]["kind"]) != now["optimizer"]["kind"]:
-        raise UserError(
-            f"optimizer.kind = {now['optimizer']['kind']}, but the run in {config.run.dir} has state of {kind} at step "
-            f"{info.step}; expected the same optimizer. Use --optimizer.kind {kind}, or --run.name for a new run, "
-            "which may start from the exported weights (--initial_weights)."
-        )
-    changes = [line for key in shared for line in differences(before[key], now[key], key, known_only=True)]
-    return trainable_only or config.checkpoint.trainable_only, changes
-
-
-def _has_damaged(config: TrainerConfig) -> bool:
-    """Return True if the folder of checkpoints is not empty: a damaged checkpoint is an error of the start."""
-    folder = Path(checkpoint_folder(config))
-    return folder.is_dir() and any(path.name.startswith("step-") for path in folder.iterdir())
-
-
-def _is_readable(info: CheckpointInfo) -> bool:
-    """Return True if the metadata of a checkpoint is readable. Damaged checkpoints are skipped on resume."""
-    try:
-        return info.state is not None
-    except StateError:
-        return False
-
-
-def differences(before: JsonValue, now: JsonValue, name: str, *, known_only: bool = False) -> Iterator[str]:
-    """Yield a line with the dotted name of each value that differs between two JSON values.
-
-    With `known_only`, keys that only one of the values has are ignored: versions of the configuration differ in keys.
-    """
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in dict.fromkeys([*before, *now]):
-            if not known_only or (key in before and key in now):
-                below = f"{name}.{key}".lstrip(".")
-                yield from differences(before.get(key), now.get(key), below, known_only=known_only)
-    elif before != now:
-        yield f"  {name} was {json.dumps(before)}, and now is {json.dumps(now)}"
 
 
 def check_metric_names(task: Task) -> None:

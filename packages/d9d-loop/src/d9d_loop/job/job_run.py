@@ -51,7 +51,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
         batches: list[Any] = []
         while record.step < plan.steps:
             job.watchdog.beat(record.step + 1)
-            before, batches = batches, job.stragglers.next(job.loader)
+            before, batches = batches, _next_batches(job)
             # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
             timeline = engine.accumulate(batches, job.loss, num_own=job.loader.num_own, measured=is_measured)
@@ -105,6 +105,17 @@ def evaluate_job(job: Job) -> TrainResult:
     with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         job.record.evaluation = job.evaluate()
     return _result_of(job, export_dir=None)
+
+
+def _next_batches(job: Job) -> list[Any]:
+    """Return this rank's microbatches of the next step; raise `UserError` on every rank if the data have ended."""
+    try:
+        return job.stragglers.next(job.loader)
+    except StopIteration:
+        raise UserError(
+            f"the training data ended after {job.loader.position} samples and {job.record.step} of {job.plan.steps} "
+            f"steps; expected as many batches as {type(job.plan.stream).__name__}.num_batches() returned. Correct it."
+        ) from None
 
 
 def _write_start(job: Job) -> None:

@@ -34,7 +34,7 @@ from d9d_state import (
 
 @dataclass(slots=True, config=ConfigDict(ser_json_inf_nan="strings"))
 class Record:
-    """Progress of a training job. The learning rate is a function of the step and is not stored.
+    """Progress of a training job.
 
     Attributes:
         train_loss: Training loss of the last step that was saved; `None` before the first save.
@@ -42,6 +42,8 @@ class Record:
         weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
             tokens. Updated at each save; `None` before the first one.
         tracker: State of the trackers; set on the main process only.
+        learning_rate: Learning rate of the last step that was saved; `None` before the first save. Only compared on a
+            resume, because the learning rate is a function of the step.
     """
 
     step: int = 0
@@ -49,6 +51,7 @@ class Record:
     evaluation: dict[str, float] = field(default_factory=dict)
     weight_per_second: float | None = None
     tracker: dict[str, JsonValue] = field(default_factory=dict)
+    learning_rate: float | None = None
 
     def quality(self, name: str) -> float | None:
         """Return a metric of the last evaluation; `None` if it does not exist, NaN if the loss was not finite.
@@ -85,6 +88,7 @@ class JobState:
         config: Resolved configuration, stored in each checkpoint as information only.
         parts: Other components to save, by name. Their state is equal on every rank.
         data_identity: JSON value that determines the order of samples, stored in each checkpoint.
+        code: Digests of the user's code, stored in each checkpoint as information only.
         events: Event bus for `CheckpointSaved`, emitted at the same point on every rank: at the end of `save`, or for a
             background save in the next `finish`.
         trainable_only: True to save only parameters that require gradients, and a digest of the frozen ones, which keep
@@ -106,6 +110,7 @@ class JobState:
         config: JsonValue,
         parts: Mapping[str, _Stateful],
         data_identity: JsonValue,
+        code: JsonValue = None,
         seed: int,
         ctx: DistributedContext,
         events: Events,
@@ -113,7 +118,7 @@ class JobState:
         rank_state: Callable[[], dict[str, JsonValue]] | None = None,
     ) -> None:
         self.store, self._model, self._optimizer, self._metrics, self._parts = store, model, optimizer, metrics, parts
-        self._config, self._data_identity, self._seed = config, data_identity, seed
+        self._config, self._data_identity, self._code, self._seed = config, data_identity, code, seed
         self._ctx, self._events = ctx, events
         self._trainable_only, self._is_digest_checked = trainable_only, False
         self._frozen_digest: str | None = None
@@ -247,6 +252,7 @@ class JobState:
                 "record": json.loads(_RECORD.dump_json(record)),
                 "config": self._config,
                 "data_identity": self._data_identity,
+                "code": self._code,
                 "frozen_digest": self._frozen_digest if self._trainable_only else None,
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },

@@ -1,21 +1,22 @@
 """Plan of a training job: each rank checks it independently, before a process group starts or a file is written."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 from pydantic import JsonValue
 
-from d9d_dist import Launch, read_launch
+from d9d_dist import Launch, parameter_roles, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
+from d9d_loop.job.code_digests import code_digests
 from d9d_loop.job.job_check import (
-    check_checkpoint,
     check_evaluation_only,
+    check_learning_rates,
     check_metric_names,
     check_num_samples,
     check_retention,
@@ -24,9 +25,16 @@ from d9d_loop.job.job_check import (
     check_writable,
     export_mapper_of,
     microbatch_size_of,
-    num_steps_of,
 )
 from d9d_loop.job.local_tiers import check_local_tiers
+from d9d_loop.job.resume_check import (
+    Progress,
+    check_checkpoint,
+    check_data,
+    find_checkpoint,
+    num_steps_of,
+    progress_of,
+)
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_check import check_trained_dtypes
@@ -48,6 +56,7 @@ class JobPlan:
         steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
         lr_schedule: Function of the step that returns the learning rate relative to the peak.
+        build_lr_schedule: Function of the number of steps that returns `lr_schedule`.
         microbatch_size: Samples of a microbatch on one data-parallel rank.
         num_microbatches: Microbatches of a step on one data-parallel rank.
         stream: Training samples in the order of training.
@@ -55,7 +64,8 @@ class JobPlan:
         evaluation_data: Held-out samples; `None` without evaluation.
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.
-        changes: A line for each setting that differs from the checkpoint from which the job resumes.
+        changes: A line for each change since the checkpoint from which the job resumes.
+        code: Digests of the user's code, stored in each checkpoint.
     """
 
     config: TrainerConfig
@@ -66,6 +76,7 @@ class JobPlan:
     data: DataProvider
     optimizer: OptimizerProvider
     lr_schedule: LrSchedule
+    build_lr_schedule: Callable[[int], LrSchedule]
     microbatch_size: int
     num_microbatches: int
     stream: SampleStream
@@ -73,6 +84,18 @@ class JobPlan:
     evaluation_data: Samples | SampleStream | None
     export_mapper: StateMapper | None
     changes: list[str]
+    code: dict[str, str]
+
+    def resumed_from(self, progress: Progress) -> "JobPlan":
+        """Return the plan of the job with the number of steps that follows from the restored progress.
+
+        It differs from this plan only if the restored checkpoint is not the newest readable one, and the global batch
+        size has changed between the two.
+        """
+        steps = num_steps_of(self.config, self.stream, progress)
+        if steps == self.steps:
+            return self
+        return replace(self, steps=steps, lr_schedule=self.build_lr_schedule(steps))
 
     def first_batch(self, size: int | None = None) -> Any:
         """Read the first `size` samples of training, by default a microbatch, and collate them."""
@@ -112,11 +135,15 @@ def plan_job(
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
     microbatch_size = microbatch_size_of(config, dp_size)
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
-    stream, steps, evaluation_data = _plan_data(config, data, task)
+    check_writable(config.run.dir)
+    info = find_checkpoint(config)
+    stream, evaluation_data = _plan_data(config, data, task)
+    if info is not None:
+        check_data(info, stream.identity(), config)
+    steps = num_steps_of(config, stream, progress_of(info))
     check_trackers(config.trackers)
     if config.compile is not None:
         check_backend(config.compile)
-    check_writable(config.run.dir)
     first_entries = cache(lambda: stream.cursor().take(microbatch_size))
     schedule = pipeline_schedule or config.pipeline.schedule.build()
     if pipeline_schedule is None and isinstance(model, FunctionProvider | ModuleProvider):
@@ -136,12 +163,13 @@ def plan_job(
     check_trained_dtypes(whole)
     if optimizer is None:
         config.optimizer.check(whole)
-    needs_weights, changes = check_checkpoint(
-        config, whole, steps=steps, data_identity=stream.identity(), has_optimizer=optimizer is not None
-    )
+    needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None)
     export_mapper = export_mapper_of(model, whole) if config.export else None
     if needs_weights:
         layout = layout.with_weights("initial_weights", config.initial_weights or model.initial_weights)
+    build_lr_schedule = config.lr_schedule.build if lr_schedule is None else lambda _steps: lr_schedule
+    factor = build_lr_schedule(steps)
+    check_learning_rates(factor, steps)
     return JobPlan(
         config=config,
         resolved=config.model_dump(mode="json"),
@@ -150,8 +178,9 @@ def plan_job(
         task=task,
         data=data,
         # A stage need not match every parameter group: the groups were checked on the whole model.
-        optimizer=optimizer or partial(config.optimizer.build, whole=False),
-        lr_schedule=lr_schedule or config.lr_schedule.build(steps),
+        optimizer=optimizer or partial(config.optimizer.build, whole=False, roles=parameter_roles(whole)),
+        lr_schedule=factor,
+        build_lr_schedule=build_lr_schedule,
         microbatch_size=microbatch_size,
         num_microbatches=num_microbatches,
         stream=stream,
@@ -159,19 +188,19 @@ def plan_job(
         evaluation_data=evaluation_data,
         export_mapper=export_mapper,
         changes=changes,
+        code=code_digests(),
     )
 
 
 def _plan_data(
     config: TrainerConfig, data: DataProvider, task: Task
-) -> tuple[SampleStream, int, Samples | SampleStream | None]:
-    """Check the data; return the training samples, the number of steps, and the evaluation data."""
+) -> tuple[SampleStream, Samples | SampleStream | None]:
+    """Check the data; return the training samples and the evaluation data."""
     check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
-    steps = num_steps_of(config, stream)
     check_evaluation_only(config, evaluates=evaluation_data is not None)
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     check_retention(config, task, evaluates=evaluation_data is not None)
     check_local_tiers(config.checkpoint, section="checkpoint", every=config.checkpoint.every)
-    return stream, steps, evaluation_data
+    return stream, evaluation_data

@@ -131,6 +131,7 @@ class Reports:
                 dist.broadcast(throughput, src=0)
             self._record.weight_per_second = throughput.item()
             self._record.train_loss = result.loss.item()
+            self._record.learning_rate = result.learning_rate
             self._collector.flush()
             self._tracker.flush()
             self._record.tracker = self._tracker.state_dict()

@@ -18,6 +18,7 @@ from d9d_loop.job.job_run import evaluate_job, run_job
 from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
+from d9d_loop.job.resume_check import resume_messages
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_state import CheckpointStore, locked_folder
@@ -66,8 +67,8 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
         with store.locked(ctx, wait_seconds=wait_seconds), _locked_for_export(config, ctx), store:
             job = build_job(plan, store=store, ctx=ctx, events=events)
             _describe_start(job)
-            if plan.changes and ctx.is_main_process:
-                print(f"d9d: resumed at step {job.record.step} with other settings:", *plan.changes, sep="\n")
+            if ctx.is_main_process and job.record.step > 0:
+                _print_resume(job)
             if config.evaluation.only:
                 return evaluate_job(job)
             launcher.close()  # from now on, the steps watch the launcher, and save if it is gone
@@ -109,6 +110,14 @@ def _describe_start(job: Job) -> None:
         lost = read_earlier_run(config.run.dir).completed
         note = f" The {lost} steps of the last start were not saved." if lost else ""
         print(f"d9d: the run in {config.run.dir} starts from scratch.{note}", flush=True)
+
+
+def _print_resume(job: Job) -> None:
+    """Print what has changed since the checkpoint from which a job resumes, and whether the job is complete."""
+    plan, record = job.plan, job.record
+    rate = job.engine.peak_learning_rate * plan.lr_schedule(record.step - 1)
+    for line in resume_messages(plan.config, record, plan.changes, steps=plan.steps, rate=rate):
+        print(line, flush=True)
 
 
 def _warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:

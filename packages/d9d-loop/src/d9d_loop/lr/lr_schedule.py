@@ -68,14 +68,19 @@ class PiecewiseConfig(Section):
     """Sequence of phases. Each phase starts at the final value of the previous phase."""
 
     kind: Literal["piecewise"] = "piecewise"
-    start: NonNegativeFloat = Field(default=0.0, description="Learning rate at the first step, relative to the peak.")
+    start: NonNegativeFloat | None = Field(
+        default=None,
+        description="Learning rate at the start of the first phase, relative to the peak. With 0, the first phase "
+        "begins one step before the job. null: 0 if the first phase leads to the peak (a warm-up), otherwise 1.",
+    )
     phases: tuple[Phase, ...] = Field(min_length=1, description="Phases in order; one of them may omit its length.")
 
     def build(self, num_steps: int) -> LrSchedule:
         """Return the schedule for a job of `num_steps` steps.
 
         Raises:
-            UserError: If the phases cover fewer or more steps than the job has.
+            UserError: If the phases cover fewer or more steps than the job has, the learning rate is 0 in every step,
+                or `start` is null and may be either 0 or 1.
         """
         try:
             return piecewise(self.phases, num_steps=num_steps, start=self.start)

@@ -156,7 +156,7 @@ Phase: TypeAlias = Annotated[
 """Any phase, selected by `kind`."""
 
 
-def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float = 0.0) -> Callable[[int], float]:
+def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float | None = None) -> Callable[[int], float]:
     """Compose phases into a function of the step, counted from 0, that returns the learning rate relative to the peak.
 
     On its first step, each phase has the final factor of the previous phase. A last phase of several steps reaches its
@@ -166,15 +166,23 @@ def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float =
     Args:
         phases: One or more phases. Lengths in percent are rounded such that their sum is off by at most half a step.
         num_steps: Number of steps of the whole job.
-        start: Learning rate at the start of the first phase, relative to the peak.
+        start: Learning rate at the start of the first phase, relative to the peak. `None`: 0 if the first phase leads
+            to the peak, as a warm-up does; otherwise the peak.
 
     Raises:
         UserError: If the phases cover fewer or more than `num_steps` steps, several have no length, or an exponential
-            phase starts at 0.
+            phase starts at 0. Also if the learning rate is 0 in every step, or `start` is `None` and may be either
+            value.
     """
     ends = _ends(phases, num_steps)
+    start = _default_start(phases) if start is None else start
     begins = [0, *ends[:-1]]
     values = list(accumulate(phases, lambda value, phase: phase.end(value), initial=start))
+    if not any(values):
+        raise UserError(
+            "the learning rate is 0 in every step: start = 0, and no phase leads to more; expected a positive rate. "
+            "Use start = 1, or a first phase that leads to 1."
+        )
     early = 1 if start == 0 else 0
 
     def factor(step: int) -> float:
@@ -185,6 +193,17 @@ def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float =
         return phases[index].value(values[index], min(done / length, 1.0))
 
     return factor
+
+
+def _default_start(phases: Sequence[PhaseSettings]) -> float:
+    """Return 0 if the first phase is a warm-up to the peak, else 1; raise `UserError` if neither is evident."""
+    _, first, *later = accumulate(phases, lambda value, phase: phase.end(value), initial=1.0)
+    if max([first, *later]) > first:
+        raise UserError(
+            f"start is missing, and the first phase ends at {first:g}, below a later phase; expected start = 0 for a "
+            "warm-up, or start = 1 to begin at the peak."
+        )
+    return 0.0 if first >= 1 and not isinstance(phases[0], ConstantPhase) else 1.0
 
 
 def _ends(phases: Sequence[PhaseSettings], num_steps: int) -> list[int]:

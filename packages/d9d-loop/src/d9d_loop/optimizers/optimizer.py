@@ -2,8 +2,8 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, final
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-Named: TypeAlias = "list[tuple[str, Tensor]]"
-"""(name, parameter) pairs."""
+    from d9d_dist import ParameterRole
+
+
+class Member(NamedTuple):
+    """Trainable parameter of a model, with its canonical name and its role."""
+
+    name: str
+    parameter: "Tensor"
+    role: "ParameterRole"
+
 
 OptimizerProvider: TypeAlias = Callable[["nn.Module"], "Optimizer"]
 """Function that builds an optimizer of the trainable parameters of a materialized, parallelized model."""
@@ -35,8 +43,8 @@ class GroupConfig(Section):
     pattern: str = Field(default="", description="Regular expression, searched in parameter names; '' matches all.")
     of: Literal["any", "matrices", "vectors"] = Field(
         default="any",
-        description="Restrict the group to matrices, or to vectors: parameters with fewer than 2 dims, such as norms "
-        "and biases.",
+        description="Restrict the group to matrices, or to vectors: all other parameters, such as norms, biases and "
+        "filters of convolutions.",
     )
     learning_rate: PositiveFloat | None = Field(
         default=None, description="Peak learning rate of the group; null: use the optimizer's value."
@@ -58,10 +66,10 @@ class GroupConfig(Section):
             raise UserError("the group has an optimizer; set learning_rate and weight_decay in this optimizer instead.")
         return self
 
-    def chooses(self, name: str, parameter: "Tensor") -> bool:
+    def chooses(self, member: Member) -> bool:
         """Return True if the group matches the parameter."""
-        fits = self.of == "any" or (self.of == "matrices") == is_matrix(parameter)
-        return fits and re.search(self.pattern, name) is not None
+        fits = self.of == "any" or (self.of == "matrices") == (member.role == "matrix")
+        return fits and re.search(self.pattern, member.name) is not None
 
 
 class OptimizerSettings(Section, ABC):
@@ -71,15 +79,20 @@ class OptimizerSettings(Section, ABC):
     weight_decay: NonNegativeFloat = Field(description=_DECAY)
     decays: Literal["matrices", "all"] = Field(
         default="matrices",
-        description="Parameters with weight decay: all, or only matrices (including embeddings, excluding vectors such "
-        "as norms).",
+        description="Parameters with weight decay: all, or only matrices (including embeddings and filters of "
+        "convolutions, excluding norms, biases, and what the model names in `no_weight_decay`).",
     )
     groups: tuple[GroupConfig, ...] = Field(
         default=(), description="Parameters with another learning rate, decay or optimizer; the first match applies."
     )
 
+    only_matrices: ClassVar[bool] = False
+    """True if the optimizer can only update matrices."""
+
     @final
-    def build(self, model: "nn.Module", *, whole: bool = True) -> "Optimizer":
+    def build(
+        self, model: "nn.Module", *, whole: bool = True, roles: "Mapping[str, ParameterRole] | None" = None
+    ) -> "Optimizer":
         """Build the optimizer; a `JoinedOptimizer` if groups use other optimizers.
 
         Each parameter that requires gradients is in exactly one parameter group.
@@ -88,12 +101,14 @@ class OptimizerSettings(Section, ABC):
             model: Model or pipeline stage, materialized and parallelized.
             whole: True if `model` is the whole model, so that every group must match a parameter. Pass False for a
                 pipeline stage, and call `check` on the whole model.
+            roles: Roles of the parameters of the whole model before it was parallelized, by canonical name; by default
+                those of `model`.
 
         Raises:
             UserError: If `whole` is True and a group matches no parameter, or an optimizer does not support a
                 parameter.
         """
-        first, *others = self._optimizers(_trainable(model), whole=whole)
+        first, *others = self._optimizers(_trainable(model, roles or {}), whole=whole)
         return optimizers.JoinedOptimizer([first, *others]) if others else first
 
     @final
@@ -110,33 +125,35 @@ class OptimizerSettings(Section, ABC):
         """Construct the optimizer of groups with `params` (pairs of name and parameter), `lr` and `weight_decay`."""
 
     @final
-    def _optimizers(self, named: Named, *, whole: bool) -> "list[Optimizer]":
+    def _optimizers(self, members: list[Member], *, whole: bool) -> "list[Optimizer]":
         """Build this optimizer and the optimizers of its groups; omit optimizers without parameters.
 
         If no optimizer has a parameter, this optimizer is built with an empty group.
         """
-        rest, *matched = assign(named, self.groups, whole=whole)
+        rest, *matched = assign(members, self.groups, whole=whole)
         own = self._groups(rest)
         others: list[Optimizer] = []
-        for group, members in zip(self.groups, matched, strict=True):
+        for group, chosen in zip(self.groups, matched, strict=True):
             if group.optimizer is None:
-                own += self._groups(members, learning_rate=group.learning_rate, weight_decay=group.weight_decay)
-            elif members:
-                others += group.optimizer._optimizers(members, whole=whole)
+                own += self._groups(chosen, learning_rate=group.learning_rate, weight_decay=group.weight_decay)
+            elif chosen:
+                others += group.optimizer._optimizers(chosen, whole=whole)
         # torch optimizers require a group, even if a pipeline stage has no trainable parameter.
         filled = [group for group in own if group["params"]] or ([] if others else own[:1])
         return [*([self.make(filled)] if filled else []), *others]
 
     def _groups(
-        self, named: Named, *, learning_rate: float | None = None, weight_decay: float | None = None
+        self, members: list[Member], *, learning_rate: float | None = None, weight_decay: float | None = None
     ) -> list[dict[str, Any]]:
         """Return two parameter groups: parameters with weight decay, and parameters without.
 
         An override of the weight decay also applies to vectors.
         """
+        if self.only_matrices and (wrong := [each for each in members if each.role != "matrix"]):
+            raise UserError(_explain_matrices(wrong))
         decays_all = self.decays == "all" or weight_decay is not None
-        decayed = [(name, p) for name, p in named if decays_all or is_matrix(p)]
-        plain = [(name, p) for name, p in named if not (decays_all or is_matrix(p))]
+        decayed = [(name, p) for name, p, role in members if decays_all or role != "vector"]
+        plain = [(name, p) for name, p, role in members if not (decays_all or role != "vector")]
         lr = self.learning_rate if learning_rate is None else learning_rate
         decay = self.weight_decay if weight_decay is None else weight_decay
         return [
@@ -208,6 +225,7 @@ class SGDConfig(OptimizerSettings):
 class MuonConfig(OptimizerSettings):
     """Muon for whole matrices (arXiv:2502.16982). Vectors, embeddings and heads need a group with another optimizer."""
 
+    only_matrices: ClassVar[bool] = True
     kind: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = Field(default=1e-3, description=_RATE)
     weight_decay: NonNegativeFloat = Field(default=0.1, description="Weight decay of matrices.")
@@ -316,41 +334,61 @@ def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
     return {"foreach": True} if on_cpu else {"fused": True}
 
 
-def _trainable(model: "nn.Module") -> Named:
-    from d9d_dist import canonical_name  # noqa: PLC0415 - imports torch
+def _trainable(model: "nn.Module", roles: "Mapping[str, ParameterRole]") -> list[Member]:
+    from d9d_dist import canonical_name, parameter_roles  # noqa: PLC0415 - imports torch
 
-    return [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-def is_matrix(parameter: "Tensor") -> bool:
-    """Return True for a matrix or a stack of matrices; False for norm weights, biases and scalars."""
-    return parameter.ndim >= 2
+    known = {**parameter_roles(model), **roles}
+    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
+    return [Member(name, parameter, known[name]) for name, parameter in named if parameter.requires_grad]
 
 
-def assign(named: Named, groups: Sequence[GroupConfig], *, whole: bool = True) -> list[Named]:
+def optimizer_kinds(config: OptimizerSettings, model: "nn.Module") -> dict[str, str]:
+    """Return the kind of optimizer that updates each trainable parameter, by canonical name."""
+    return _kinds(config, _trainable(model, {}))
+
+
+def _kinds(config: Any, members: list[Member]) -> dict[str, str]:
+    rest, *matched = assign(members, config.groups, whole=False)
+    kinds = {member.name: config.kind for member in rest}
+    for group, chosen in zip(config.groups, matched, strict=True):
+        own = {member.name: config.kind for member in chosen}
+        kinds |= own if group.optimizer is None else _kinds(group.optimizer, chosen)
+    return kinds
+
+
+def assign(members: list[Member], groups: Sequence[GroupConfig], *, whole: bool = True) -> list[list[Member]]:
     """Assign each parameter to the first group that matches it.
 
     Return the parameters that match no group, then the parameters of each group in order. With `whole`, a
     group without parameters raises `UserError`; a pipeline stage may have none.
     """
-    found: list[Named] = [[] for _ in (None, *groups)]
-    for name, parameter in named:
-        chosen = (number for number, each in enumerate(groups, 1) if each.chooses(name, parameter))
-        found[next(chosen, 0)].append((name, parameter))
+    found: list[list[Member]] = [[] for _ in (None, *groups)]
+    for member in members:
+        chosen = (number for number, each in enumerate(groups, 1) if each.chooses(member))
+        found[next(chosen, 0)].append(member)
     for number, group in enumerate(groups, 1):
         if whole and not found[number]:
-            raise UserError(_explain(named, group))
+            raise UserError(_explain(members, group))
     return found
 
 
-def _explain(named: Named, group: GroupConfig) -> str:
+def _explain_matrices(wrong: list[Member]) -> str:
+    shown = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter, _ in wrong[:_SHOWN])
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return (
+        f"Muon updates matrices, but got {shown}{more}, which are no matrices. Use another optimizer for them: "
+        '[[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
+    )
+
+
+def _explain(members: list[Member], group: GroupConfig) -> str:
     shown = f"the optimizer's group with pattern = {group.pattern!r}" + ("" if group.of == "any" else f" of {group.of}")
-    if any(group.chooses(name, parameter) for name, parameter in named):
+    if any(map(group.chooses, members)):
         return (
             f"{shown} gets no parameter, because earlier groups match all of them; "
             "expected at least one. Move it before them, or remove it."
         )
-    names = [name for name, _ in named]
+    names = [name for name, _, _ in members]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"{shown} matches no trainable parameter; expected at least one of "
