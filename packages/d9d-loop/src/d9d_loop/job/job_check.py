@@ -14,7 +14,7 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_metrics import compute_metrics
 from d9d_pipeline import Schedule
-from d9d_state import StateMapper
+from d9d_state import StateError, StateMapper
 
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
