@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist import MeshConfig, SplitBackward
+from d9d_dist import MeshConfig, SplitBackward, UserError
 from d9d_dist.testing import run_ranks
 from d9d_modules import chunked_cross_entropy as module_under_test
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import CrossEntropy
+from d9d_modules.vocabulary_scores import token_scores
 
 SIZE = 6
 LOSSES = [CrossEntropy(), CrossEntropy(z_loss=0.1), CrossEntropy(label_smoothing=0.2, z_loss=0.05)]
@@ -205,3 +206,31 @@ def test_the_vocabulary_is_sharded_over_ranks(loss: CrossEntropy, softcap: float
         torch.testing.assert_close(losses, expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(sum(grad for _, grad, _ in ranks), grad_hidden, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(torch.cat([part for *_, parts in ranks for part in parts]), grad_weight)
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, token_scores])
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([1, 2, 3, -1, 4], r"got labels from -1 to -1; expected labels within 0 \.\.\. 10 or -100"),
+        ([1, 2, 3, 11, 4], "got labels from 11 to 11"),
+        ([1, 2, 3, -99, 4], "got labels from -99 to -99"),
+        ([1, 2, 3], r"got labels of shape \(3,\) for hidden states of shape \(5, 8\); expected \(5,\)"),
+        ([[1], [2], [3], [4], [5]], r"got labels of shape \(5, 1\)"),
+        ([1], r"got labels of shape \(1,\)"),
+    ],
+)
+def test_labels_outside_of_the_vocabulary_and_missing_labels_raise(
+    function: Callable[..., object], labels: list[int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        function(torch.randn(5, 8), [torch.randn(6, 8), torch.randn(5, 8)], torch.tensor(labels))
+
+
+def test_labels_are_checked_without_a_host_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: the device checks the condition."""
+    asserted: list[Tensor] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda condition, message: asserted.append(condition))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    linear_cross_entropy(torch.randn(2, 8), [torch.randn(5, 8)], torch.tensor([1, 5]))
+    assert [bool(each) for each in asserted] == [False]

@@ -30,8 +30,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from d9d_dist.errors import UserError
 from d9d_dist.planned_device import each_block, is_on_host
 from d9d_dist.split_backward import WeightGradHandle, defer_weight_grad
+from d9d_dist.token_ids import check_token_ids
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
 
@@ -60,19 +62,34 @@ def linear_cross_entropy(
     """Compute the losses [T] of the logits `hidden @ concat(weights).T`, in nats; 0 for ignored labels.
 
     The weight rows [V_i, D] have the dtype of the hidden states [T, D]; the losses are float32, or float64 for float64
-    input. Labels [T] are int64: within the vocabulary (not checked here) or `IGNORED_LABEL`. `softcap` as in
-    `language_model_head`.
+    input. Labels [T] are int64: within the vocabulary or `IGNORED_LABEL`. `softcap` as in `language_model_head`.
 
     If `loss.mesh` is set, the weights are this rank's vocabulary shard and the labels are global token ids. The
     gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens
     (2,048 on accelerators), of one and three values per token; backward issues none.
+
+    Raises:
+        UserError: If the number of labels is not T, or a label on the CPU is out of range. On an accelerator a later
+            operation raises for a label out of range, without a host-device synchronization.
     """
+    check_labels(hidden_TD, weights_VD, labels_T, loss.mesh)
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]
     slots = tuple(slot for _, slot in taken)
     options = _Options(loss, softcap, with_gradient)
     losses_T: Tensor = _LinearCrossEntropy.apply(hidden_TD, labels_T, options, slots, *(weight for weight, _ in taken))
     return losses_T
+
+
+def check_labels(hidden_TD: Tensor, weights_VD: Sequence[Tensor], labels_T: Tensor, mesh: DeviceMesh | None) -> None:
+    """Raise a `UserError` if there is not one label [T] for each token, or a label is outside of the vocabulary."""
+    if labels_T.shape != hidden_TD.shape[:1]:
+        raise UserError(
+            f"got labels of shape {tuple(labels_T.shape)} for hidden states of shape {tuple(hidden_TD.shape)}; "
+            f"expected {tuple(hidden_TD.shape[:1])}, one label for each token. Flatten both in the same way."
+        )
+    num_rows = sum(map(len, weights_VD))
+    check_token_ids(labels_T, num_rows * (1 if mesh is None else mesh.size()), what="labels", ignored=IGNORED_LABEL)
 
 
 class _Options(NamedTuple):

@@ -196,16 +196,16 @@ def language_model_head(
             f"the model, and pad them with {IGNORED_LABEL}."
         )
     num_rows = sum(len(weight) for weight in weights_VD)
-    check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)
     hidden_TD, labels_T = hidden_BLD.flatten(0, -2), labels.flatten(0, hidden_BLD.dim() - 2)
     loss = PLAIN_CROSS_ENTROPY if token_loss is token_cross_entropy else token_loss
     if labels.dim() == hidden_BLD.dim():
         loss = _loss_of_candidates(loss, labels)
+    if isinstance(loss, CrossEntropy) and backend == "chunked":  # checks the labels
+        return linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap).view_as(labels)
+    check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)
     if not isinstance(loss, CrossEntropy):
         weight = weights_VD[0] if len(weights_VD) == 1 else torch.cat(weights_VD)
         losses_T = chunked_token_loss(hidden_TD, weight, labels_T, token_loss=loss, softcap=softcap)
-    elif backend == "chunked":
-        losses_T = linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap)
     else:
         reason = why_not_cut_cross_entropy(hidden_TD, len(weights_VD), loss)
         if reason is not None:

@@ -42,9 +42,10 @@ def token_scores(
 ) -> TokenScores:
     """Compute log-probabilities and entropies [T] of the logits `hidden @ concat(weights).T`, without gradients.
 
-    Arguments as in `linear_cross_entropy`. With a mesh, the weights are this rank's vocabulary shard, and the function
-    issues two all-reduces per 1,024 tokens (2,048 on accelerators), of one and three values per token.
+    Arguments and errors as in `linear_cross_entropy`. With a mesh, the weights are this rank's vocabulary shard, and
+    the function issues two all-reduces per 1,024 tokens (2,048 on accelerators), of one and three values per token.
     """
+    tiles.check_labels(hidden_TD, weights_VD, labels_T, mesh)
     vocabulary = tiles.VocabularyBlocks(weights_VD, CrossEntropy(mesh=mesh), softcap)
     size = tiles.tile_size(hidden_TD).tokens
     found = [

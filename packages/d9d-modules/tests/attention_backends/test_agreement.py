@@ -52,8 +52,7 @@ def _call(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
     if case.documents is not None:
         documents = _documents(case.documents, (2, key_length), generator).to(device)
     mask = torch.rand((2, length, key_length), generator=generator) < 0.5
-    own = torch.arange(length)
-    mask[:, own, own + key_length - length] = True  # each query needs a visible key, here itself
+    mask[0, length // 2] = False  # a query without a visible key
     return [*inputs, sinks], {
         "options": case.options,
         "documents_BS": documents,
@@ -105,6 +104,27 @@ CASES = st.builds(
 @given(case=CASES)
 def test_sdpa_agrees_with_eager(case: Case) -> None:
     _compare(SdpaBackend(), case, "cpu")
+
+
+@pytest.mark.parametrize("backend", [EagerBackend(), SdpaBackend()], ids=["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_left_padding_has_output_zero_and_no_gradient(
+    backend: AttentionBackend, dtype: torch.dtype, is_causal: bool
+) -> None:
+    """The other positions equal a row without padding, also in their gradients."""
+    padding = 3
+    (*inputs, _), rest = _call(Case(dtype=dtype, options=AttentionOptions(is_causal=is_causal)), "cpu")
+    is_token = torch.arange(inputs[0].shape[1]) >= padding
+    mask = (is_token.unsqueeze(-1) & is_token).unsqueeze(0)
+    masked: dict[str, Any] = {**rest, "mask_BLS": mask}
+    out = backend.attend(inputs[0], inputs[1], inputs[2], **masked)
+    whole = [out, *torch.autograd.grad(out.sum(), inputs)]
+    cut = [each[:, padding:].detach().requires_grad_() for each in inputs]
+    expected = backend.attend(cut[0], cut[1], cut[2], **rest)
+    for got, wanted in zip(whole, [expected, *torch.autograd.grad(expected.sum(), cut)], strict=True):
+        assert not got[:, :padding].any()
+        assert _error(got[:, padding:], wanted) < TOLERANCE[dtype]
 
 
 # Each case is traced again, without code generation. torch has no backward of FlexAttention on the CPU.

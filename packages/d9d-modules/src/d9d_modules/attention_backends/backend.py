@@ -58,7 +58,7 @@ class AttentionFeatures(TypedDict):
         sinks_H: Sink logit of each head [H], added to the softmax denominator ("gpt-oss", arXiv:2508.10925, section
             2.2); neither scaled nor soft-capped. None: no sinks.
         mask_BLS: Boolean mask of visible keys [B, L, S] or [1, L, S], in addition to causality, window and documents.
-            The output of a query without a visible key is undefined. None: no mask.
+            A query without a visible key, such as left padding, has output 0 and no gradient. None: no mask.
     """
 
     options: AttentionOptions

@@ -42,11 +42,13 @@ class EagerBackend:
             scores_BGNLS = options.softcap * torch.tanh(scores_BGNLS / options.softcap)
         seen = visible(q_BLHK, k_BSGK, options, documents_BS=documents_BS, mask_BLS=features.get("mask_BLS"))
         seen = seen if seen.dim() == 2 else seen.unsqueeze(2)
-        scores_BGNLS = scores_BGNLS.masked_fill(~seen, -torch.inf)
+        # Not -inf, whose softmax is NaN for a query without a visible key.
+        scores_BGNLS = scores_BGNLS.masked_fill(~seen, torch.finfo(dtype).min)
         if sinks_H is None:
             weights_BGNLS = scores_BGNLS.softmax(dim=-1)
         else:
             sinks_GN11 = sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1)
             sinks_BGNL1 = sinks_GN11.expand(*scores_BGNLS.shape[:-1], 1)
             weights_BGNLS = torch.cat((scores_BGNLS, sinks_BGNL1), dim=-1).softmax(dim=-1)[..., :-1]
+        weights_BGNLS = weights_BGNLS.masked_fill(~seen, 0.0)
         return (weights_BGNLS @ v_BG1SK).flatten(1, 2).transpose(1, 2).to(q_BLHK.dtype)

@@ -83,7 +83,12 @@ def _masked(
     mask_BLS: Tensor | None = None,
 ) -> Tensor:
     mask = visible(q_BLHK, k_BSGK, options, documents_BS=documents_BS, mask_BLS=mask_BLS)
-    return _sdpa(q_BLHK, k_BSGK, v_BSGK, attn_mask=mask, scale=options.scale)
+    if mask_BLS is None:  # then each query sees its own position
+        return _sdpa(q_BLHK, k_BSGK, v_BSGK, attn_mask=mask, scale=options.scale)
+    # Kernels differ for a query without a visible key: let it see all keys, and set its output to 0.
+    sees_none_B1L1 = ~mask.any(dim=-1, keepdim=True)
+    out_BLHK = _sdpa(q_BLHK, k_BSGK, v_BSGK, attn_mask=mask | sees_none_B1L1, scale=options.scale)
+    return out_BLHK.masked_fill(sees_none_B1L1.transpose(1, 2), 0.0)
 
 
 def _one_document(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: AttentionOptions) -> Tensor:
