@@ -1,5 +1,6 @@
 """LoRA of embeddings and of language-model heads."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_modules import LanguageModelHead, TokenEmbedding
-from d9d_peft import LoRA, inject, load_adapters, merge_, save_adapters
+from d9d_peft import FullTune, LoRA, Stack, inject, load_adapters, merge_, save_adapters
+from d9d_state import identity_of, rename_all
 
 IDS = torch.tensor([[3, 0, 5], [1, 5, 6]])
 
@@ -86,13 +88,13 @@ def test_a_bfloat16_model_keeps_its_dtype() -> None:
     assert gradient.dtype == torch.float32
 
 
-def test_merging_into_untied_weights_keeps_the_output_and_tied_weights_are_refused() -> None:
-    model = adapted()
+@pytest.mark.parametrize("tied", [False, True])
+def test_merging_keeps_the_output_and_unties(tied: bool) -> None:
+    model = adapted(tied=tied)
     before = model(IDS)
     merge_(model)
     torch.testing.assert_close(model(IDS), before, rtol=1e-12, atol=1e-12)
-    with pytest.raises(UserError, match=r"embedding\.weight is tied to a parameter of another module"):
-        merge_(adapted(tied=True))
+    assert model.head.weight is not model.embedding.get_parameter("weight")
 
 
 def test_embeddings_with_max_norm_are_skipped() -> None:
@@ -104,13 +106,13 @@ def test_embeddings_with_max_norm_are_skipped() -> None:
     ]
 
 
-def qwen() -> Any:
+def qwen(*, tied: bool = False) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=4, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=4, tie_word_embeddings=tied,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).double()
 
@@ -134,3 +136,104 @@ def test_files_are_exchanged_with_peft(tmp_path: Path) -> None:
     save_adapters(ours, tmp_path / "ours")
     back = peft.PeftModel.from_pretrained(qwen(), str(tmp_path / "ours"))
     torch.testing.assert_close(back(IDS).logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def _draw(model: Any) -> None:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_tuned_embedding_of_a_tied_model_is_exchanged_with_peft(mapped: bool, tmp_path: Path) -> None:
+    """peft unties the embedding, so the files hold the tensor under both names."""
+    import peft
+
+    ours = qwen(tied=True)
+    base = identity_of(ours) if mapped else None  # names the tied tensor once
+    inject(Stack(LoRA("q_proj", rank=4, alpha=6), FullTune("embed_tokens")), ours)
+    _draw(ours)
+    save_adapters(ours, tmp_path, base)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["model.embed_tokens", "lm_head"]
+    theirs = peft.PeftModel.from_pretrained(qwen(tied=True), str(tmp_path))
+    torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, rtol=1e-10, atol=1e-10)
+    again = qwen(tied=True)
+    inject(Stack(LoRA("q_proj", rank=4, alpha=6), FullTune("embed_tokens")), again)
+    load_adapters(again, tmp_path, base)
+    torch.testing.assert_close(again(IDS).logits, ours(IDS).logits, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (["embed_tokens"], r"in the model, but not in the folder: base_model\.model\.lm_head\.weight"),
+        (
+            ["embed_tokens", "lm_head"],
+            r"different values of .*embed_tokens\.weight and .*lm_head\.weight, which",
+        ),
+    ],
+)
+def test_a_tied_model_does_not_load_untied_embeddings(modules: list[str], message: str, tmp_path: Path) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], modules_to_save=modules)
+    theirs = peft.get_peft_model(qwen(tied=True), config)
+    _draw(theirs)
+    theirs.save_pretrained(str(tmp_path))
+    ours = qwen(tied=True)
+    inject(Stack(LoRA("q_proj", rank=4, alpha=6), FullTune("embed_tokens")), ours)
+    with pytest.raises(UserError, match=message):
+        load_adapters(ours, tmp_path)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_adapter_of_a_tied_head_is_exchanged_with_peft_and_merged(mapped: bool, tmp_path: Path) -> None:
+    import peft
+
+    ours: Any = qwen(tied=True)
+    base = identity_of(ours) if mapped else None
+    inject(LoRA("lm_head|q_proj", rank=4, alpha=6), ours)
+    _draw(ours)
+    save_adapters(ours, tmp_path / "ours", base)
+    theirs = peft.PeftModel.from_pretrained(qwen(tied=True), str(tmp_path / "ours"))
+    expected = ours(IDS).logits
+    torch.testing.assert_close(theirs(IDS).logits, expected, rtol=1e-10, atol=1e-10)
+    again = qwen(tied=True)
+    inject(LoRA("lm_head|q_proj", rank=4, alpha=6), again)
+    load_adapters(again, tmp_path / "ours", base)
+    merge_(again)
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=1e-10, atol=1e-10)
+    assert not again.config.tie_word_embeddings
+
+
+def test_the_name_of_a_tied_tensor_in_another_checkpoint_must_be_known(tmp_path: Path) -> None:
+    model = Ends(tied=True)
+    base = rename_all({"wte": "embedding.weight", "mix.weight": "mix.weight", "mix.bias": "mix.bias"})
+    inject(LoRA("head"), model)
+    with pytest.raises(UserError, match=r"head\.weight is tied to embedding\.weight, which is wte in the base"):
+        save_adapters(model, tmp_path, base)
+
+
+def test_a_layer_with_two_names_is_not_stored(tmp_path: Path) -> None:
+    """peft adapts such a layer under its first name only, which is another model."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4)})
+    model["b"] = model["a"]
+    inject(LoRA("a"), model)
+    with pytest.raises(UserError, match=r"got adapters of layers with several names: a and b; expected one name"):
+        save_adapters(model, tmp_path)
+
+
+def test_the_advised_alpha_is_accepted(tmp_path: Path) -> None:
+    first = qwen()
+    inject(LoRA("q_proj", rank=3, alpha=7.123456789, rank_stabilized=True), first)
+    save_adapters(first, tmp_path)
+    model = qwen()
+    inject(LoRA("q_proj", rank=3, alpha=1.0), model)
+    with pytest.raises(UserError, match=r"Inject it with rank_stabilized = True and rank = 3 and alpha = ") as raised:
+        load_adapters(model, tmp_path)
+    advised = float(str(raised.value).rpartition("alpha = ")[2].rstrip("."))
+    again = qwen()
+    inject(LoRA("q_proj", rank=3, alpha=advised, rank_stabilized=True), again)
+    load_adapters(again, tmp_path)

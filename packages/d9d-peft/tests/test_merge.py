@@ -92,14 +92,30 @@ def test_refuses_a_model_without_adapters() -> None:
         merge_(nn.Linear(2, 2))
 
 
-def test_refuses_a_tied_weight_without_changes() -> None:
+def test_unties_a_tied_weight() -> None:
     model = adapted()
-    model.append(nn.Linear(12, 4, bias=False))
-    model[3].weight = model.get_parameter("2.weight")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(UserError, match=r"2\.weight is tied to a parameter of another module.*\. Untie them"):
-        merge_(model)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    expected, other = model(X), nn.Linear(12, 4, bias=False)
+    other.weight = model.get_parameter("2.weight")
+    model.add_module("other", other)
+    before = other.weight.clone()
+    merge_(model)
+    torch.testing.assert_close(model[:3](X), expected)
+    torch.testing.assert_close(other.weight, before, rtol=0, atol=0)
+
+
+def _merge_sharded() -> None:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = adapted()
+        model.add_module("other", nn.Linear(12, 4, bias=False))
+        model.get_submodule("other").weight = model.get_parameter("2.weight")
+        dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
+        with pytest.raises(UserError, match=r"2\.weight is tied .* and sharded; expected a model that is not parallel"):
+            merge_(model, ctx)
+
+
+def test_refuses_a_tied_weight_that_is_sharded() -> None:
+    run_ranks(_merge_sharded, world_size=2)
 
 
 def traced(method: str, mesh: dict[str, int]) -> dict[str, Any]:

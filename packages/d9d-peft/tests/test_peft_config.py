@@ -41,7 +41,7 @@ EDITS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "lora_alpha": ([6.0], [12, 0, "6", None]),
     "lora_dropout": ([0.5], []),
-    "fan_in_fan_out": ([], [True]),
+    "fan_in_fan_out": ([True], []),
     "bias": ([], ["all", "lora_only"]),
     "use_rslora": ([], [True, "yes"]),
     "modules_to_save": (

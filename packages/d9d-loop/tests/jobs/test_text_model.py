@@ -136,6 +136,19 @@ def test_a_new_head_is_trained_and_stored_with_every_kind_of_adapter_on_two_rank
     torch.testing.assert_close(heads[0], heads[1], rtol=1e-4, atol=1e-5)
 
 
+def test_adapters_of_a_tied_head_are_saved_and_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("d9d_peft")
+    model = _qwen3(tmp_path / "model", tie_word_embeddings=True)
+    file = write_lines(tmp_path / "t.jsonl", [{"text": "some text of many bytes" * 40}])
+    run = train(
+        job_config("pretrain", {"folder": model}, file, tmp_path, adapter={"rank": 2, "target": "lm_head|q_proj"})
+    )
+    assert "The weight of lm_head is tied, so the adapters are saved, but not merged" in capsys.readouterr().out
+    tensors = load_file(run / "adapters" / "adapter_model.safetensors")
+    assert tensors["base_model.model.lm_head.lora_B.weight"].shape == (259, 2)
+    assert not (run / "export").exists()
+
+
 def test_a_target_without_layers_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("d9d_peft")
     model, file = _qwen3(tmp_path / "model"), labeled(tmp_path / "l.jsonl", [0, 1])

@@ -12,10 +12,26 @@ from d9d_peft._targets import shorten
 from d9d_state import StateMapper
 
 
-def checkpoint_name(name: str, base_mapper: StateMapper | None) -> str:
-    """Return the name of a tensor in the base checkpoint. Raises `UserError` if the mapper also changes the tensor."""
+def checkpoint_name(name: str, base_mapper: StateMapper | None, *, first: str | None = None) -> str:
+    """Return the name of a tensor in the base checkpoint.
+
+    `first` is the name of a tied tensor in the mapper; the base checkpoint stores it only once. Its other names are
+    those of the model, if this is so for the first one.
+
+    Raises:
+        UserError: If the mapper also changes the tensor, or the name of a tied tensor is unknown.
+    """
     if base_mapper is None:
         return name
+    if first is not None and name not in base_mapper.outputs:
+        stored = checkpoint_name(first, base_mapper)
+        if stored == first:
+            return name
+        raise UserError(
+            f"{name} is tied to {first}, which is {stored} in the base checkpoint; expected a name of {name} in the "
+            "checkpoint, because peft unties them. Pass the base_mapper of an untied checkpoint, such as the one for "
+            "replace(params, tie_word_embeddings=False)."
+        )
     part = base_mapper.restrict(outputs=[name])
     if len(part.inputs) != 1 or part.nodes:
         raise UserError(_unsupported_mapping(name, part))

@@ -1,10 +1,11 @@
 """Load adapter files of `save_adapters` or Hugging Face `peft` into a model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, agree, copy_from_full_
 from d9d_peft._targets import shorten
@@ -86,6 +87,7 @@ def _check(
                 stored_low_rank = parameter.stored_low_rank(ranks[parameter.name])
                 refuse_other_scale(config, parameter.name, stored_low_rank, origin=origin)
                 parameter.check_values(file.get_tensor, ranks[parameter.name])
+            _refuse_untied(stored, file.get_tensor, folder)
     except SafetensorError as error:
         raise UserError(
             f"{folder / TENSORS_NAME} is not a valid safetensors file: {error}. Save or download it again."
@@ -95,6 +97,19 @@ def _check(
             refuse_other_scale(config, name, layer.adapter.low_rank, origin=origin)
             refuse_untargeted_layer(config, name, origin=origin)
     refuse_other_modules(config, all_names.trained, base, origin=origin)
+
+
+def _refuse_untied(stored: StoredAdapters, read: Callable[[str], Tensor], folder: Path) -> None:
+    """Raise `UserError` if the files have different values for a parameter that the model ties."""
+    keys: dict[int, str] = {}
+    for tensors in stored.modules.values():
+        for key, tensor in tensors.items():
+            first = keys.setdefault(id(tensor), key)
+            if first != key and not torch.equal(read(first), read(key)):
+                raise UserError(
+                    f"the adapters in {folder} have different values of {first} and {key}, which the model ties; "
+                    "expected equal values. Load them into an untied model (tie_word_embeddings = false)."
+                )
 
 
 def _refuse_mismatch(

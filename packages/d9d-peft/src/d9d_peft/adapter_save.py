@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
+from safetensors import TensorSpec, serialize
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, agree, full_tensor, gather_json, gather_variadic
@@ -57,7 +59,7 @@ def save_adapters(
         "layers": {name: asdict(layer.adapter.low_rank) for layer in stored.layers for name in layer.names},
         "parameters": {parameter.name: asdict(parameter.low_rank) for parameter in stored.parameters},
     }
-    parts = _collect(save(tensors), {**low_ranks, "modules": list(stored.modules)}, ctx) if keeps else []
+    parts = _collect(_serialize(tensors), {**low_ranks, "modules": list(stored.modules)}, ctx) if keeps else []
     problem = None
     if ctx is None or ctx.is_main_process:
         try:
@@ -92,6 +94,20 @@ def _collect(
     return [(_to_bytes(data), each) for data, each in zip(gathered or [], descriptions, strict=bool(gathered))]
 
 
+def _serialize(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """Return the bytes of a safetensors file. `safetensors.torch.save` needs NumPy, and refuses tied tensors."""
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tensor.shape,
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.numel() * tensor.element_size(),
+        )
+        for name, tensor in tensors.items()
+    }
+    return bytes(serialize(specs, metadata=metadata))
+
+
 def _to_bytes(data: Tensor) -> bytes:
     received = bytearray(data.numel())
     torch.frombuffer(received, dtype=torch.uint8).copy_(data)
@@ -107,7 +123,7 @@ def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: 
     modules = list(dict.fromkeys(name for _, part in parts for name in part["modules"]))
     config = adapter_config(layers, parameters, modules, is_dora=is_dora)
     contents = {
-        TENSORS_NAME: save(tensors, metadata={"format": "pt"}),
+        TENSORS_NAME: _serialize(tensors, {"format": "pt"}),
         CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,7 @@ _IRRELEVANT: Mapping[str, str] = {
     "revision": "the base weights are loaded separately",
     "peft_version": "is the version that wrote the file",
     "inference_mode": "freezes parameters; `inject` selects the trained parameters",
+    "fan_in_fan_out": "is corrected by peft for the type of each layer",
     "lora_dropout": "affects only training, where the dropout of the injected method is used",
     "loftq_config": "configures an initialization; `init_lora_weights` is checked",
     "eva_config": "configures an initialization; `init_lora_weights` is checked",
@@ -53,7 +54,6 @@ _IRRELEVANT: Mapping[str, str] = {
 
 _ONLY: Mapping[str, object] = {
     "bias": "none",
-    "fan_in_fan_out": False,
     "lora_bias": False,
     "megatron_config": None,
     "trainable_token_indices": None,
@@ -162,7 +162,7 @@ def refuse_other_scale(config: Mapping[str, Any], name: str, low_rank: LowRank, 
         raise UserError(
             f"{origin} has rank {stored.rank} and scale {stored.scaling:g} for {name} (r, lora_alpha, rank_pattern, "
             f"alpha_pattern, use_rslora); the model's layer has rank {low_rank.rank} and scale "
-            f"{low_rank.scaling:g}. Inject it with {wanted}rank = {stored.rank} and alpha = {stored.alpha:g}."
+            f"{low_rank.scaling:g}. Inject it with {wanted}rank = {stored.rank} and alpha = {stored.alpha!r}."
         )
 
 

@@ -38,7 +38,8 @@ class StoredAdapters:
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of the adapters: "LoRA", "DoRA"."""
-        of_layers = {"DoRA" if isinstance(layer.adapter, DoraAdapter) else "LoRA" for layer in self.layers}
+        kinds = {DoraAdapter: "DoRA", LoraAdapter: "LoRA"}
+        of_layers = {kinds[type(layer.adapter)] for layer in self.layers}
         return frozenset(of_layers | ({"LoRA"} if self.parameters else set()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,12 +130,16 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: 
             f"got the adapters {shorten(others)}; expected adapters of LoRA or DoRA, because files of peft have "
             "no others. Save the merged model instead."
         )
-    modules = _tuned_modules(model, adapter_parameters(model), base_mapper)
-    return StoredAdapters(*_stored_layers(supported, base_mapper), modules)
+    _refuse_second_names(model, {name: layer for name, (layer, _) in layers.items()})
+    first = _first_names(model)
+    modules = _tuned_modules(model, first, base_mapper)
+    return StoredAdapters(*_stored_layers(supported, first, base_mapper), modules)
 
 
 def _stored_layers(
-    layers: Mapping[str, tuple[nn.Module, LoraAdapter | DoraAdapter]], base_mapper: StateMapper | None
+    layers: Mapping[str, tuple[nn.Module, LoraAdapter | DoraAdapter]],
+    first: Mapping[str, str],
+    base_mapper: StateMapper | None,
 ) -> tuple[tuple[StoredLayer, ...], tuple[StoredParameter, ...]]:
     """Divide the layers into those stored one by one and those stored in a parameter [experts, out, in]."""
     weights = {f"{name}{_WEIGHT}".lstrip("."): adapted for name, adapted in layers.items()}
@@ -143,7 +148,10 @@ def _stored_layers(
     stored: list[StoredLayer] = []
     joint: dict[str, tuple[LoraAdapter, ...]] = {}
     for name, (layer, found) in weights.items():
-        names = group_names(name, grouped, base_mapper) if name in grouped else (checkpoint_name(name, base_mapper),)
+        if name in grouped:
+            names = group_names(name, grouped, base_mapper)
+        else:
+            names = (checkpoint_name(name, base_mapper, first=first.get(name)),)
         if isinstance(names, JointParameter):
             parts = [weights[weight][1] for weight in names.weights]
             joint[names.name] = tuple(part for part in parts if isinstance(part, LoraAdapter))
@@ -164,21 +172,43 @@ def _stored_layers(
     return tuple(stored), nested({name: joint[name] for name in order if name in joint})
 
 
-def _tuned_modules(model: nn.Module, owned: set[int], base_mapper: StateMapper | None) -> dict[str, dict[str, Tensor]]:
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of the same tensor for each name; they differ for the other names of a tied tensor."""
+    names: dict[int, str] = {}
+    tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _tuned_modules(
+    model: nn.Module, first: Mapping[str, str], base_mapper: StateMapper | None
+) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of modules that own a fully fine-tuned parameter, by module name and name in the file.
 
-    All tensors of such a module are included, as in peft's `modules_to_save`.
+    All tensors of such a module are included, as in peft's `modules_to_save`. A tied parameter is in several modules:
+    peft unties it, so each of these modules is stored.
     """
-    names: dict[int, str] = {}
+    by_module: dict[str, dict[str, Tensor]] = {}
+    owned = adapter_parameters(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), canonical_name(name))
+        by_module.setdefault(canonical_name(name).rpartition(".")[0], {})[canonical_name(name)] = tensor
     modules: dict[str, dict[str, Tensor]] = {}
-    for module in model.modules():
-        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if id(tensor) in names]
-        if not any(tensor.requires_grad and id(tensor) not in owned for tensor in own if tensor is not None):
+    for tensors in by_module.values():
+        if not any(tensor.requires_grad and id(tensor) not in owned for tensor in tensors.values()):
             continue
-        for tensor in own:
-            assert tensor is not None
-            name = checkpoint_name(names[id(tensor)], base_mapper)
-            modules.setdefault(name.rpartition(".")[0], {})[f"{PREFIX}{name}"] = tensor
+        for name, tensor in tensors.items():
+            stored = checkpoint_name(name, base_mapper, first=first[name])
+            modules.setdefault(stored.rpartition(".")[0], {})[f"{PREFIX}{stored}"] = tensor
     return modules
+
+
+def _refuse_second_names(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise `UserError` if a layer with an adapter is registered under two names: peft adapts only the first."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(canonical_name(name))
+    shared = [" and ".join(found) for layer in layers.values() if len(found := names[id(layer)]) > 1]
+    if shared:
+        raise UserError(
+            f"got adapters of layers with several names: {shorten(shared)}; expected one name for each layer, because "
+            "peft adapts a layer under its first name only. Save the merged model instead."
+        )

@@ -1,6 +1,7 @@
 """Provider of a model with adapters, whose base weights are frozen."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, assert_never, final
@@ -36,7 +37,7 @@ class AdaptedModel(ModelProvider):
             ) from None
         self._peft: Any = d9d_peft
         self._base, self._adapter = base, adapter
-        self._target, self._tuned, self._summary = "", frozenset[str](), ""
+        self._target, self._tuned, self._tied, self._summary = "", frozenset[str](), list[str](), ""
 
     @property
     def initial_weights(self) -> Path | None:
@@ -93,11 +94,12 @@ class AdaptedModel(ModelProvider):
     def export(self, done: Finished, source: Path | None) -> None:
         """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective.
 
-        Adapters of a quantized base are not merged, because merging would round their update.
+        Adapters of a quantized base are not merged, because merging would round their update. Neither are those of tied
+        weights, because merging would untie the model.
         """
         folder, model, ctx = done.result.run_dir, done.model, done.ctx
         self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx)
-        if self._adapter.base != "dense":
+        if self._adapter.base != "dense" or self._tied:
             return
         self._peft.merge_(model, ctx)
         mapper = export_mapper(self, model, base_only=True)
@@ -120,7 +122,13 @@ class AdaptedModel(ModelProvider):
                 f"adapter.target = {ALL_LINEAR} matches no layer of {type(model).__name__}; expected linear layers. "
                 "Set adapter.target to a regular expression, or remove [adapter]."
             )
+        uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+        adapted = ((name, model.get_submodule(name).parameters(recurse=False)) for name in names)
+        self._tied = [name for name, own in adapted if any(uses[id(each)] > 1 for each in own)]
         self._summary = _summary(model, names, self._tuned)
+        if self._tied:
+            tied = ", ".join(self._tied)
+            self._summary += f" The weight of {tied} is tied, so the adapters are saved, but not merged into export/."
 
     def _method(self) -> Any:
         chosen, peft = self._adapter, self._peft
