@@ -34,15 +34,20 @@ def isolated_random(*parts: str | int, device: bool = False) -> Generator[None]:
         parts: Key of the random stream; equal parts give equal draws, on every rank and in every run.
         device: If True, also seed and restore the accelerator's generator.
     """
-    key = stream_key(*parts)
     with _restored_random(device=device):
-        random.seed(key)
-        torch.default_generator.manual_seed(key)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(key % 2**32)
-        if device and torch.accelerator.is_available():
-            torch.get_device_module().manual_seed(key)
+        seed_generators(*parts, device=device)
         yield
+
+
+def seed_generators(*parts: str | int, device: bool = False) -> None:
+    """Seed the generators as `isolated_random` does, without restoring their states."""
+    key = stream_key(*parts)
+    random.seed(key)
+    torch.default_generator.manual_seed(key)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(key % 2**32)
+    if device and torch.accelerator.is_available():
+        torch.get_device_module().manual_seed(key)
 
 
 @contextmanager

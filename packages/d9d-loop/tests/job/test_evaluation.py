@@ -1,3 +1,4 @@
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,9 +112,9 @@ def test_an_evaluation_restores_modes_and_random_state(ctx: DistributedContext) 
     model = _Net().train()
     model.norm.eval()  # set to eval by a user
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random = torch.get_rng_state()
+    state = torch.get_rng_state()
     _evaluator(model, ctx)()
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
     assert (model.training, model.dropout.training, model.norm.training) == (True, True, False)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
     assert torch.is_grad_enabled()
@@ -124,14 +125,14 @@ def test_a_failed_evaluation_restores_the_state(ctx: DistributedContext) -> None
         def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
             raise RuntimeError("no loss")
 
-    model, random = _Net(), torch.get_rng_state()
+    model, state = _Net(), torch.get_rng_state()
     evaluate = Evaluator(
         model, _samples(), task=Broken(), collate=default_collate, num_samples=None, batch_size=2, ctx=ctx
     )
     with pytest.raises(RuntimeError, match="no loss"):
         evaluate()
     assert model.training
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def _on_ranks(batch_size: int) -> dict[str, float]:
@@ -146,6 +147,31 @@ def test_samples_are_divided_over_ranks(world_size: int, batch_size: int) -> Non
     """Three batches: with two ranks one rank has an uncounted repeated sample, with four one rank has only that."""
     expected = pytest.approx(_expected(), rel=1e-9)
     assert run_ranks(_on_ranks, batch_size, world_size=world_size) == [expected] * world_size
+
+
+class _Noisy(_Weighted):
+    """Task whose inputs and loss have noise, such as that of a diffusion model."""
+
+    def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"x": batch["x"] + torch.randn_like(batch["x"])}
+
+    def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
+        return super().loss(outputs + random.gauss() + torch.randn(1, dtype=outputs.dtype), batch)
+
+
+def _noisy_losses() -> list[float]:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        options: dict[str, Any] = {"task": _Noisy(), "collate": default_collate, "num_samples": None, "ctx": ctx}
+        evaluator = Evaluator(_Net(), _samples(), batch_size=2, **options)
+        torch.rand(1 + ctx.rank)  # the states of the ranks differ
+        return [evaluator()["loss"] for _ in range(2)]
+
+
+def test_noise_of_an_evaluation_depends_neither_on_ranks_nor_on_earlier_draws() -> None:
+    alone, again = _noisy_losses()
+    assert alone == again
+    for losses in run_ranks(_noisy_losses, world_size=2):
+        assert losses == pytest.approx([alone] * 2, rel=1e-12)
 
 
 def _part(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -1,10 +1,12 @@
 import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -418,3 +420,36 @@ def test_a_mount_that_is_read_only_may_be_repaired(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("os.statvfs", lambda path: mounted)
     with pytest.raises(StateError, match="is on a file system that is mounted read-only"):
         check_writable(tmp_path / "run")
+
+
+class _OwnGenerator:
+    """Samples with draws of a generator, by its name."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.numpy, self.torch = kind, np.random.default_rng(0), torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        match self.kind:
+            case "numpy":
+                return torch.from_numpy(self.numpy.random(3))
+            case "torch":
+                return torch.rand(3, generator=self.torch)
+            case "unseeded":
+                return torch.from_numpy(np.random.default_rng().random(3))
+        return torch.rand(3) + random.random() + torch.from_numpy(np.random.rand(3))  # noqa: S311
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + self.torch.initial_seed() + torch.rand(1, generator=self.torch)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "unseeded", "collate"])
+def test_draws_of_a_generator_that_no_position_seeds_are_refused(kind: str, tmp_path: Path) -> None:
+    data = _OwnGenerator(kind)
+    provider = DatasetProvider(data, collate=data.collate) if kind == "collate" else DatasetProvider(data)
+    with pytest.raises(UserError, match=r"the first samples twice gave different values, .*Draw from random,"):
+        plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=provider)
+    whole = DatasetProvider(_OwnGenerator("global"))
+    plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=whole)

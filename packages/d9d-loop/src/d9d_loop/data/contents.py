@@ -68,6 +68,29 @@ def agree_on_data(streams: Mapping[str, SampleStream | None]) -> None:
         ) from None
 
 
+def check_repeatable(read: Callable[[], Any]) -> None:
+    """Raise `UserError` if `read`, which reads and collates samples, gives other values the second time.
+
+    The global generators have equal states both times. If `read` raises, nothing is checked.
+    """
+    try:
+        digests = {_digest_of_seeded(read) for _ in range(2)}
+    except Exception:
+        return
+    if len(digests) > 1:
+        raise UserError(
+            "reading and collating the first samples twice gave different values, although the generators of Python, "
+            "NumPy and torch had equal states; expected equal values, because others differ between ranks and after a "
+            "resume. Draw from random, numpy.random or torch, which are seeded by the position of the sample, and not "
+            "from a generator of the dataset or the collator, such as numpy.random.default_rng() or a seed= of it."
+        )
+
+
+def _digest_of_seeded(read: Callable[[], Any]) -> str:
+    with position_random(0, position=0):
+        return digest_of(read())
+
+
 def sampled_digest(samples: Samples) -> str:
     """Return the digest of at most 16 samples of a dataset: the first, the last and pseudorandom ones."""
     last = len(samples) - 1

@@ -1,7 +1,6 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,10 +12,11 @@ from d9d_loop.data.evaluation_pass import SubsetStream, plan_pass
 from d9d_loop.data.sample_reader import SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.isolation import evaluation_mode
+from d9d_loop.isolation import evaluation_mode, seed_generators
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import Task
 from d9d_metrics import WeightedMean, compute_metrics
+from d9d_pipeline import Inputs
 
 
 class Evaluator:
@@ -28,7 +28,7 @@ class Evaluator:
         num_samples: Number of samples to use: pseudorandom ones of a dataset, or the first ones of a stream. `None`
             uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
-        seed: Seed of the random numbers that the dataset and `collate` draw.
+        seed: Seed of the random numbers that the dataset, `collate`, the task and the model draw.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Evaluator:
         """Return the loss and the task's metrics, equal on every rank. Collective over all ranks.
 
         The model runs in evaluation mode without gradients. Module modes and random states are restored
-        afterwards. `loss` is the weighted mean over all samples.
+        afterwards. `loss` is the weighted mean over all samples. Random numbers that the task or the model draws for a
+        batch are a function of the seed and of the position of its first sample, so each evaluation draws the same.
         """
         metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
         mean_loss = WeightedMean().to(self._ctx.device)
@@ -70,14 +71,19 @@ class Evaluator:
             self._reader, iter(self._jobs), seed=self._seed, place=self._place, device=self._ctx.device
         )
 
+        positions = (job.position for job in self._jobs)
+
+        def inputs(batch: Any) -> Inputs:
+            seed_generators(self._seed, "evaluation input", next(positions), device=True)
+            return self._pipeline.inputs_of(self._task, batch)
+
         def take(outputs: Any, index: int, batch: Any) -> None:
             if index < self._num_real:
+                seed_generators(self._seed, "evaluation loss", self._jobs[index].position, device=True)
                 loss = self._task.loss(outputs, batch)
                 mean_loss.update(loss.total, loss.weight)
                 self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
 
         with evaluation_mode(self._pipeline.model), closing(batches):
-            self._pipeline.forward(
-                batches, len(self._jobs), inputs=partial(self._pipeline.inputs_of, self._task), on_output=take
-            )
+            self._pipeline.forward(batches, len(self._jobs), inputs=inputs, on_output=take)
         return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))

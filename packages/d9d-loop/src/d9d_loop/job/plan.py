@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from d9d_dist import Launch, parameter_roles, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
+from d9d_loop.data.contents import check_repeatable
 from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
@@ -45,6 +46,9 @@ from d9d_loop.task import Task
 from d9d_metrics import check_trackers
 from d9d_pipeline import Schedule
 from d9d_state import StateMapper
+
+_NUM_REPEATED = 4
+"""Number of samples that are read twice, to check that they are a function of their position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +165,8 @@ def plan_job(
     whole = layout.built.module
     check_trainable(whole)
     check_trained_dtypes(whole)
+    if data.draws:
+        check_repeatable(lambda: data.collate([stream.read(entry) for entry in first_entries()[:_NUM_REPEATED]]))
     if optimizer is None:
         config.optimizer.check(whole)
     needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None)
