@@ -53,19 +53,21 @@ def contents_of(samples: Any) -> JsonValue:
     return sampled_digest(samples)
 
 
-def agree_on_data(streams: Mapping[str, SampleStream | None]) -> None:
-    """Raise `UserError` on all ranks if the identity of a stream differs between them. Collective over all ranks.
-
-    `streams` has the names of the streams for the message.
-    """
-    same = {name: json.dumps(stream and stream.identity(), sort_keys=True) for name, stream in streams.items()}
+def agree_on_data(data: Mapping[str, Samples | SampleStream | None]) -> None:
+    """Raise `UserError` on all ranks if data, by their names in the message, differ. Collective over all ranks."""
     try:
-        agree(same=same)
+        agree(same={name: json.dumps(_identity_of(each), sort_keys=True) for name, each in data.items()})
     except UserError as error:
         raise UserError(
             f"{error} Each rank must pass the whole data, not a part such as data[rank::world_size], because the job "
             "divides them; data that are made with random numbers need a fixed seed."
         ) from None
+
+
+def _identity_of(data: Samples | SampleStream | None) -> JsonValue:
+    if data is None or isinstance(data, SampleStream):
+        return data and data.identity()
+    return [len(data), contents_of(data)]
 
 
 def check_repeatable(read: Callable[[], Any]) -> None:

@@ -110,7 +110,7 @@ class Inference:
             self.events.watch(watchdog.phase)
             resolved = self._config.model_dump(mode="json")
             agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
-            agree_on_data({"the data": SubsetStream(self._data)})
+            agree_on_data({"the data": self._data})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx, wait_seconds=hangs.timeouts.lock_seconds):
                 self._complete(plan, ctx, watchdog)

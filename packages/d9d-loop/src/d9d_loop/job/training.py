@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data import SampleStream, SubsetStream
 from d9d_loop.data.contents import agree_on_data
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
@@ -50,10 +49,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
     config, job = plan.config, None
     try:
         agree(same={"the configuration": json.dumps(plan.resolved, sort_keys=True)})
-        evaluation = plan.evaluation_data
-        if evaluation is not None and not isinstance(evaluation, SampleStream):
-            evaluation = SubsetStream(evaluation, config.evaluation.num_samples)
-        agree_on_data({"the training data": plan.stream, "the evaluation data": evaluation})
+        agree_on_data({"the training data": plan.stream, "the evaluation data": plan.evaluation_data})
         health = check_health(config.resilience.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
