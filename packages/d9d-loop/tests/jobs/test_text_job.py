@@ -18,7 +18,7 @@ from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.data import tokenize_text
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
-from d9d_loop.jobs.text_data import PackedTexts, chat_rows, labeled_rows, text_windows
+from d9d_loop.jobs.text_data import packed_texts, chat_rows, labeled_rows, text_windows
 from d9d_loop.jobs.text_groups import text_groups
 from d9d_metrics import read_metrics
 
@@ -609,7 +609,7 @@ def test_a_token_file_is_of_the_models_tokenizer_and_is_not_split(folder: Path, 
     def opened(files: str, **more: Any) -> Any:
         data = {"files": [tmp_path / files], "length": 16, **more.pop("dataset", {})}
         config = _config(folder, tmp_path / "runs", "pretrain", dataset=data, **more)
-        return text_windows(config), PackedTexts(config)
+        return text_windows(config), packed_texts(config)
 
     windows, _ = opened("tokens", dataset={"evaluation_files": [folder / FILES["pretrain"]]})
     assert len(windows.evaluation()) > 0

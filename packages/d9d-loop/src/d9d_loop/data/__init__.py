@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from d9d_loop.data.shuffled_stream import ShuffledStream as ShuffledStream
     from d9d_loop.data.stream_loader import Share as Share
     from d9d_loop.data.stream_loader import StreamLoader as StreamLoader
+    from d9d_loop.data.text_tokenizer import TextTokenizer as TextTokenizer
+    from d9d_loop.data.text_tokenizer import read_text_tokenizer as read_text_tokenizer
     from d9d_loop.data.text_tokens import TextFiles as TextFiles
     from d9d_loop.data.text_tokens import is_held_out as is_held_out
     from d9d_loop.data.text_tokens import tokenize_text as tokenize_text

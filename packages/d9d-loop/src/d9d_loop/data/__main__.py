@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import get_args
 
@@ -16,10 +17,12 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
 from d9d_loop.data.chat_stream import tokenize_chats
+from d9d_loop.data.chat_template import TRAINING_DATE
 from d9d_loop.data.chat_tokenizer import mark_spans, read_chat_tokenizer
 from d9d_loop.data.conversation import TooLong, read_conversation
 from d9d_loop.data.sample_files import open_samples
-from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
+from d9d_loop.data.text_tokenizer import END_TOKEN
+from d9d_loop.data.text_tokens import TextFiles, is_held_out, tokenize_text, train_tokenizer
 from d9d_loop.data.token_file import TokenFile
 
 
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--field", default="text", help="field of a sample that contains the text; default: %(default)s"
     )
     end = parser.add_mutually_exclusive_group()
-    end.add_argument("--end-token", default=END_TOKEN, help="token appended to each document; default: %(default)s")
+    end.add_argument("--end-token", help="token that ends each document, such as <|endoftext|>; default: none")
     end.add_argument("--no-end-token", action="store_const", dest="end_token", const=None, help="append no token")
     parser.add_argument(
         "--held-out",
@@ -49,7 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     chat = parser.add_argument_group("conversations")
     chat.add_argument("--chat", action="store_true", help="read conversations and write loss masks")
-    chat.add_argument("--max-length", type=int, help="maximum length of a conversation, in positions")
+    chat.add_argument("--max-length", type=int, help="maximum length of a conversation, in tokens")
+    chat.add_argument(
+        "--date",
+        type=date.fromisoformat,
+        default=TRAINING_DATE,
+        help="date that a chat template prints as the current one; default: %(default)s",
+    )
     chat.add_argument(
         "--too-long",
         choices=get_args(TooLong),
@@ -60,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.output is None and not (options.chat and options.show):
         parser.error("the following arguments are required: --output")
+    if options.max_length is not None and options.max_length < 2:
+        raise UserError(f"--max-length {options.max_length}; expected at least 2 tokens.")
     if options.chat:
         _tokenize_chats(options)
         return
@@ -78,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tokenize_chats(options: argparse.Namespace) -> None:
-    tokenizer = read_chat_tokenizer(options.tokenizer)
+    tokenizer = read_chat_tokenizer(options.tokenizer, today=options.date)
     samples = open_samples(options.paths, key="paths")
     for number in range(min(options.show, len(samples))):
         print(f"--- conversation {number}")
@@ -86,10 +97,10 @@ def _tokenize_chats(options: argparse.Namespace) -> None:
         print(mark_spans(chat.text, chat.spans, in_color=sys.stdout.isatty()))
     if options.output is None:
         return
-    file = tokenize_chats(
-        samples, options.output, tokenizer=tokenizer, max_length=options.max_length, too_long=options.too_long
-    )
-    _report(options.output, file, dropped=file.manifest.about["dropped"])
+    longest = None if options.max_length is None else options.max_length - 1
+    file = tokenize_chats(samples, options.output, tokenizer=tokenizer, max_length=longest, too_long=options.too_long)
+    about = file.manifest.about
+    _report(options.output, file, dropped=about["dropped"], cut=about["cut"])
 
 
 def _report(folder: Path, file: TokenFile, **counts: JsonValue) -> None:

@@ -173,14 +173,16 @@ def tokenize_chats(
     conversations, and their later parts lack the earlier messages.
 
     Samples are in a form that `read_conversation` accepts. `max_length` is the maximum length of a conversation in
-    positions, None for no limit; for `too_long`, see `ChatStream`.
+    positions, None for no limit; for `too_long`, see `ChatStream`. The manifest counts conversations: all (`read`),
+    those without a label within `max_length` (`dropped`), and those that lose their end to it (`cut`).
 
     Raises:
         UserError: If a conversation is invalid or too long; the message has its index. Also if the folder exists,
             or no conversation is left.
     """
-    about: dict[str, JsonValue] = {"tokenizer_sha256": tokenizer.identity(), "max_length": max_length}
-    dropped = 0
+    about: dict[str, JsonValue] = {"chat_identity": tokenizer.identity(), "max_length": max_length}
+    about["tokenizer_identity"] = tokenizer.text_tokenizer.identity()
+    counts = dict.fromkeys(("read", "dropped", "cut"), 0)
     with TokenFileWriter(folder, vocab_size=tokenizer.vocab_size, about=about, with_masks=True) as writer:
         for number, sample in enumerate(samples):
             try:
@@ -188,11 +190,18 @@ def tokenize_chats(
                 fitted = fit_tokens(chat, max_length=max_length or len(chat.tokens), too_long=too_long)
             except UserError as error:
                 raise UserError(f"conversation {number}: {error}") from None
-            if fitted is None:
-                dropped += 1
-            else:
+            counts["read"] += 1
+            counts["dropped"] += fitted is None
+            if fitted is not None:
+                counts["cut"] += len(fitted[0]) < len(chat.tokens)
                 writer.append(fitted[0], mask=fitted[1])
-        writer.describe(dropped=dropped)
+        if max_length is not None and counts["read"] == counts["dropped"] > 0:
+            raise UserError(
+                f"all {counts['read']} conversations are dropped: none has a label within its first {max_length + 1} "
+                "tokens, because the prompts are longer or too_long = drop; expected answers within that length. "
+                "Increase the length."
+            )
+        writer.describe(**counts)
     return TokenFile(folder)
 
 
@@ -205,8 +214,9 @@ def fit_tokens(chat: ChatTokens, *, max_length: int, too_long: TooLong) -> Maske
         return chat.tokens, chat.mask
     if too_long == "refuse":
         raise UserError(
-            f"a conversation has {len(chat.tokens) - 1} positions; expected at most max_length = {max_length}. Set "
-            "too_long to 'drop' or 'truncate', or increase the length. The conversation starts with:\n"
+            f"a conversation has {len(chat.tokens) - 1} positions; expected at most max_length = {max_length}, which "
+            f"is {max_length + 1} tokens. Set too_long to 'drop' or 'truncate', or increase the length. The "
+            "conversation starts with:\n"
             f"{chat.text[:400]}"
         )
     tokens, mask = chat.tokens[: max_length + 1], chat.mask[: max_length + 1]

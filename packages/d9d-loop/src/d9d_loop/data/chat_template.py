@@ -1,8 +1,9 @@
 """Chat template of a tokenizer: renders messages to text, as `transformers` does."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime, time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -10,8 +11,13 @@ from typing import Any, final
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.data.conversation import Message
+from d9d_loop.data.text_tokenizer import TEMPLATE_FOLDER, read_json, read_special_tokens
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TRAINING_DATE = date(2024, 7, 26)
+"""Date that `strftime_now` prints in training data. A clock would let ranks and resumed jobs render other texts."""
+
+# Names of the thinking of a message, in the order of preference of transformers.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @final
@@ -21,15 +27,28 @@ class ChatTemplate:
     Its environment matches `PreTrainedTokenizerBase.apply_chat_template` of `transformers`: sandboxed, with
     `raise_exception`, `strftime_now`, `tojson`, and the block `{% generation %}`, which is rendered as its contents.
 
-    `special_tokens` are variables of the template, such as `{"bos_token": "<s>"}`.
+    `special_tokens` are variables of the template, such as `{"bos_token": "<s>"}`. `strftime_now` formats `today`, at
+    midnight, so that the text is a function of the messages.
 
     Raises:
         UserError: If the template has a syntax error.
     """
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None) -> None:
-        self.source, self.special_tokens = source, dict(special_tokens or {})
-        self._compiled = _compile(source)
+    def __init__(
+        self, source: str, *, special_tokens: Mapping[str, str] | None = None, today: date = TRAINING_DATE
+    ) -> None:
+        self.source, self.special_tokens, self.today = source, dict(special_tokens or {}), today
+        self._compiled = _compile(source, today)
+
+    @property
+    def prints_date(self) -> bool:
+        """True if the template may print the date."""
+        return "strftime_now" in self.source
+
+    def identity(self) -> str:
+        """Return a digest of everything that determines the text, apart from the messages."""
+        options = [sorted(self.special_tokens.items()), self.today.isoformat() if self.prints_date else ""]
+        return hashlib.sha256(f"{options}\0{self.source}".encode()).hexdigest()
 
     def render(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -43,7 +62,7 @@ class ChatTemplate:
 
         try:
             return self._compiled.render(
-                messages=messages,
+                messages=[_with_reasoning(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -57,41 +76,44 @@ class ChatTemplate:
             ) from None
 
 
-def read_chat_template(folder: Path, *, for_tools: bool = False) -> ChatTemplate:
-    """Read the chat template and the special tokens of a model folder.
+def read_chat_template(
+    folder: Path,
+    *,
+    for_tools: bool = False,
+    special_tokens: Mapping[str, str] | None = None,
+    today: date = TRAINING_DATE,
+) -> ChatTemplate:
+    """Read the chat template of a model folder, and its special tokens unless they are given.
 
-    The template is in `chat_template.jinja` or in `tokenizer_config.json`. Of several named templates, the one named
-    `tool_use` is used if `for_tools`, else the one named `default`.
+    The template is in `chat_template.jinja`, in `additional_chat_templates`, or in `tokenizer_config.json`. Of several
+    named templates, the one named `tool_use` is used if `for_tools`, else the one named `default`.
 
     Raises:
         UserError: If the folder has no chat template.
     """
-    config = read_json(folder / "tokenizer_config.json")
-    tokens = {**read_json(folder / "special_tokens_map.json"), **config}
-    named = {key: _content(tokens[key]) for key in _SPECIAL_TOKENS if tokens.get(key)}
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        by_name = {each["name"]: each["template"] for each in source}
-        source = by_name.get("tool_use" if for_tools else "default", by_name.get("default"))
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    named: dict[str, Any] = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if not named:
+        found = read_json(folder / "tokenizer_config.json").get("chat_template")
+        named = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {"default": found}
+    source = named.get("tool_use" if for_tools else "default", named.get("default"))
     if not isinstance(source, str):
         raise UserError(
             f"{folder} has no chat template, neither chat_template.jinja nor a chat_template in tokenizer_config.json; "
             "expected the folder of a chat model. Write its template to chat_template.jinja."
         )
-    return ChatTemplate(source, special_tokens=named)
+    special = read_special_tokens(folder) if special_tokens is None else special_tokens
+    return ChatTemplate(source, special_tokens=special, today=today)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _with_reasoning(message: Message) -> Message:
+    """Return a message whose thinking has the names that templates read, as `apply_chat_template` does."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, Mapping) else token
-
-
-def _compile(source: str) -> Any:
+def _compile(source: str, today: date) -> Any:
     if find_spec("jinja2") is None or find_spec("tokenizers") is None:
         raise ModuleNotFoundError(f"chats need jinja2 and tokenizers. Install them: {install_hint('d9d-loop', 'chat')}")
     from jinja2 import TemplateSyntaxError, nodes  # noqa: PLC0415 - optional
@@ -113,7 +135,7 @@ def _compile(source: str) -> Any:
         raise TemplateError(message)
 
     def strftime_now(pattern: str) -> str:
-        return datetime.now().astimezone().strftime(pattern)
+        return datetime.combine(today, time()).strftime(pattern)
 
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_loop.data.chat_template import ChatTemplate, read_chat_template, read_json
+from d9d_loop.data.chat_template import TRAINING_DATE, ChatTemplate, read_chat_template
 from d9d_loop.data.conversation import Conversation
-from d9d_loop.data.text_tokens import load_tokenizer
+from d9d_loop.data.text_tokenizer import TextTokenizer, read_json, read_text_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,24 +64,25 @@ class ChatTokenizer:
 
     def __init__(
         self,
-        tokenizer: "Tokenizer",
+        tokenizer: "Tokenizer | TextTokenizer",
         template: ChatTemplate,
         *,
         stop_tokens: Iterable[str] = (),
         thinking: tuple[str, str] = ("<think>", "</think>"),
         tool_template: ChatTemplate | None = None,
     ) -> None:
-        self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template or template
-        self._stops = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.text_tokenizer = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(tokenizer)
+        self._template, self._tool_template = template, tool_template or template
+        self._stops = self.text_tokenizer.special_ids()
         for token in (*stop_tokens, *filter(None, [template.special_tokens.get("eos_token")])):
-            if (number := tokenizer.token_to_id(token)) is None:
+            if (number := self.text_tokenizer.token_id(token)) is None:
                 raise UserError(f"the stop token {token!r} is not in the vocabulary; expected one of its tokens.")
             self._stops.add(number)
         first, last = map(re.escape, thinking)
         self._block = re.compile(rf"{first}.*?{last}\s*", re.DOTALL)
         self._open_block = re.compile(rf"{first}\s*(?:{last}\s*)?\Z")
         self._empty_block = re.compile(rf"{first}\s*{last}\s*")
-        stops = "|".join(re.escape(tokenizer.id_to_token(number) or "") for number in sorted(self._stops))
+        stops = "|".join(re.escape(self.text_tokenizer.token(number) or "") for number in sorted(self._stops))
         self._only_stops = re.compile(rf"(?:{stops or '(?!)'}|\s)*\Z")
         self._first_stop = re.compile(stops or "(?!)")
         self._options = [sorted(self._stops), list(thinking)]
@@ -88,11 +90,17 @@ class ChatTokenizer:
     @property
     def vocab_size(self) -> int:
         """Largest token id plus one."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return self.text_tokenizer.vocab_size
+
+    @property
+    def prints_date(self) -> bool:
+        """True if a template may print the date."""
+        return self._template.prints_date or self._tool_template.prints_date
 
     def identity(self) -> JsonValue:
         """Return a digest of everything that determines the tokens."""
-        parts = (self._tokenizer.to_str(), self._template.source, self._tool_template.source, str(self._options))
+        templates = (self._template.identity(), self._tool_template.identity())
+        parts = (self.text_tokenizer.identity(), *templates, str(self._options))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
@@ -102,7 +110,7 @@ class ChatTokenizer:
             UserError: If the mask cannot be verified. The message shows the text with the mask.
         """
         text = self._render(conversation, len(conversation.messages))
-        encoding: Any = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self.text_tokenizer.encode_rendered(text)
         trained = [False] * len(encoding.ids)
         spans: list[Span] = []
         for number, message in enumerate(conversation.messages):
@@ -123,6 +131,12 @@ class ChatTokenizer:
             _refuse("every token contributes to the loss; expected a prompt, which does not", text, spans)
         length = len(trained) - trained[::-1].index(True)
         return ChatTokens(encoding.ids[:length], trained[:length], text, spans)
+
+    def prompt(self, text: str) -> tuple[str, list[int]]:
+        """Return the text and the tokens of a user's message, and of the header of its answer."""
+        message = Conversation([{"role": "user", "content": text}])
+        rendered = self._render(message, 1, answer=True)
+        return rendered, self.text_tokenizer.encode_rendered(rendered).ids
 
     def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False) -> str:
         template = self._template if conversation.tools is None else self._tool_template
@@ -207,23 +221,23 @@ class ChatTokenizer:
         return first, last_stop
 
 
-def read_chat_tokenizer(folder: str | Path, *, stop_tokens: Iterable[str] = ()) -> ChatTokenizer:
+def read_chat_tokenizer(
+    folder: str | Path, *, stop_tokens: Iterable[str] = (), today: date = TRAINING_DATE
+) -> ChatTokenizer:
     """Read the tokenizer and the chat template of a model folder. Requires the extra `chat`.
 
-    The folder has `tokenizer.json`, and a chat template in `chat_template.jinja` or `tokenizer_config.json`. For
-    `stop_tokens`, see `ChatTokenizer`.
+    The folder has the files of a tokenizer, and a chat template; see `read_text_tokenizer` and `read_chat_template`.
+    For `stop_tokens`, see `ChatTokenizer`. `today` is the date of templates that print it.
 
     Raises:
         UserError: If a file is missing or invalid.
     """
     path = Path(folder)
-    template, tool_template = read_chat_template(path), read_chat_template(path, for_tools=True)
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise UserError(f"{file} does not exist; expected the folder of a model, with its tokenizer.json.")
-    tokenizer = load_tokenizer(file)
+    tokenizer = read_text_tokenizer(path)
+    options: dict[str, Any] = {"special_tokens": tokenizer.special_tokens, "today": today}
+    template, tool_template = (read_chat_template(path, for_tools=each, **options) for each in (False, True))
     ends = read_json(path / "generation_config.json").get("eos_token_id", [])
-    named = [tokenizer.id_to_token(number) for number in (ends if isinstance(ends, list) else [ends])]
+    named = [tokenizer.token(number) for number in (ends if isinstance(ends, list) else [ends])]
     return ChatTokenizer(
         tokenizer, template, stop_tokens=[*stop_tokens, *filter(None, named)], tool_template=tool_template
     )

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -12,15 +11,14 @@ from typing import TYPE_CHECKING, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_dist.install_hint import install_hint
 from d9d_loop.data.sample_files import file_kind, is_saved_dataset, open_samples
+from d9d_loop.data.text_tokenizer import END_TOKEN, TextTokenizer, check_tokenizers, read_text_tokenizer
 from d9d_loop.data.token_file import TokenFile
 from d9d_loop.data.token_file_writer import TokenFileWriter
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-END_TOKEN = "<|endoftext|>"  # noqa: S105 - it is a token of text
 _DOCUMENTS_AT_A_TIME = 256
 
 
@@ -82,7 +80,7 @@ def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str
     """
     if vocab_size < 257:
         raise UserError(f"vocab_size = {vocab_size}; expected at least 257: one for each byte, and the end token.")
-    _check_installed()
+    check_tokenizers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - optional
 
     tokenizer = Tokenizer(models.BPE())
@@ -105,58 +103,43 @@ def is_held_out(text: str, part: float) -> bool:
 
 
 def tokenize_text(
-    documents: Iterable[str], folder: str | Path, *, tokenizer: str | Path, end_token: str | None = END_TOKEN
+    documents: Iterable[str],
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | TextTokenizer,
+    end_token: str | None = None,
 ) -> TokenFile:
     """Tokenize documents, write them to a token file, and open it. Requires `tokenizers`.
 
-    `tokenizer` is the path of a model's `tokenizer.json`, `end_token` a special token appended to each document.
+    The tokens are those of a pretraining job on the same texts: with the special tokens that the tokenizer adds, and
+    with `end_token` at the end of each document. `tokenizer` is a tokenizer, its `tokenizer.json`, or a model folder.
 
     Raises:
         UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.
     """
-    path = Path(tokenizer)
-    _check_installed()
-    if not path.is_file():
-        raise UserError(
-            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another file with "
-            "--tokenizer, or train one with --train-vocab-size."
-        )
-    encoder = load_tokenizer(path)
-    end = None if end_token is None else encoder.token_to_id(end_token)
-    if end is None and end_token is not None:
-        raise UserError(
-            f"the tokenizer {path} has no end token {end_token!r}; name one of its tokens with "
-            "--end-token, or use --no-end-token."
-        )
-    ends = [] if end is None else [end]
-    vocab_size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
+    if not isinstance(tokenizer, TextTokenizer):
+        tokenizer = read_text_tokenizer(tokenizer, key="--tokenizer")
+    end = end_token_id(tokenizer, end_token, key="--end-token")
     about: dict[str, JsonValue] = {
-        "tokenizer": path.name,
-        "tokenizer_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "vocab_size": vocab_size,
+        "tokenizer_identity": tokenizer.identity(),
+        "vocab_size": tokenizer.vocab_size,
         "end_token": end_token,
     }
     waiting = iter(documents)
-    with TokenFileWriter(folder, vocab_size=vocab_size, about=about) as writer:
+    with TokenFileWriter(folder, vocab_size=tokenizer.vocab_size, about=about) as writer:
         while texts := list(islice(waiting, _DOCUMENTS_AT_A_TIME)):
-            for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False):
-                if tokens := encoding.ids + ends:
-                    writer.append(tokens)
+            for tokens in filter(None, tokenizer.encode_documents(texts, end=end)):
+                writer.append(tokens)
     return TokenFile(folder)
 
 
-def load_tokenizer(path: Path) -> "Tokenizer":
-    """Load a `tokenizer.json`; raise `UserError` if it is invalid. Requires `tokenizers`."""
-    from tokenizers import Tokenizer  # noqa: PLC0415 - optional
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise UserError(f"{path} is not a tokenizer.json: {error}. Download it again.") from None
-
-
-def _check_installed() -> None:
-    if find_spec("tokenizers") is None:
-        raise ModuleNotFoundError(
-            f"tokenizing needs the package tokenizers. Install it: {install_hint('d9d-loop', 'tokenizers')}"
+def end_token_id(tokenizer: TextTokenizer, end_token: str | None, *, key: str) -> int | None:
+    """Return the id of the token that ends each document; `UserError` with `key` if the tokenizer lacks it."""
+    if end_token is None:
+        return None
+    if (found := tokenizer.token_id(end_token)) is None:
+        raise UserError(
+            f"the tokenizer has no end token {end_token!r}; expected one of its tokens. Name another one with {key}, "
+            "or name none."
         )
+    return found

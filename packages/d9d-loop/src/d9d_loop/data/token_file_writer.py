@@ -175,12 +175,21 @@ def cached_token_file(
     for document in documents:
         digest.update(len(document).to_bytes(8, "little") + document)
     folder = Path(cache, f"{name.replace('/', '-')}-{digest.hexdigest()[:16]}")
+
+    def write() -> None:
+        with TokenFileWriter(folder, vocab_size=vocab_size, about={"tokenizer": name}) as writer:
+            for document in documents:
+                if len(tokens := tokenize(document)):
+                    writer.append(tokens)
+
+    return open_or_write(folder, write)
+
+
+def open_or_write(folder: Path, write: Callable[[], object]) -> TokenFile:
+    """Open a token file; call `write` first if there is no such folder. All ranks of a job may call this at once."""
     if not folder.exists():
         try:
-            with TokenFileWriter(folder, vocab_size=vocab_size, about={"tokenizer": name}) as writer:
-                for document in documents:
-                    if len(tokens := tokenize(document)):
-                        writer.append(tokens)
+            write()
         except (OSError, ValueError):  # if the folder exists now, another rank has written it
             if not folder.exists():
                 raise

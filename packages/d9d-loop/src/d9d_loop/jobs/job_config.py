@@ -1,5 +1,6 @@
 """Configuration of a job on text: what `d9d-train sft.toml` reads."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
@@ -8,6 +9,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from d9d_loop.config.section import Section
 from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.data.chat_template import TRAINING_DATE
 from d9d_loop.data.conversation import TooLong
 
 JobKind: TypeAlias = Literal["sft", "pretrain", "classify", "embed"]
@@ -86,6 +88,16 @@ class TextDataConfig(Section):
         default=False,
         description="Pack several samples into rows of `length` tokens, for d9d's own model of the family. Each token "
         "attends only to its own sample.",
+    )
+    end_token: str | None = Field(
+        default=None,
+        description="Token that ends each text in pretraining, such as <|endoftext|>, unless the tokenizer adds it. "
+        "Null: no token besides those that the tokenizer adds.",
+    )
+    date: datetime.date = Field(
+        default=TRAINING_DATE,
+        description="Date that a chat template prints as the current one. It is fixed, so that all ranks and a resumed "
+        "job read equal texts.",
     )
     text_field: str = Field(default="text", description="Field with the text, in pretraining and classification.")
     label_field: str = Field(default="label", description="Field with the class, in classification.")
@@ -179,10 +191,12 @@ class TextJobConfig(TrainerConfig):
         data = self.dataset
         if self.job == "pretrain" and data.too_long != "truncate":
             raise ValueError(f"dataset.too_long = {data.too_long}, but job = pretrain splits long texts. Remove it")
-        if data.too_long == "drop" and not data.packing:
+        if data.too_long == "drop" and self.job != "sft":
             raise ValueError(
-                "dataset.too_long = drop needs dataset.packing = true, with job = sft; expected truncate or refuse"
+                f"dataset.too_long = drop, but job = {self.job}; expected job = sft, or truncate or refuse"
             )
+        if data.end_token is not None and self.job != "pretrain":
+            raise ValueError(f"dataset.end_token is set, but job = {self.job}; expected job = pretrain. Remove it")
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,10 @@ B: samples, L: padded length.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -16,7 +19,6 @@ from torch.utils.data import default_collate
 
 from d9d_dist import UserError
 from d9d_loop.data import (
-    ChatData,
     ChatTokenizer,
     DataProvider,
     DatasetProvider,
@@ -26,62 +28,41 @@ from d9d_loop.data import (
     SampleStream,
     TokenFile,
     TokenWindows,
-    cached_token_file,
     pad_sequences,
     read_chat_tokenizer,
     read_conversation,
+    tokenize_chats,
+    tokenize_text,
 )
-from d9d_loop.data.byte_tokenizer import ByteTokenizer
-from d9d_loop.data.chat_stream import fit_tokens
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.data.text_tokens import load_tokenizer
+from d9d_loop.data.text_tokenizer import TextTokenizer, read_text_tokenizer
+from d9d_loop.data.text_tokens import end_token_id
+from d9d_loop.data.token_file_writer import open_or_write
 from d9d_loop.jobs.classes import Classes
 from d9d_loop.jobs.job_config import TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_files import open_checked, split_samples
 from d9d_loop.jobs.text_model import padding_id
 
+_logger = logging.getLogger(__name__)
 
-@final
-class FileTokenizer:
-    """Tokenizer of a model folder. `__call__` keeps the special tokens that the tokenizer adds."""
-
-    def __init__(self, folder: Path) -> None:
-        file = folder / "tokenizer.json" if folder.is_dir() else folder
-        if not file.is_file():
-            raise UserError(f"{file} does not exist; expected the tokenizer of the model. Set model.tokenizer.")
-        self._tokenizer = load_tokenizer(file)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.name = f"tokenizer-{self.vocab_size}"
-        self.bos_id = self.eos_id = self.pad_id = None
-        if folder.is_dir() and (folder / "tokenizer_config.json").is_file():
-            from transformers import AutoTokenizer
-
-            auto: Any = AutoTokenizer.from_pretrained(folder)
-            self.bos_id, self.eos_id, self.pad_id = auto.bos_token_id, auto.eos_token_id, auto.pad_token_id
-        self.end_id = self.eos_id if self.eos_id is not None else self._tokenizer.token_to_id("<|endoftext|>")
-
-    def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        return self._tokenizer.encode(text).ids
-
-    def prompt(self, text: str, *, special: bool) -> list[int]:
-        """Tokenize a prompt; with `special`, include the tokenizer's special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-TextTokenizer: TypeAlias = FileTokenizer | ByteTokenizer
+Note: TypeAlias = Callable[[str], object]
+"""Function that tells the user what happens to the data, in one sentence."""
 
 
 def text_tokenizer(config: TextJobConfig) -> TextTokenizer:
     """Return the tokenizer of a job: from the configured folder, or a byte-level tokenizer without a folder."""
     folder = config.model.tokenizer or config.model.folder
-    return ByteTokenizer() if folder is None else FileTokenizer(folder)
+    return TextTokenizer.of_bytes() if folder is None else read_text_tokenizer(folder)
+
+
+def chat_tokenizer(config: TextJobConfig) -> ChatTokenizer:
+    """Return the tokenizer and chat template of a job."""
+    folder = config.model.tokenizer or config.model.folder
+    if folder is None:
+        raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
+    return read_chat_tokenizer(folder, today=config.dataset.date)
 
 
 def dataset_of(
@@ -93,12 +74,16 @@ def dataset_of(
 
 
 def _rows(
-    training: Samples, evaluation: Samples | None, config: TextJobConfig, convert: Callable[[Any], dict[str, Tensor]]
+    training: Samples,
+    evaluation: Samples | None,
+    config: TextJobConfig,
+    tokenizer: TextTokenizer,
+    convert: Callable[[Any], dict[str, Tensor]],
 ) -> DatasetProvider:
     """Return a data provider that converts each sample to a row of tokens, of any length, when the sample is read."""
-    held_out = None if evaluation is None else _Converted(evaluation, convert)
-    pad = partial(_pad, padding=padding_id(config, text_tokenizer(config)))
-    return dataset_of(_Converted(training, convert), held_out, config, collate=pad)
+    held_out = None if evaluation is None else _Converted(evaluation, convert, tokenizer)
+    pad = partial(_pad, padding=padding_id(config, tokenizer))
+    return dataset_of(_Converted(training, convert, tokenizer), held_out, config, collate=pad)
 
 
 def _pad(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
@@ -117,8 +102,8 @@ def _pad(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]
 
 @final
 class _Converted:
-    def __init__(self, samples: Samples, convert: Callable[[Any], dict[str, Tensor]]) -> None:
-        self._samples, self._convert = samples, convert
+    def __init__(self, samples: Samples, convert: Callable[[Any], dict[str, Tensor]], tokenizer: TextTokenizer) -> None:
+        self._samples, self._convert, self._tokenizer = samples, convert, tokenizer
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -127,28 +112,77 @@ class _Converted:
         return self._convert(self._samples[index])
 
     def contents_digest(self) -> JsonValue:
-        """Return the contents of the samples, and the digest of some converted ones."""
-        return [contents_of(self._samples), sampled_digest(self)]
+        """Return the tokenizer and the contents of the samples, and the digest of some converted ones."""
+        return [self._tokenizer.identity(), contents_of(self._samples), sampled_digest(self)]
 
 
-def chat_rows(config: TextJobConfig) -> DataProvider:
-    """Return the conversations of a job, packed if configured; only the assistant's turns contribute to the loss."""
-    folder = config.model.tokenizer or config.model.folder
-    if folder is None:
-        raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
-    tokenizer = read_chat_tokenizer(folder)
-    training, evaluation = samples_of(config, read_conversation)
-    if config.dataset.packing:
-        return ChatData(
-            training,
-            tokenizer=tokenizer,
-            row_length=config.dataset.length,
-            held_out=evaluation,
-            too_long=config.dataset.too_long,
-            shuffle=config.data.shuffle,
-            epochs=config.epochs,
+def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
+    """Return the conversations of a job, packed if configured; only the assistant's turns contribute to the loss.
+
+    All conversations are tokenized once, into a cache in `run.folder`. The number of conversations that the length cuts
+    is passed to `note`, and the date that the template prints.
+    """
+    tokenizer, data = chat_tokenizer(config), config.dataset
+    if data.length < 2:
+        raise UserError(f"dataset.length = {data.length}; expected at least 2 tokens of a conversation.")
+    options: dict[str, Any] = {"max_length": data.length - 1, "too_long": data.too_long}
+
+    def tokenized(samples: Samples) -> TokenFile:
+        digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
+        for index in range(len(samples)):
+            text = json.dumps(asdict(read_conversation(samples[index])), default=str)
+            digest.update(hashlib.sha256(text.encode()).digest())
+        folder = config.run.folder / "tokens" / f"chats-{digest.hexdigest()[:16]}"
+        chats = (samples[index] for index in range(len(samples)))
+        return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, **options))
+
+    training, evaluation = _token_files(config, tokenizer, tokenized, check=read_conversation)
+    for file in (each for each in (training, evaluation) if each is not None):
+        if not file.has_masks:
+            raise UserError("job = sft: the token file has no loss masks. Write it with d9d-tokenize --chat.")
+        _note_cuts(file, data.length, note)
+    if tokenizer.prints_date:
+        note(f"the chat template prints {data.date} as the date of today (dataset.date).")
+    pad = padding_id(config, tokenizer.text_tokenizer)
+    if data.packing:
+        return PackedTexts(config, training, evaluation, pad=pad)
+    held_out = None if evaluation is None else _ChatRows(evaluation, data.length)
+    return dataset_of(_ChatRows(training, data.length), held_out, config, collate=partial(_pad, padding=pad))
+
+
+def _note_cuts(file: TokenFile, length: int, note: Note) -> None:
+    about = file.manifest.about
+    if about.get("dropped", 0) != 0 or about.get("cut", 0) != 0:
+        note(
+            f"of {about['read']} conversations, {about['dropped']} are dropped, because they have no label within "
+            f"{length} tokens, and {about['cut']} are truncated. Increase dataset.length to keep them."
         )
-    return _rows(training, evaluation, config, partial(_chat_row, tokenizer, config.dataset))
+
+
+@final
+class _ChatRows:
+    """Conversations of a token file: `input_ids` [n], and `labels` [n] with -100 outside of the assistant's turns."""
+
+    def __init__(self, file: TokenFile, length: int) -> None:
+        longest = max(stop - start for start, stop in map(file.bounds, range(len(file))))
+        if longest > length:
+            raise UserError(
+                f"dataset.files has a conversation of {longest} tokens; expected at most dataset.length = {length}. "
+                "Increase the length, or write the token file with a smaller --max-length."
+            )
+        self._file = file
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        document = self._file[index]
+        tokens, mask = document["tokens"], document["mask"]
+        return {"input_ids": tokens[:-1], "labels": tokens[1:].masked_fill(~mask[1:], IGNORED_LABEL)}
+
+    def contents_digest(self) -> JsonValue:
+        """Return the contents of the token file."""
+        return contents_of(self._file)
 
 
 def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, Classes]:
@@ -167,57 +201,86 @@ def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, Classes]:
     held_out: Samples = [] if evaluation is None else evaluation
     for index in range(len(held_out)):
         classes.number(_label(held_out[index], field))
-    convert = partial(_labeled_row, text_tokenizer(config), classes, config.dataset)
-    return _rows(training, evaluation, config, convert), classes
+    tokenizer = text_tokenizer(config)
+    convert = partial(_labeled_row, tokenizer, classes, config.dataset)
+    return _rows(training, evaluation, config, tokenizer, convert), classes
 
 
-def text_windows(config: TextJobConfig) -> DatasetProvider:
+def text_windows(config: TextJobConfig, note: Note = _logger.info) -> DatasetProvider:
     """Return windows of equal length over all texts of a job, tokenized once into a cache in `run.folder`."""
-    training, evaluation = _token_files(config)
+    training, evaluation = _text_files(config, text_tokenizer(config), note)
     length = config.dataset.length
     held_out = None if evaluation is None else TokenWindows(evaluation, length=length)
     return dataset_of(TokenWindows(training, length=length), held_out, config)
 
 
+def packed_texts(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
+    """Return texts packed into rows of equal length, tokenized as for `text_windows`."""
+    tokenizer = text_tokenizer(config)
+    return PackedTexts(config, *_text_files(config, tokenizer, note), pad=padding_id(config, tokenizer))
+
+
 @final
 class PackedTexts(DataProvider):
-    """Texts of a job packed into rows of equal length; longer texts are split without losing tokens."""
+    """Documents of token files packed into rows of equal length; longer texts are split without losing tokens."""
 
     draws = False
 
-    def __init__(self, config: TextJobConfig) -> None:
-        self._training, self._evaluation = _token_files(config)
+    def __init__(self, config: TextJobConfig, training: TokenFile, evaluation: TokenFile | None, *, pad: int) -> None:
+        self._training, self._evaluation, self._pad = training, evaluation, pad
         self._length, self._shuffle, self.epochs = config.dataset.length, config.data.shuffle, config.epochs
 
     def training(self, *, seed: int) -> SampleStream:
         """Return the packed rows of all epochs."""
         options: dict[str, Any] = {"seed": seed, "shuffle": self._shuffle, "epochs": self.epochs}
         documents = DocumentStream(self._training, max_length=self._length, **options)
-        return PackedStream(documents, row_length=self._length, seed=seed)
+        return PackedStream(documents, row_length=self._length, seed=seed, pad_token=self._pad)
 
     def evaluation(self) -> Samples | None:
         """Return the rows of the held-out texts."""
-        return None if self._evaluation is None else PackedSamples(self._evaluation, row_length=self._length)
+        if self._evaluation is None:
+            return None
+        return PackedSamples(self._evaluation, row_length=self._length, pad_token=self._pad)
 
 
-def _token_files(config: TextJobConfig) -> tuple[TokenFile, TokenFile | None]:
-    data, tokenizer = config.dataset, text_tokenizer(config)
+def _text_files(config: TextJobConfig, tokenizer: TextTokenizer, note: Note) -> tuple[TokenFile, TokenFile | None]:
+    """Return the token files of a pretraining job, for training and for evaluation."""
+    data = config.dataset
+    end = data.end_token
+    end_token_id(tokenizer, end, key="dataset.end_token")
+    if end is None and not tokenizer.encode("") and not _is_token_file(data.files):
+        note(
+            "no token separates the texts, so the model does not learn where one ends. Set dataset.end_token to add it."
+        )
 
     def tokenized(samples: Samples) -> TokenFile:
-        return cached_token_file(
-            [_text(samples[index], data.text_field).encode() for index in range(len(samples))],
-            config.run.folder / "tokens",
-            tokenize=lambda text: tokenizer(text.decode()),
-            name=tokenizer.name,
-            vocab_size=tokenizer.vocab_size,
-        )
+        def texts() -> Iterator[str]:
+            return (_text(samples[index], data.text_field) for index in range(len(samples)))
+
+        digest = hashlib.sha256(f"{tokenizer.identity()} {end}".encode())
+        for text in texts():
+            digest.update(hashlib.sha256(text.encode()).digest())
+        folder = config.run.folder / "tokens" / f"texts-{digest.hexdigest()[:16]}"
+        return open_or_write(folder, lambda: tokenize_text(texts(), folder, tokenizer=tokenizer, end_token=end))
+
+    return _token_files(config, tokenizer, tokenized, check=partial(_text, field=data.text_field))
+
+
+def _token_files(
+    config: TextJobConfig,
+    tokenizer: TextTokenizer | ChatTokenizer,
+    tokenized: Callable[[Samples], TokenFile],
+    *,
+    check: Callable[[Any], object],
+) -> tuple[TokenFile, TokenFile | None]:
+    """Return the token files of a job, for training and for evaluation: as configured, or `tokenized` samples."""
+    data = config.dataset
 
     def tokens_of(paths: Sequence[Path], key: str) -> TokenFile:
         if _is_token_file(paths):
-            return _open_tokens(paths, config, key=key)
+            return _open_tokens(paths, tokenizer, key=key)
         return tokenized(open_checked(paths, check, key=key, text_field=data.text_field))
 
-    check = partial(_text, field=data.text_field)
     if data.evaluation_files:
         files = tokens_of(data.evaluation_files, "dataset.evaluation_files")
         return tokens_of(data.files, "dataset.files"), files
@@ -236,28 +299,17 @@ def _is_token_file(paths: Sequence[Path]) -> bool:
     return any((path / "manifest.json").is_file() for path in paths)
 
 
-def _open_tokens(paths: Sequence[Path], config: TextJobConfig, *, key: str) -> TokenFile:
-    """Open a token file; raise `UserError` if its tokenizer is not that of the model."""
+def _open_tokens(paths: Sequence[Path], tokenizer: TextTokenizer | ChatTokenizer, *, key: str) -> TokenFile:
+    """Open a token file; raise `UserError` if its tokenizer is not that of the job."""
     if len(paths) > 1:
         raise UserError(f"{key} names {len(paths)} token files or more; expected one. Write one token file.")
-    file, about = TokenFile(paths[0]), TokenFile(paths[0]).manifest.about
-    folder = config.model.tokenizer or config.model.folder
-    written = about.get("tokenizer_sha256")
-    if written is None:
-        return file
-    if folder is None:
-        found = "the model has no tokenizer"
-    elif file.has_masks:  # conversations
-        found = "" if read_chat_tokenizer(folder).identity() == written else f"the model has that of {folder}"
-    else:
-        path = folder / "tokenizer.json" if folder.is_dir() else folder
-        is_same = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == written
-        found = "" if is_same else f"the model has {path}"
-    if found:
+    file = TokenFile(paths[0])
+    kind = "chat_identity" if isinstance(tokenizer, ChatTokenizer) else "tokenizer_identity"
+    if file.manifest.about.get(kind, tokenizer.identity()) != tokenizer.identity():
         raise UserError(
-            f"{key}: {paths[0]} was written with another tokenizer ({about.get('tokenizer', 'of conversations')}), "
-            f"and {found}; expected equal tokenizers. Set model.tokenizer to the tokenizer of the token file, or write "
-            "the token file again with d9d-tokenize."
+            f"{key}: {paths[0]} was written with another tokenizer"
+            f"{' or another chat template' if isinstance(tokenizer, ChatTokenizer) else ''}; expected that of the job. "
+            "Set model.tokenizer to the tokenizer of the token file, or write it again with d9d-tokenize."
         )
     return file
 
@@ -302,26 +354,24 @@ def _label(sample: Mapping[str, Any], field: str) -> str:
     return str(label)
 
 
-def _chat_row(tokenizer: ChatTokenizer, data: TextDataConfig, sample: Any) -> dict[str, Tensor]:
-    chat = tokenizer(read_conversation(sample))
-    dropped = chat.tokens[:2], [False] * 2
-    tokens, mask = fit_tokens(chat, max_length=data.length, too_long=data.too_long) or dropped
-    labels = torch.tensor(tokens[1:]).masked_fill(~torch.tensor(mask[1:]), IGNORED_LABEL)
-    return {"input_ids": torch.tensor(tokens[:-1]), "labels": labels}
-
-
 def _labeled_row(tokenizer: TextTokenizer, classes: Classes, data: TextDataConfig, sample: Any) -> dict[str, Tensor]:
     number = classes.number(_label(sample, data.label_field))
     return {"input_ids": fitted_ids(tokenizer, _text(sample, data.text_field), data), "labels": torch.tensor(number)}
 
 
 def fitted_ids(tokenizer: TextTokenizer, text: str, data: TextDataConfig) -> Tensor:
-    """Return at most `data.length` tokens of a text, int64 [n]; a longer text raises `UserError` if so configured."""
-    tokens = tokenizer(text)
-    if len(tokens) > data.length and data.too_long == "refuse":
-        raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {data.length}.")
+    """Return at most `data.length` tokens of a text, int64 [n]. A cut keeps the special tokens at both ends.
+
+    Raises:
+        UserError: If the text has no tokens, or is longer and `data.too_long` is `refuse`.
+    """
+    tokens = tokenizer.encode(text)
     if not tokens:
         raise UserError(
             f"the tokenizer gives no tokens for the text {text!r:.60}; expected at least one. Remove such samples."
         )
-    return torch.tensor(tokens[: data.length])
+    if len(tokens) > data.length:
+        if data.too_long == "refuse":
+            raise UserError(f"a text has {len(tokens)} tokens; expected at most dataset.length = {data.length}.")
+        tokens = tokenizer.encode_cut(text, data.length)
+    return torch.tensor(tokens)

@@ -18,8 +18,9 @@ from d9d_dist import UserError
 from d9d_loop.data import DatasetProvider, pad_sequences
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.samples import Samples
+from d9d_loop.data.text_tokenizer import TextTokenizer
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import TextTokenizer, dataset_of, fitted_ids, samples_of, text_tokenizer
+from d9d_loop.jobs.text_data import dataset_of, fitted_ids, samples_of, text_tokenizer
 from d9d_loop.jobs.text_model import padding_id
 
 
@@ -72,8 +73,8 @@ class _Groups:
         return [fitted_ids(self._tokenizer, text, self._data) for text in columns]
 
     def contents_digest(self) -> JsonValue:
-        """Return the contents of the samples, and the digest of some groups."""
-        return [contents_of(self._samples), sampled_digest(self)]
+        """Return the tokenizer and the contents of the samples, and the digest of some groups."""
+        return [self._tokenizer.identity(), contents_of(self._samples), sampled_digest(self)]
 
 
 def _texts(sample: Mapping[str, Any], embedding: EmbeddingConfig) -> list[str]:

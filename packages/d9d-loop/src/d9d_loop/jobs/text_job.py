@@ -1,18 +1,17 @@
 """Trainer of a job on text, built only from its configuration."""
 
-import shutil
 from importlib.util import find_spec
-from pathlib import Path
 from typing import assert_never
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.data import DataProvider
-from d9d_loop.events import Finished
+from d9d_loop.events import ConfigReady, Finished
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import PackedTexts, chat_rows, labeled_rows, text_tokenizer, text_windows
+from d9d_loop.jobs.text_data import Note, chat_rows, labeled_rows, packed_texts, text_tokenizer, text_windows
+from d9d_loop.jobs.text_export import write_tokenizer
 from d9d_loop.jobs.text_groups import text_groups
 from d9d_loop.jobs.text_model import auto_class, own_model, padding_id, router_loss_factor, transformers_model
 from d9d_loop.jobs.text_samples import TextSamples
@@ -21,8 +20,6 @@ from d9d_loop.model.hugging_face_model import read_config
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.tasks import NextTokenTask
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def text_trainer(config: TextJobConfig) -> Trainer:
@@ -37,19 +34,25 @@ def text_trainer(config: TextJobConfig) -> Trainer:
             f"{install_hint('d9d-loop', 'transformers')}"
         )
     _check_folders(config)
-    data, task, model = _parts(config)
+    notes: list[str] = []
+    data, task, model = _parts(config, notes.append)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
     settings = config if adapted is None else config.model_copy(update={"export": False})
     trainer = Trainer(settings, model=adapted or model, data=data, task=task)
     source = config.initial_weights or model.initial_weights
+    trainer.events.on(ConfigReady, lambda ready: _print(notes, ready))
     if adapted is not None and config.export:
         trainer.events.on(Finished, lambda done: adapted.export(done, source))
     if config.prompts:
         trainer.events.subscribe(TextSamples(config))
-    tokenizer = config.model.tokenizer
-    if tokenizer is not None and config.export:
-        trainer.events.on(Finished, lambda done: _copy_tokenizer(done, tokenizer))
+    if config.export:
+        trainer.events.on(Finished, lambda done: write_tokenizer(config, done))
     return trainer
+
+
+def _print(notes: list[str], ready: ConfigReady) -> None:
+    for note in notes if ready.ctx.is_main_process else []:
+        print(f"d9d: {note}", flush=True)
 
 
 def _check_folders(config: TextJobConfig) -> None:
@@ -66,15 +69,15 @@ def _check_folders(config: TextJobConfig) -> None:
         read_config(folder, auto_class(config.job), {})
 
 
-def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
+def _parts(config: TextJobConfig, note: Note) -> tuple[DataProvider, Task, ModelProvider]:
     """Return the data, the task and the model of a job."""
     tokenizer = text_tokenizer(config)
     if config.dataset.packing:
-        data: DataProvider = chat_rows(config) if config.job == "sft" else PackedTexts(config)
+        data: DataProvider = chat_rows(config, note) if config.job == "sft" else packed_texts(config, note)
         return data, NextTokenTask(), own_model(config, tokenizer)
     match config.job:
         case "sft" | "pretrain":
-            data = chat_rows(config) if config.job == "sft" else text_windows(config)
+            data = chat_rows(config, note) if config.job == "sft" else text_windows(config, note)
             task: Task = NextToken(router_loss=router_loss_factor(config, tokenizer))
             return data, task, transformers_model(config, tokenizer)
         case "classify":
@@ -87,13 +90,3 @@ def _parts(config: TextJobConfig) -> tuple[DataProvider, Task, ModelProvider]:
             return text_groups(config, chosen), task, transformers_model(config, tokenizer)
         case _:
             assert_never(config.job)
-
-
-def _copy_tokenizer(done: Finished, tokenizer: Path) -> None:
-    export = done.result.run_dir / "export"
-    if not done.ctx.is_main_process or not export.is_dir():  # adapters of a quantized base are not merged
-        return
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    for name in _TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, export / name)

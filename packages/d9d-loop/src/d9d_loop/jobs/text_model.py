@@ -55,6 +55,7 @@ def transformers_model(
         changes = {"is_causal": False, **changes}
     found = model_config(config, tokenizer, changes)
     check_fit(config, found)
+    check_vocabulary(tokenizer, found)
     options: dict[str, Any] = {
         "dtype": getattr(torch, chosen.dtype or "float32"),
         "keep_dtypes": chosen.dtype is None,
@@ -87,7 +88,9 @@ def own_model(config: TextJobConfig, tokenizer: SpecialIds) -> ModelProvider:
     Parameters are float32; the export keeps the dtypes of the folder.
     """
     chosen = config.model
-    found = chosen.folder or _new_config(config, tokenizer, chosen.entries).to_dict()
+    whole = model_config(config, tokenizer, chosen.entries)
+    check_vocabulary(tokenizer, whole)
+    found = chosen.folder or whole.to_dict()
     try:
         model = pretrained_model(found, keep_dtypes=True)
     except ModuleNotFoundError as error:
@@ -159,6 +162,16 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
             f"dataset.length = {length}, but the model has {limit} learned positions (max_position_embeddings"
             f"{'' if limit == model_config.max_position_embeddings else ', without those up to the padding id'}); "
             "expected at most that many. Lower the length, or choose a model with rotary positions."
+        )
+
+
+def check_vocabulary(tokenizer: SpecialIds, model_config: Any) -> None:
+    """Raise `UserError` if the tokenizer has tokens that the embedding of the model lacks."""
+    rows = getattr(model_config.get_text_config(), "vocab_size", None)
+    if rows is not None and tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the embedding of the model has {rows}; expected at "
+            "least as many. Use the tokenizer of the model, or a new model without model.vocab_size."
         )
 
 

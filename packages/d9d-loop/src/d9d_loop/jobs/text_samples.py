@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data import read_chat_template
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import EvaluationDone, ModelReady
 from d9d_loop.jobs.job_config import TextJobConfig
-from d9d_loop.jobs.text_data import text_tokenizer
+from d9d_loop.jobs.text_data import chat_tokenizer, text_tokenizer
 from d9d_metrics import Text
 
 _NUM_TOKENS = 64
@@ -29,9 +28,13 @@ class TextSamples:
 
     def __init__(self, config: TextJobConfig) -> None:
         self._tokenizer, self._length = text_tokenizer(config), config.dataset.length
-        self._texts = {prompt: _shown(prompt, config) for prompt in config.prompts}
-        is_chat = config.job == "sft"  # the template writes the special tokens
-        self._ids = {prompt: self._tokenizer.prompt(text, special=not is_chat) for prompt, text in self._texts.items()}
+        self._texts, self._ids = dict[str, str](), dict[str, list[int]]()
+        chats = chat_tokenizer(config) if config.job == "sft" else None
+        for prompt in config.prompts:
+            if chats is None:
+                self._texts[prompt], self._ids[prompt] = prompt, self._tokenizer.encode_prompt(prompt)
+            else:
+                self._texts[prompt], self._ids[prompt] = chats.prompt(prompt)
         for prompt, ids in self._ids.items():
             if not 0 < len(ids) < self._length:
                 raise UserError(
@@ -47,9 +50,10 @@ class TextSamples:
     @on_event(EvaluationDone)
     def write(self, done: EvaluationDone) -> None:
         """Track a text for each prompt. Collective."""
+        answers = [self._continue(self._ids[prompt], done) for prompt in self._texts]
         texts = [
-            text + self._tokenizer.decode(self._continue(self._ids[prompt], done))
-            for prompt, text in self._texts.items()
+            text + self._tokenizer.decode(answer, skip_special_tokens=False)
+            for text, answer in zip(self._texts.values(), answers, strict=True)
         ]
         done.track({f"sample_{number}": Text(text) for number, text in enumerate(texts)})
 
@@ -63,11 +67,3 @@ class TextSamples:
             logits = outputs if isinstance(outputs, Tensor) else outputs.logits
             row[0, position] = logits[0, position - 1].argmax()
         return row[0, len(ids) : stop].tolist()
-
-
-def _shown(prompt: str, config: TextJobConfig) -> str:
-    """Return the text that the model continues: the prompt, or a chat that ends with an assistant header."""
-    folder = config.model.tokenizer or config.model.folder
-    if config.job != "sft" or folder is None:
-        return prompt
-    return read_chat_template(folder).render([{"role": "user", "content": prompt}], add_generation_prompt=True)

@@ -112,10 +112,10 @@ def _answer(result: LoadedResult, turns: list[dict[str, str]], line: str, option
     if is_chat:
         assert result.chat is not None
         turns.append({"role": "user", "content": line})
-        text = result.chat.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        ids = result.chat(text, add_special_tokens=False).input_ids
+        text = result.chat.render(turns, add_generation_prompt=True)
+        ids = result.tokenizer.encode_rendered(text).ids
     else:
-        ids = result.tokenizer.encode(line)
+        ids = result.tokenizer.encode_prompt(line)
         print(line, end="", flush=True)
     if not ids:
         raise UserError(f"the prompt {line!r} has no tokens; expected at least one.")

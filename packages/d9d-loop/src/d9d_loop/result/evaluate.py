@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch.nn import functional as F
@@ -29,7 +29,8 @@ class TextScore:
     Attributes:
         loss: Mean negative log-likelihood per predicted token, in nats.
         accuracy: Fraction of the predicted tokens to which the model assigns the highest probability.
-        bits_per_byte: Negative log-likelihood of all predicted tokens, in bits per byte of their text.
+        bits_per_byte: Negative log-likelihood of all predicted tokens, in bits per byte of the original text behind the
+            first token, which is not predicted.
         num_tokens: Number of predicted tokens.
     """
 
@@ -54,25 +55,48 @@ def score_texts(result: LoadedResult, texts: Iterable[str], *, length: int) -> T
         UserError: If no text has two tokens.
     """
     loss = num_right = num_tokens = num_bytes = 0.0
-    for ids in _windows((result.tokenizer.encode(text) for text in texts), length):
-        inputs_L = torch.tensor([ids], device=result.model.device)
-        with torch.no_grad():
-            logits_LV = result.model(input_ids=inputs_L[:, :-1], use_cache=False).logits[0].float()
-        labels_L = inputs_L[0, 1:]
-        loss += F.cross_entropy(logits_LV, labels_L, reduction="sum").item()
-        num_right += logits_LV.argmax(dim=-1).eq(labels_L).sum().item()
-        num_tokens += len(labels_L)
-        num_bytes += len(result.tokenizer.decode(ids[1:]).encode())
+    for text in texts:
+        tokens = result.tokenizer.encode_with_offsets(text)
+        if len(tokens.ids) < 2:
+            continue
+        num_bytes += len(text.encode()) - _bytes_before_labels(text, tokens)
+        for ids in _windows(tokens.ids, length):
+            inputs_L = torch.tensor([ids], device=result.model.device)
+            with torch.no_grad():
+                logits_LV = result.model(input_ids=inputs_L[:, :-1], use_cache=False).logits[0].float()
+            labels_L = inputs_L[0, 1:]
+            loss += F.cross_entropy(logits_LV, labels_L, reduction="sum").item()
+            num_right += logits_LV.argmax(dim=-1).eq(labels_L).sum().item()
+            num_tokens += len(labels_L)
     if not num_tokens:
         raise UserError("every text has fewer than two tokens; expected at least one token to predict.")
     bits = loss / math.log(2) / max(num_bytes, 1)
     return TextScore(loss / num_tokens, num_right / num_tokens, bits, int(num_tokens))
 
 
-def _windows(documents: Iterable[list[int]], length: int) -> Iterator[list[int]]:
-    for ids in documents:
-        for start in range(0, len(ids) - 1, length):
-            yield ids[start : start + length + 1]
+def _windows(ids: list[int], length: int) -> Iterator[list[int]]:
+    for start in range(0, len(ids) - 1, length):
+        yield ids[start : start + length + 1]
+
+
+def _bytes_before_labels(text: str, tokens: Any) -> float:
+    """Return the number of bytes of a text up to the end of its first token, which is not predicted.
+
+    The bytes of characters that the first token shares with the next ones are counted by the lengths of the tokens,
+    which are bytes in byte-level vocabularies, or else in equal parts.
+    """
+    start, stop = tokens.offsets[0]
+    shared, end = [tokens.tokens[0]], stop
+    for (first, last), token in zip(tokens.offsets[1:], tokens.tokens[1:], strict=True):
+        if first >= end or first == last:
+            break
+        shared.append(token)
+        end = last
+    if len(shared) == 1:
+        return len(text[:stop].encode())
+    num_bytes, lengths = len(text[start:end].encode()), [len(token) for token in shared]
+    own = lengths[0] if sum(lengths) == num_bytes else num_bytes / len(shared)
+    return len(text[:start].encode()) + own
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,30 +1,17 @@
 """Language model of a run's export or of a Hugging Face folder, with its tokenizer, loaded by `transformers`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
-from d9d_loop.data.byte_tokenizer import NUM_BYTES, ByteTokenizer
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
-
-class TextTokenizer(Protocol):
-    """Tokenizer of plain text."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        ...
+from d9d_loop.data.chat_template import ChatTemplate, read_chat_template
+from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, TextTokenizer, read_text_tokenizer
 
 
 @final
@@ -34,8 +21,8 @@ class LoadedResult:
 
     Attributes:
         model: Model of `transformers`, in evaluation mode.
-        tokenizer: Tokenizer of the folder, or `ByteTokenizer`.
-        chat: Tokenizer of `transformers` with a chat template; None if there is no template.
+        tokenizer: Tokenizer of the folder, or one of bytes.
+        chat: Chat template of the folder, which prints the date of today; None if there is no template.
         stop_tokens: Token ids that end an answer.
         max_context: Largest number of tokens that the model supports; None if its configuration has no limit.
     """
@@ -43,7 +30,7 @@ class LoadedResult:
     folder: Path
     model: Any
     tokenizer: TextTokenizer
-    chat: Any | None
+    chat: ChatTemplate | None
     stop_tokens: tuple[int, ...]
     max_context: int | None
 
@@ -102,36 +89,19 @@ def find_export(path: Path) -> Path:
     )
 
 
-def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Any | None, list[int]]:
-    """Return the text tokenizer, the `transformers` tokenizer if it has a chat template, and the end tokens."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        if vocab_size == NUM_BYTES:
-            return ByteTokenizer(), None, []
-        if vocab_size == ByteTokenizer.vocab_size:
-            return ByteTokenizer(), None, [NUM_BYTES]
+def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, ChatTemplate | None, list[int]]:
+    """Return the tokenizer, the chat template if there is one, and the end tokens."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if vocab_size in (NUM_BYTES, NUM_BYTES + 1):
+            has_end = vocab_size > NUM_BYTES
+            return TextTokenizer.of_bytes(with_end=has_end), None, [NUM_BYTES] * has_end
         raise UserError(
-            f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}), and its vocabulary of {vocab_size} tokens is "
-            "not the byte vocabulary; expected tokenizer files. Copy them from the base model into the folder."
+            f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:4])}), and its vocabulary of {vocab_size} tokens "
+            "is not the byte vocabulary; expected tokenizer files. Copy them from the base model into the folder."
         )
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    else:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    return _PlainText(tokenizer), tokenizer if tokenizer.chat_template else None, ends
-
-
-@final
-class _PlainText:
-    """`TextTokenizer` of a tokenizer of `transformers`."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text).input_ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    tokenizer = read_text_tokenizer(folder)
+    try:
+        chat = read_chat_template(folder, special_tokens=tokenizer.special_tokens, today=date.today())
+    except UserError:  # no template
+        chat = None
+    return tokenizer, chat, [] if tokenizer.eos_id is None else [tokenizer.eos_id]

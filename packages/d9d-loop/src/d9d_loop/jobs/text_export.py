@@ -1,0 +1,38 @@
+"""Tokenizer files of a job's export, from which `AutoTokenizer` reads the tokenizer of the job."""
+
+import shutil
+from pathlib import Path
+
+from d9d_loop.data.text_tokenizer import TEMPLATE_FOLDER, TOKENIZER_FILES, read_text_tokenizer
+from d9d_loop.events import Finished
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_data import text_tokenizer
+
+
+def write_tokenizer(config: TextJobConfig, done: Finished) -> None:
+    """Write the tokenizer of a job to `export/` and `adapters/` of its run, where they exist.
+
+    The files are those of one folder: files of another tokenizer, which the base model had, are removed.
+    """
+    for folder in (done.result.run_dir / name for name in ("export", "adapters")):
+        if done.ctx.is_main_process and folder.is_dir():
+            _write(config, folder)
+
+
+def _write(config: TextJobConfig, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
+    tokenizer, source = text_tokenizer(config), config.model.tokenizer or config.model.folder
+    if source is not None and source.name == "tokenizer.json":
+        source = source.parent
+    if source is not None and source.is_dir():
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if (source / TEMPLATE_FOLDER).is_dir():
+            shutil.copytree(source / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
+        if read_text_tokenizer(folder).identity() == tokenizer.identity():
+            return
+    # The settings of the source, or their absence, select another tokenizer beside this model's config.json.
+    tokenizer.save(folder)
