@@ -139,12 +139,12 @@ def test_the_identity_of_a_chat_tokenizer_depends_on_template_and_stop_tokens() 
 
 
 def test_a_tokenizer_is_read_from_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no chat template"):
-        read_chat_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     with pytest.raises(UserError, match=r"tokenizer.json does not exist"):
         read_chat_tokenizer(tmp_path)
     byte_tokenizer("<|im_start|>", "<|im_end|>").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="has no chat template"):
+        read_chat_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     assert read_chat_tokenizer(tmp_path).identity() == chat_tokenizer().identity()
 
 

@@ -20,7 +20,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tokens_decode_to_the_text(tmp_path: Path, tokenizer: Path) -> None:
-    file = tokenize_text(["", *TEXTS, "größer ≠ 大"], tmp_path / "tokens", tokenizer=tokenizer)
+    texts, end_token = ["", *TEXTS, "größer ≠ 大"], "<|endoftext|>"
+    file = tokenize_text(texts, tmp_path / "tokens", tokenizer=tokenizer, end_token=end_token)
     decoder = tokenizers.Tokenizer.from_file(str(tokenizer))
     end = decoder.token_to_id("<|endoftext|>")
     documents = [file[number]["tokens"].tolist() for number in range(len(file))]
@@ -131,6 +132,6 @@ def test_an_unusable_tokenizer_is_reported(tmp_path: Path, tokenizer: Path) -> N
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d9d_loop.data.text_tokens.find_spec", lambda _name: None)
+    monkeypatch.setattr("d9d_loop.data.text_tokenizer.find_spec", lambda _name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tokenizers>=0"):
         train_tokenizer(TEXTS, vocab_size=300)

@@ -82,7 +82,8 @@ def test_a_prompt_without_template_is_continued(byte_run: Path, capsys: pytest.C
     chat_command.main([str(byte_run), "--prompt", "to be", "--max-new-tokens", "9", "--temperature", "0"])
     result = load_result(byte_run, device=CPU)
     ids = list(chat_command.stream_tokens(result, list(b"to be"), max_new_tokens=9, temperature=0, top_p=1.0))
-    assert capsys.readouterr().out == "to be" + result.tokenizer.decode(ids) + "\n"
+    shown = result.tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")  # the last character may be incomplete
+    assert capsys.readouterr().out == f"to be{shown}\n"
 
 
 def test_lines_of_a_chat_continue_one_conversation(
@@ -180,7 +181,7 @@ def test_mistakes_in_a_chat_get_one_message(
         (["bytes", "--data", "none.txt"], r"none\.txt does not exist"),
         (["bytes", "--data", "empty.txt"], r"empty\.txt contains no text"),
         (["bytes", "--data", "a.txt"], "every text has fewer than two tokens"),
-        (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 3: expected a JSON object with text in the field 'text'"),
+        (["bytes", "--data", "b.jsonl"], r"b\.jsonl, line 3: expected a text in the field 'text'"),
         (["bytes", "--data", "a.txt", "--length", "0"], "--length 0, --limit None; expected at least 1"),
         (["bytes", "--tasks", "hellaswag"], "--tasks needs lm-eval, which is not installed"),
     ],

@@ -1,5 +1,6 @@
 """Tokens of conversations with a verified loss mask: only the assistant's turns contribute to the loss."""
 
+import copy
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -71,7 +72,9 @@ class ChatTokenizer:
         thinking: tuple[str, str] = ("<think>", "</think>"),
         tool_template: ChatTemplate | None = None,
     ) -> None:
-        self.text_tokenizer = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(tokenizer)
+        self.text_tokenizer = (
+            tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(copy.deepcopy(tokenizer))
+        )
         self._template, self._tool_template = template, tool_template or template
         self._stops = self.text_tokenizer.special_ids()
         for token in (*stop_tokens, *filter(None, [template.special_tokens.get("eos_token")])):

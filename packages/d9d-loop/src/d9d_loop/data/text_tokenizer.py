@@ -77,8 +77,7 @@ class TextTokenizer:
     ) -> None:
         self._backend, self._auto, self._digest = backend, auto, digest
         if backend is not None:
-            backend.no_truncation()
-            backend.no_padding()
+            _normalize(backend)
         self._splits_special = bool(getattr(auto, "split_special_tokens", False))
         self.special_tokens: dict[str, str] = dict(special or {}) if auto is None else dict(auto.special_tokens_map)
         names = ("bos_token", "eos_token", "pad_token")
@@ -228,6 +227,16 @@ def _byte_vocabulary() -> dict[str, int]:
     hidden = [byte for byte in range(NUM_BYTES) if byte not in visible]
     letters = {byte: chr(byte) for byte in visible} | {byte: chr(NUM_BYTES + n) for n, byte in enumerate(hidden)}
     return {letter: byte for byte, letter in letters.items()}
+
+
+def _normalize(backend: "Tokenizer") -> None:
+    """Remove settings of a call. Equal tokenizers get equal files: transformers also replaces a missing post-processor."""
+    from tokenizers import processors  # noqa: PLC0415 - optional
+
+    backend.no_truncation()
+    backend.no_padding()
+    if backend.post_processor is None:
+        backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
 
 
 def read_text_tokenizer(path: str | Path, *, key: str = "model.tokenizer") -> TextTokenizer:
