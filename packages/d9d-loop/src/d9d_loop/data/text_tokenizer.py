@@ -230,7 +230,7 @@ def _byte_vocabulary() -> dict[str, int]:
 
 
 def _normalize(backend: "Tokenizer") -> None:
-    """Remove settings of a call. Equal tokenizers get equal files: transformers also replaces a missing post-processor."""
+    """Remove settings of a call. Replace a missing post-processor, as transformers does, so that digests are equal."""
     from tokenizers import processors  # noqa: PLC0415 - optional
 
     backend.no_truncation()

@@ -52,6 +52,7 @@ head_dim = 64
 files = ["corpus.jsonl"]        # or .parquet, .csv, .txt, or a token file of d9d-tokenize
 held_out = 0.05
 length = 512
+end_token = "<|endoftext|>"     # ends each text; a token of the tokenizer
 """,
     "classify": """[model]
 folder = "bert-base-uncased"    # encoder or decoder; the classification head is new
