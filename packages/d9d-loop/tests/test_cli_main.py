@@ -1,4 +1,8 @@
+import subprocess
+import sys
+
 import pytest
+import torch.distributed as dist
 
 from d9d_dist import UserError
 from d9d_loop import cli_main
@@ -82,3 +86,34 @@ def test_invalid_data_found_by_a_running_job_are_a_user_error(capsys: pytest.Cap
         raise error
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"d9d: {error}\n"
+
+
+_HELP = """
+import sys
+sys.modules["torch"] = None
+from d9d_loop.__main__ import main as train
+from d9d_loop.inference.__main__ import main as infer
+from d9d_loop.report.__main__ import main as report
+for main in (train, infer, report):
+    sys.argv = ["command", "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0, end
+"""
+
+
+def test_the_help_of_commands_does_not_import_torch() -> None:
+    subprocess.run([sys.executable, "-c", _HELP], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("kind", [dist.DistNetworkError, StateError, RuntimeError])
+def test_a_rank_whose_connection_broke_exits_with_125(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    error = kind("lost")
+    if kind is not dist.DistNetworkError:
+        error.__cause__ = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer")
+    error.add_note("Rank 1 failed before this rank: UserError: no.")
+    with pytest.raises(SystemExit) as stop, cli_main():
+        raise error
+    assert stop.value.code == 125
+    assert capsys.readouterr().err == "d9d: lost Rank 1 failed before this rank: UserError: no.\n"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from d9d_loop.data.padding import pad_sequences as pad_sequences
     from d9d_loop.data.prefetcher import Prefetcher as Prefetcher
     from d9d_loop.data.sample_files import open_samples as open_samples
-    from d9d_loop.data.sample_reader import DataError as DataError
+    from d9d_loop.data.data_error import DataError as DataError
     from d9d_loop.data.sample_stream import Cursor as Cursor
     from d9d_loop.data.sample_stream import Entry as Entry
     from d9d_loop.data.sample_stream import SampleStream as SampleStream

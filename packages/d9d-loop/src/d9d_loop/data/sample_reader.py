@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
+from d9d_loop.data.data_error import DataError
 from d9d_loop.data.data_random import seed_collate_random, seed_data_random
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.samples import Collate
@@ -29,13 +30,6 @@ class ReadJob:
         entry = repr(self.entries[number])
         entry = entry if len(entry) <= _LONGEST else f"{entry[:_LONGEST]}..."
         return f"sample {entry} (position {self.position + number} of the global order)"
-
-
-class DataError(RuntimeError):
-    """Error of a sample that could not be read or collated, or of a worker that died or timed out.
-
-    The message names the sample and, with workers, the worker.
-    """
 
 
 @final
