@@ -108,7 +108,9 @@ def test_the_help_of_commands_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", [dist.DistNetworkError, StateError, RuntimeError])
-def test_a_rank_whose_connection_broke_exits_with_125(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_whose_connection_broke_exits_with_125(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
     error = kind("lost")
     if kind is not dist.DistNetworkError:
         error.__cause__ = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer")

@@ -19,6 +19,7 @@ from d9d_dist.errors import UserError
 _MAX_BYTES = 1 << 28  # bytes of JSON per rank
 _MAX_PROBLEM = 4000  # maximum length of a problem's text, in characters, in messages that list ranks
 _RANKS_SHOWN = 8
+_KEYS_SHOWN = 5
 _SIZE_BYTES, _HEAD = 8, 512
 _INLINE = _HEAD - _SIZE_BYTES  # a text of up to this many bytes is sent with its size, in a single collective
 
@@ -52,7 +53,7 @@ def agree(
     problem: str | UserError | None = None,
     group: dist.ProcessGroup | None = None,
     *,
-    same: Mapping[str, str | bytes] | None = None,
+    same: Mapping[str, str | bytes | Mapping[str, str]] | None = None,
     error: type[Exception] = UserError,
     alone: bool = False,
 ) -> None:
@@ -66,7 +67,7 @@ def agree(
             else `error`.
         group: Process group; `None` for all ranks of the job.
         same: Values that must be equal on all ranks, by their names in the message, e.g. "the configuration". All ranks
-            pass the same names.
+            pass the same names. If a mapping differs, the message names its keys that differ.
         error: Type of the error for a problem that is a text.
         alone: As in `gather_json`.
 
@@ -91,7 +92,8 @@ def agree(
     for name in digests:
         of_ranks = [each["same"][name] for each in reports]
         if len(set(of_ranks)) > 1:
-            _raise_together(UserError(_describe_difference(name, of_ranks)), group, num_ranks=len(reports))
+            keys = _differing_keys((same or {})[name], group)
+            _raise_together(UserError(_describe_difference(name, of_ranks, keys)), group, num_ranks=len(reports))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -140,8 +142,18 @@ def _raise_together(error: Exception, group: dist.ProcessGroup | None, *, num_ra
     raise error
 
 
-def _digest(value: str | bytes) -> str:
-    content = value.encode() if isinstance(value, str) else value
+def _differing_keys(value: str | bytes | Mapping[str, str], group: dist.ProcessGroup | None) -> list[str]:
+    """Return the keys of mappings that differ between ranks; none for other values. Collective for a mapping."""
+    if not isinstance(value, Mapping):
+        return []
+    of_ranks = gather_json({key: _digest(text) for key, text in value.items()}, group)
+    keys = dict.fromkeys(key for each in of_ranks for key in each)
+    return [key for key in keys if any(each.get(key) != of_ranks[0].get(key) for each in of_ranks)]
+
+
+def _digest(value: str | bytes | Mapping[str, str]) -> str:
+    text = json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value
+    content = text.encode() if isinstance(text, str) else text
     return hashlib.blake2b(content, digest_size=32, person=b"d9d").hexdigest()
 
 
@@ -154,13 +166,14 @@ def _describe_problems(problems: Mapping[int, str], num_ranks: int, *, is_users:
     return "; ".join(f"{name_ranks(ranks)}: {text[:_MAX_PROBLEM]}" for text, ranks in ranks_of.items())
 
 
-def _describe_difference(name: str, digests: Sequence[str]) -> str:
+def _describe_difference(name: str, digests: Sequence[str], keys: Sequence[str] = ()) -> str:
     counts = Counter(digests)
     # The most common digest; on a tie, the lowest rank's, because max returns the first maximum.
     usual = max(digests, key=lambda digest: counts[digest])
     odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+    where = f" in {', '.join(keys[:_KEYS_SHOWN])}{', ...' if keys[_KEYS_SHOWN:] else ''}" if keys else ""
     return (
         f"{name} differs between the {len(digests)} ranks: {name_ranks(odd)} differ{'' if odd[1:] else 's'} from "
-        f"rank {digests.index(usual)}; expected equal values. Start all ranks with the same code, configuration "
+        f"rank {digests.index(usual)}{where}; expected equal values. Start all ranks with the same code, configuration "
         "and arguments."
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from d9d_loop.data.conversation import TooLong as TooLong
     from d9d_loop.data.conversation import read_conversation as read_conversation
     from d9d_loop.data.conversation import read_pair as read_pair
+    from d9d_loop.data.data_error import DataError as DataError
     from d9d_loop.data.data_provider import DataProvider as DataProvider
     from d9d_loop.data.data_provider import DatasetProvider as DatasetProvider
     from d9d_loop.data.document import Document as Document
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.padding import pad_sequences as pad_sequences
     from d9d_loop.data.prefetcher import Prefetcher as Prefetcher
     from d9d_loop.data.sample_files import open_samples as open_samples
-    from d9d_loop.data.data_error import DataError as DataError
     from d9d_loop.data.sample_stream import Cursor as Cursor
     from d9d_loop.data.sample_stream import Entry as Entry
     from d9d_loop.data.sample_stream import SampleStream as SampleStream

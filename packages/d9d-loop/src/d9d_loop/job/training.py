@@ -1,6 +1,5 @@
 """Start and end of a planned training job: rehearsal, process group, lock of the run folder, failure messages."""
 
-import json
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.contents import agree_on_data
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
+from d9d_loop.job.code_digest import describe_code, flatten
 from d9d_loop.job.earlier_run import check_progress, keep_earlier_files, read_earlier_run
 from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
@@ -48,8 +48,7 @@ def train(plan: JobPlan, *, plan_with: "PlanWith", events: Events) -> TrainResul
 def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: LauncherWatch) -> TrainResult | Stopped:
     config, job = plan.config, None
     try:
-        agree(same={"the configuration": json.dumps(plan.resolved, sort_keys=True)})
-        agree_on_data({"the training data": plan.stream, "the evaluation data": plan.evaluation_data})
+        _agree_on_plan(plan, ctx)
         health = check_health(config.resilience.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
@@ -63,8 +62,6 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
         with store.locked(ctx, wait_seconds=wait_seconds), _locked_for_export(config, ctx), store:
             job = build_job(plan, store=store, ctx=ctx, events=events)
             _describe_start(job)
-            if ctx.is_main_process and job.record.step > 0:
-                _print_resume(job)
             if config.evaluation.only:
                 return evaluate_job(job)
             launcher.close()  # from now on, the steps watch the launcher, and save if it is gone
@@ -85,6 +82,13 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
         raise
 
 
+def _agree_on_plan(plan: JobPlan, ctx: DistributedContext) -> None:
+    """Raise `UserError` on all ranks if a rank has other code, another configuration or other data. Collective."""
+    code = describe_code(plan) if ctx.world_size > 1 else {}
+    agree(same={**code, "the configuration": dict(flatten(plan.resolved))})
+    agree_on_data({"the training data": plan.stream, "the evaluation data": plan.evaluation_data})
+
+
 def _describe_start(job: Job) -> None:
     """Print from which step the job starts. A start at step 0 must not lose progress. Collective."""
     config, source = job.plan.config, job.state.restored_from
@@ -102,6 +106,7 @@ def _describe_start(job: Job) -> None:
         return
     if source is not None:
         print(f"d9d: resumed from step {job.record.step} at {source}.", flush=True)
+        _print_resume(job)
     else:
         lost = read_earlier_run(config.run.dir).completed
         note = f" The {lost} steps of the last start were not saved." if lost else ""

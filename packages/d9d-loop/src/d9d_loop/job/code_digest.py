@@ -1,0 +1,142 @@
+"""Description of a job's code, which all ranks compare: other code on one rank gives wrong results, not an error.
+
+A description is a mapping of names to texts, so that a difference names its place. It contains the script, the versions
+of the packages, the structure of the model, and the code of the user's functions, with the functions that they refer
+to: `act = F.relu` on one rank and `act = F.gelu` on another one.
+"""
+
+import inspect
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from d9d_loop.job.plan import JobPlan
+
+Parts: TypeAlias = dict[str, str]
+_PACKAGES = ("d9d-dist", "d9d-state", "d9d-modules", "d9d-moe", "d9d-pipeline", "d9d-peft", "d9d-metrics", "d9d-loop")
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def describe_code(plan: JobPlan) -> dict[str, Parts]:
+    """Return what all ranks must agree on, by the name of each part in an error message."""
+    user = {
+        "the task": type(plan.task),
+        **{f"the task's {name}": value for name, value in vars(plan.task).items()},
+        "collate": plan.data.collate,
+        "the optimizer": plan.optimizer,
+        "the learning-rate schedule": plan.lr_schedule,
+    }
+    return {
+        "the software": _versions(),
+        "the script": {"its text": _script()},
+        "the model": dict(describe_model(plan.model.built.module)),
+        "the code of the job": {name: _describe(value, set()) for name, value in user.items()},
+    }
+
+
+def _versions() -> Parts:
+    found = {"Python": platform.python_version(), "torch": torch.__version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # a package that this job does not need
+            continue
+    return found
+
+
+def _script() -> str:
+    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def describe_model(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the name of each module, and its class, settings and code."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        own = sorted((key, value) for key, value in vars(module).items() if not key.startswith("_"))
+        values = [f"{key}={_describe(value, set())}" for key, value in own if not isinstance(value, nn.Module)]
+        yield str(name or kind.__name__), "\n".join([_describe(kind, set()), module.extra_repr(), *values])
+
+
+def _describe(value: Any, seen: set[int]) -> str:
+    """Describe functions, classes and numbers; other values, such as tensors and strings, may differ between ranks."""
+    if id(value) in seen:
+        return ""
+    below, text = seen | {id(value)}, ""
+    match value:
+        case bool() | float():
+            text = repr(value)
+        case partial():
+            text = " ".join(_describe(each, below) for each in (value.func, *value.args, *value.keywords.values()))
+        case MethodType():
+            text = _describe(value.__func__, below)
+        case FunctionType() if not _is_installed(value):
+            text = _describe_function(value, below)
+        case BuiltinFunctionType() | FunctionType():
+            text = f"{value.__module__}.{value.__qualname__}"
+        case type():
+            text = _describe_class(value, below)
+        case _ if callable(value) and not isinstance(value, nn.Module) and not _is_installed(type(value)):
+            text = _describe_class(type(value), below)
+    return text
+
+
+def _describe_class(kind: type, seen: set[int]) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if _is_installed(kind):
+        return name
+    methods = (value for base in kind.mro() if not _is_installed(base) for value in vars(base).values())
+    functions = (inspect.unwrap(each) for each in methods if isinstance(each, FunctionType))
+    return " ".join([name, *(_describe(each, seen) for each in functions)])
+
+
+def _describe_function(function: FunctionType, seen: set[int]) -> str:
+    code = function.__code__
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+    named = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    functions = (each for each in (*cells, *named) if callable(each) and each is not print)
+    return " ".join([function.__qualname__, _describe_bytes(code), *(_describe(each, seen) for each in functions)])
+
+
+def _describe_bytes(code: CodeType) -> str:
+    return " ".join([code.co_code.hex(), *code.co_names, *map(_describe_constant, code.co_consts)])
+
+
+def _describe_constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return _describe_bytes(value)
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_installed(value: Any) -> bool:
+    """Return True for code of the standard library, of d9d or of an installed package, whose versions are compared."""
+    name = str(value.__module__)
+    if name == "__main__":
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or file.startswith(_INSTALLED) or name.startswith("d9d_")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each value of nested mappings under its dotted key, as text."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", repr(value)

@@ -1,0 +1,117 @@
+"""Ranks with other code do not train together."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from d9d_dist import UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop import Loss, Task, Trainer, TrainerConfig
+from d9d_loop.job.code_digest import describe_model
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Mlp(nn.Module):
+    def __init__(self, activation: Activation | nn.Module) -> None:
+        super().__init__()
+        self.up, self.activation, self.down = nn.Linear(3, 4), activation, nn.Linear(4, 1)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of the task's input
+        return self.down(self.activation(self.up(input)))
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x) * 2
+
+
+def _closure(activation: Activation) -> Activation:
+    return lambda x: activation(x) + 1
+
+
+class _Scaled:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (functional.relu, functional.gelu),
+        (nn.ReLU(), nn.GELU()),
+        (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)),
+        (_squared, _doubled),
+        (lambda x: x * 2, lambda x: x * 3),
+        (_closure(torch.relu), _closure(torch.tanh)),
+        (partial(functional.leaky_relu, negative_slope=0.1), partial(functional.leaky_relu, negative_slope=0.2)),
+        (functional.relu, _Scaled()),
+    ],
+)
+def test_other_functions_give_another_description(pair: tuple[Any, Any]) -> None:
+    first, second, again = (dict(describe_model(_Mlp(each))) for each in (*pair, pair[0]))
+    assert first != second
+    assert first == again
+
+
+class _Regression(Task):
+    def __init__(self, power: int = 2) -> None:
+        self.distance = (lambda x: x.square()) if power == 2 else (lambda x: x.abs())
+
+    def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"input": batch["x"]}
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> Loss:
+        return Loss(self.distance(outputs - 1).sum(), weight=len(outputs))
+
+
+def _train(folder: Path, what: str) -> str:
+    """Train with a difference on rank 1, and return the error."""
+    is_odd = os.environ["RANK"] == "1"
+    values: dict[str, Any] = {
+        "steps": 1,
+        "batch": {"global_size": 2},
+        "run": {"folder": folder},
+        "resilience": {"health": {"enabled": False}},
+        "rehearsal": False,
+        "trackers": [],
+        "optimizer": {"learning_rate": 0.1 if is_odd and what == "configuration" else 0.2},
+        "seed": 1 if is_odd and what == "configuration" else 0,
+    }
+    activation = functional.gelu if is_odd and what == "model" else functional.relu
+    trainer = Trainer(
+        TrainerConfig.model_validate(values),
+        model=lambda stage: _Mlp(activation),
+        data=[{"x": torch.ones(3)}] * 4,
+        task=_Regression(1 if is_odd and what == "task" else 2),
+    )
+    try:
+        trainer.train()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("nothing", ""),
+        ("model", "the model differs between the 2 ranks: rank 1 differs from rank 0 in _Mlp; expected equal values."),
+        ("task", "the code of the job differs between the 2 ranks: rank 1 differs from rank 0 in the task's distance;"),
+        ("configuration", "the configuration differs between the 2 ranks: rank 1 differs from rank 0 in seed, optimi"),
+    ],
+)
+def test_a_job_names_what_differs_between_its_ranks(tmp_path: Path, what: str, expected: str) -> None:
+    for found in run_ranks(_train, tmp_path, what):
+        assert found.startswith(expected)
+        assert bool(found) == bool(expected)
