@@ -79,7 +79,7 @@ def batch_of(tokens: Tensor) -> dict[str, Tensor]:
 
 
 def imitation_loss(outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Loss:
-    return Loss(-outputs["log_probs"].sum(), weight=(batch["labels"] != IGNORED_LABEL).sum())
+    return Loss.sum(-outputs["log_probs"], (batch["labels"] != IGNORED_LABEL).sum())
 
 
 class Arithmetic:

@@ -214,7 +214,7 @@ class NextByte(Task):
         )
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        return Loss(outputs.sum(), weight=(batch["labels"] != IGNORED_LABEL).sum())
+        return Loss.sum(outputs, (batch["labels"] != IGNORED_LABEL).sum())
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
         return split.split(batch)

@@ -23,7 +23,7 @@ class Regression(Task):
         return {"x": batch["x"]}
 
     def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
-        return Loss(F.mse_loss(outputs, batch["y"], reduction="sum"), weight=batch["y"].numel())
+        return Loss.sum(F.mse_loss(outputs, batch["y"], reduction="none"), batch["y"].numel())
 
 
 def make_dataset(size: int = 4096) -> list[dict[str, torch.Tensor]]:

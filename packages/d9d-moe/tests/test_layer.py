@@ -195,3 +195,55 @@ def test_shared_experts_overlap_with_combine() -> None:
     router = TopKRouter(8, num_experts=4, top_k=2)
     MoELayer(8, 8, router=router, shared=shared, dispatcher=Recording())(torch.randn(3, 8))
     assert events == ["leave", "shared", "wait"]
+
+
+class _DroppingRouter(nn.Module):
+    """Router of a user with a capacity: it drops some choices, by the index -1."""
+
+    num_experts, top_k = 4, 2
+
+    def __init__(self, indices: Tensor) -> None:
+        super().__init__()
+        self.inner = TopKRouter(6, num_experts=4, top_k=2, init_std=0.5)
+        self.given = indices
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        routing = self.inner(x_TD, self.given.clamp(0, 3))
+        return routing._replace(indices=self.given)
+
+
+DROPPED = torch.tensor([[0, 1], [-1, 2], [3, -1], [-1, -1], [2, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_dropped_choice_adds_nothing_and_changes_no_other_token(dtype: torch.dtype, has_gradient: bool) -> None:
+    losses = RouterLosses(balance=0.1, z=0.1)
+    moe = MoELayer(6, 7, router=_DroppingRouter(DROPPED), init_std=0.5, losses=losses).to(dtype)
+    x = torch.randn(1, 5, 6, dtype=dtype)
+    with torch.set_grad_enabled(has_gradient):
+        y = moe(x)
+    assert isinstance(y, HiddenAndLosses)
+    routing = moe.router(x[0])
+    expected = torch.zeros_like(x[0])
+    for token, choices in enumerate(DROPPED.tolist()):
+        for slot, expert in enumerate(choices):
+            if expert >= 0:
+                state = {name: tensor[expert] for name, tensor in moe.experts.named_parameters()}
+                out = torch.func.functional_call(SwiGLU(6, 7).to(dtype), state, (x[0, token : token + 1],))
+                expected[token] += routing.probabilities[token, slot] * out[0]
+    torch.testing.assert_close(y.hidden[0], expected)
+    if has_gradient:
+        y.hidden.sum().backward()
+        assert moe.counter.counts.tolist() == [2, 1, 2, 1]
+    load = torch.tensor([2, 1, 2, 1], dtype=dtype) * 4 / 6
+    assert routing.scores is not None
+    assert routing.logits is not None
+    balance = 0.1 * (routing.scores * load).sum(-1) + 0.1 * routing.logits.logsumexp(-1).square()
+    torch.testing.assert_close(y.losses[0], balance)
+
+
+def test_an_expert_beyond_the_last_one_is_an_error() -> None:
+    moe = MoELayer(6, 7, router=_DroppingRouter(DROPPED + 1))
+    with pytest.raises(UserError, match=r"got the router's expert indices.* from 4 to 4; expected"):
+        moe(torch.randn(5, 6))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Sum of the loss over a microbatch, and its weight.
+    """Sum of the loss over a microbatch, and its weight. Build it by `Loss.sum` or `Loss.mean`.
 
     The loss of a step is the sum of all totals divided by the sum of all weights, over all microbatches and ranks. The
     split of the batch therefore does not affect the loss. Gradients are divided once, by the sum of all weights.
@@ -33,6 +33,29 @@ class Loss:
     total: torch.Tensor
     weight: torch.Tensor | float
     tokens: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def sum(
+        cls,
+        values: torch.Tensor,
+        count: torch.Tensor | float,
+        tokens: Mapping[str, torch.Tensor] | None = None,
+    ) -> "Loss":
+        """Return the loss of values of any shape, which are summed: of each sample, element or token.
+
+        `count` is the number of values that count, such as the number of labels: ignored ones are 0.
+        """
+        return cls(values.sum(), count, tokens or {})
+
+    @classmethod
+    def mean(
+        cls,
+        mean: torch.Tensor,
+        count: torch.Tensor | float,
+        tokens: Mapping[str, torch.Tensor] | None = None,
+    ) -> "Loss":
+        """Return the loss of a 0-dim mean over `count` items of the microbatch, as most loss functions return it."""
+        return cls(mean * count, count, tokens or {})
 
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss]

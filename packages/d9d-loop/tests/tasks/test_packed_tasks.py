@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from d9d_dist import UserError
 from d9d_loop.losses import PreferenceLoss
-from d9d_loop.tasks import PolicyTask, PreferenceTask, RewardTask
+from d9d_loop.tasks import DistillationTask, NextTokenTask, PolicyTask, PreferenceTask, RewardTask
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -87,3 +87,40 @@ def test_outputs_that_are_no_scores_of_positions_are_refused() -> None:
         UserError, match=r"the model returned scores of shape \(1, 2\); expected \(1, 4\), one score for each position"
     ):
         RewardTask().loss(torch.randn(1, 2), BATCH)
+
+
+LABELS = torch.tensor([[-100, 3, -100, 4], [5, -100, -100, -100]])
+
+
+class _Causal(dict[str, Any]):
+    """Outputs as those of a model of transformers."""
+
+
+@pytest.mark.parametrize(
+    "task", [PolicyTask(), PreferenceTask(has_reference=False), DistillationTask(), NextTokenTask()]
+)
+def test_outputs_of_a_model_that_ignores_arguments_are_an_error(task: Any) -> None:
+    batch = {"labels": LABELS, "documents": torch.zeros(2, 4).long(), "advantages": torch.ones(2, 4)}
+    batch["teacher_log_probs"] = torch.zeros(2, 4, 3)
+    with pytest.raises(UserError, match=r"returned a _Causal with the keys logits; expected .* Use a decoder of d9d"):
+        task.loss(_Causal(logits=torch.zeros(2, 4, 9)), batch)
+
+
+def test_the_loss_of_the_whole_batch_is_no_loss_of_tokens() -> None:
+    with pytest.raises(UserError, match=r"returned a tensor of shape \(\); expected a tensor of shape \(2, 4\)"):
+        NextTokenTask().loss(torch.zeros(()), {"labels": LABELS})
+
+
+def test_documents_without_labels_are_padding() -> None:
+    documents = torch.tensor([[0, 0, 1, 1], [7, 3, 3, 3]])
+    expected = torch.tensor([[True, True, True, True], [True, False, False, False]])
+    for task in (NextTokenTask(), PolicyTask(), PreferenceTask(), DistillationTask()):
+        assert torch.equal(task.token_mask({"labels": LABELS, "documents": documents}), expected)
+    own = torch.zeros(2, 4, dtype=torch.bool)
+    assert NextTokenTask().token_mask({"token_mask": own, "labels": LABELS, "documents": documents}) is own
+
+
+def test_documents_that_are_not_one_of_a_pair_are_padding_of_rewards() -> None:
+    documents = torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3], [2, 2, 3, 0]])
+    expected = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]).bool()
+    assert torch.equal(RewardTask().token_mask({"documents": documents}), expected)

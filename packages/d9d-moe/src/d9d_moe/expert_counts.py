@@ -58,7 +58,7 @@ def _count(counts_E: Tensor, indices_TA: Tensor, mask_T: Tensor | None) -> None:
     ones_TA = (
         torch.ones_like(indices_TA) if mask_T is None else mask_T.to(torch.int64).unsqueeze(1).expand_as(indices_TA)
     )
-    counts_E.scatter_add_(0, indices_TA.flatten(), ones_TA.flatten())
+    counts_E.scatter_add_(0, indices_TA.clamp(min=0).flatten(), (ones_TA * (indices_TA >= 0)).flatten())
 
 
 class _CountInBackward(torch.autograd.Function):

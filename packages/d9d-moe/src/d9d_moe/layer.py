@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
+from d9d_dist.token_ids import check_token_ids
 from d9d_modules import HiddenAndLosses
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import Experts, GroupedSwiGLU
-from d9d_moe.router import ReplayRouter, Router, Routing
+from d9d_moe.router import ReplayRouter, Router, Routing, WeightedRouter
 from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses, token_records
 
 LOCAL = LocalDispatcher()
@@ -99,7 +100,8 @@ class MoELayer(nn.Module):
         mask_T = None if mask_BL is None else mask_BL.flatten().bool()
         tokens_TD = x.flatten(0, -2)
         routing = self._route(tokens_TD, expert_indices)
-        dispatched = self.dispatcher.dispatch(tokens_TD, routing, num_experts=self.num_experts)
+        chosen = routing if isinstance(self.router, WeightedRouter) else _without_dropped(routing, self.num_experts)
+        dispatched = self.dispatcher.dispatch(tokens_TD, chosen, num_experts=self.num_experts)
         combine_handle = dispatched.combine(self.experts(dispatched.rows, dispatched.counts))
         shared = None if self.shared is None else self.shared(x)  # overlaps with the combine
         y = combine_handle.wait().view_as(x)
@@ -127,3 +129,13 @@ class MoELayer(nn.Module):
             routing, self.losses, self.token_groups, rows=len(x), global_load_E=self.global_load, mask_T=mask_T
         )
         return losses_T.view(x.shape[:-1])
+
+
+def _without_dropped(routing: Routing, num_experts: int) -> Routing:
+    """Return the routing of an own router, in which dropped choices go to expert 0 with weight 0.
+
+    Raises `UserError` if an index is `num_experts` or more; asynchronously on an accelerator.
+    """
+    indices_TA, is_dropped_TA = routing.indices.clamp(min=0), routing.indices < 0
+    check_token_ids(indices_TA, num_experts, what="the router's expert indices, or a negative one to drop a choice,")
+    return routing._replace(indices=indices_TA, probabilities=routing.probabilities.masked_fill(is_dropped_TA, 0.0))

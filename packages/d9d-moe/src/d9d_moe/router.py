@@ -20,7 +20,8 @@ class Routing(NamedTuple):
     """Chosen experts of each token, with their weights.
 
     Attributes:
-        indices: Chosen experts [T, A], int64, distinct in each row; in any order.
+        indices: Chosen experts [T, A], int64, distinct in each row; in any order. A negative index drops the choice:
+            it adds nothing to the token, and is not counted.
         probabilities: Weight of each chosen expert [T, A], float32 (float64 for float64 input).
         logits: Router logits [T, E]; required for router losses.
         scores: Scores of all experts [T, E], without the expert bias, normalized to sum to 1 for each token; required

@@ -179,12 +179,12 @@ def expert_load(
     top_k = routing.indices.shape[1]
     num_loads, group = (rows, groups.sequence) if scope == "sequence" else (1, groups.batch)
     counts_BE = torch.zeros(num_loads, num_experts, dtype=torch.float32, device=routing.indices.device)
-    ones_TA = torch.ones_like(routing.indices, dtype=torch.float32)
+    ones_TA = (routing.indices >= 0).to(torch.float32)  # dropped choices have negative indices
     if mask_T is not None:
         ones_TA = ones_TA * mask_T.unsqueeze(1)
     # `rows` is 0 for an empty batch.
     shape = (num_loads, num_tokens * top_k // max(num_loads, 1))
-    counts_BE.scatter_add_(1, routing.indices.reshape(shape), ones_TA.reshape(shape))
+    counts_BE.scatter_add_(1, routing.indices.clamp(min=0).reshape(shape), ones_TA.reshape(shape))
     if group is not None and group.size() > 1:
         dist.all_reduce(counts_BE, group=group)
     return counts_BE * (num_experts / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1))
@@ -200,7 +200,8 @@ def token_records(routing: Routing, losses: RouterLosses, *, mask_T: Tensor | No
         UserError: If the routing has no logits or no scores.
     """
     scores_TE, _ = _require_scores(routing)
-    chosen_TE = torch.zeros_like(scores_TE).scatter_(1, routing.indices, 1.0)
+    is_chosen_TA = (routing.indices >= 0).to(scores_TE.dtype)
+    chosen_TE = torch.zeros_like(scores_TE).scatter_add_(1, routing.indices.clamp(min=0), is_chosen_TA)
     ones_T1 = torch.ones_like(scores_TE[:, :1])
     records_TR = torch.cat([scores_TE, chosen_TE, ones_T1, _z_losses(routing, losses).unsqueeze(1)], dim=1)
     return records_TR if mask_T is None else records_TR.masked_fill(~mask_T.unsqueeze(1), 0.0)

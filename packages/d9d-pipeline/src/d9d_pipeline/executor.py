@@ -272,6 +272,10 @@ class Executor:
         loss = step.on_output(step.outputs.pop((stage, microbatch)), microbatch)
         if not self._stages[stage].trains:
             return
+        if loss is not None and loss.dim():
+            raise UserError(
+                f"got a loss of microbatch {microbatch} of shape {tuple(loss.shape)}; expected a 0-dim tensor. Sum it."
+            )
         if loss is None or not loss.requires_grad:
             # Raise instead of skipping the backward, because other ranks would wait in its collectives.
             raise UserError(

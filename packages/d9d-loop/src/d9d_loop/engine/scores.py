@@ -45,7 +45,7 @@ def score(
 
     def take(outputs: Any, index: int, batch: Any) -> None:
         if index < num_own:
-            values[index] = outputs if read is None else read(outputs, batch)
+            values[index] = _scores_of(outputs) if read is None else read(outputs, batch)
 
     record = nullcontext({}) if experts is None else experts(pipeline.model)
     with evaluation_mode(pipeline.model), record as found:
@@ -72,12 +72,20 @@ def _joined(found: Mapping[int, Sequence[Tensor]], pipeline: Pipeline) -> list[T
     ]
 
 
+_REMEDY = (
+    "expected a decoder of d9d_modules, or a model with this argument. Otherwise pass `read` to `score`: a function "
+    "that reads values per token from the model's outputs."
+)
+
+
 def _check(pipeline: Pipeline) -> None:
     for stage in pipeline.stages.values():
         arguments = inspect.signature(stage.forward).parameters
         if "scores" not in arguments and not any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
-            raise UserError(
-                f"{type(stage).__name__}.forward has no argument `scores`; expected a decoder of d9d_modules, or a "
-                "model with this argument. Otherwise pass `read` to `score`: a function that reads values per token "
-                "from the model's outputs."
-            )
+            raise UserError(f"{type(stage).__name__}.forward has no argument `scores`; {_REMEDY}")
+
+
+def _scores_of(outputs: Any) -> Mapping[str, Tensor]:
+    if not isinstance(outputs, Mapping) or ("logits" in outputs and "log_probs" not in outputs):
+        raise UserError(f"the model ignored the argument `scores`, and returned a {type(outputs).__name__}; {_REMEDY}")
+    return outputs

@@ -109,6 +109,7 @@ class Pipeline:
         """Return the model's inputs for a batch, with the token mask if the model takes one. No collectives."""
         inputs = to_inputs(task.inputs(batch))
         if not self._takes_mask:
+            self._refuse_swallowed(inputs)
             return inputs
         mask = inputs.shared.get("mask_BL")
         mask = task.token_mask(batch) if mask is None else mask
@@ -116,6 +117,17 @@ class Pipeline:
             ids = mask if mask is not None else inputs.first[0] if inputs.first else inputs.shared.get("input_ids")
             mask = None if ids is None else torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
         return inputs if mask is None else Inputs(*inputs.first, **{**inputs.shared, "mask_BL": mask})
+
+    def _refuse_swallowed(self, inputs: Inputs) -> None:
+        """Raise `UserError` if a forward of transformers would ignore document ids: it takes any `**kwargs`."""
+        for stage in self.stages.values() if "document_ids_BL" in inputs.shared else ():
+            is_foreign = any(each.__module__.partition(".")[0] == "transformers" for each in type(stage).__mro__)
+            if is_foreign and "document_ids_BL" not in _arguments(stage):
+                raise UserError(
+                    f"{type(stage).__name__}.forward of transformers ignores document_ids_BL, so packed documents "
+                    "would attend to each other; expected a model that takes document ids. Use a decoder of d9d, such "
+                    "as pretrained_model(folder), or a task for rows of one document."
+                )
 
     def forward(
         self,

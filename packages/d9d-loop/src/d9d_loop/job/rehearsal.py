@@ -27,6 +27,7 @@ from d9d_dist import UserError, refuse_lost_writes
 from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan
+from d9d_loop.job.sum_check import check_sum
 from d9d_loop.task import Loss, Task, to_inputs
 from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_pipeline import Inputs
@@ -107,13 +108,17 @@ class _Rehearsal:
     def __init__(self, plan: JobPlan) -> None:
         self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
         self._name, self._batch = type(plan.task).__name__, ""  # the description of the batch, when it is read
+        self._outputs: Any = None
 
     def message(self) -> str:
         """Run the microbatch and return the message about its first mistake; empty if there is none."""
         try:
             batch = self._read()
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, _SameDtypes(), _eager():
-                return self._run(mode, pytree.tree_map_only(Tensor, mode.from_tensor, batch))
+                message = self._run(mode, pytree.tree_map_only(Tensor, mode.from_tensor, batch))
+            if self._outputs is not None:
+                check_sum(self._task, self._outputs, batch)
+            return message
         except UserError as error:
             return str(error)
         except _UserCodeError as failure:
@@ -141,6 +146,7 @@ class _Rehearsal:
         self._check_arguments(inputs)
         with refuse_lost_writes(self._model) if self._plan.model.shards_by_default else nullcontext():
             outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
+        self._outputs = outputs
         loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
         check_loss(self._task, loss, outputs)
         metrics = _call(f"{self._name}.metrics", self._task.metrics)
@@ -207,8 +213,8 @@ def check_loss(task: Task, loss: Any, outputs: Any) -> None:
     name = f"{type(task).__name__}.loss"
     if not isinstance(loss, Loss):
         raise UserError(
-            f"{name} returned {_type_of(loss)}; expected Loss(total, weight): the loss summed over the microbatch, and "
-            "the number of summed items. For a mean over n items, return Loss(mean * n, weight=n)."
+            f"{name} returned {_type_of(loss)}; expected Loss.sum(values, count): the loss summed over the microbatch, "
+            "and the number of summed items. For a mean over n items, return Loss.mean(mean, n)."
         )
     total, weight = loss.total, loss.weight
     if not isinstance(total, Tensor) or total.dim():

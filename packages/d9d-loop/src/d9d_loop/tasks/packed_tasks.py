@@ -29,7 +29,7 @@ PackedBatch: TypeAlias = dict[str, Any]
 class PackedTask(Task):
     """Base class of tasks on packed rows; context parallelism can split the rows."""
 
-    def token_mask(self, batch: PackedBatch) -> Tensor | None:
+    def token_mask(self, batch: PackedBatch) -> Tensor:
         """Return the mask of tokens [B, L]; see `is_token`. A key `token_mask` of the batch replaces it."""
         return batch["token_mask"] if "token_mask" in batch else is_token(batch["labels"], batch["documents"])
 
@@ -54,7 +54,12 @@ class NextTokenTask(PackedTask):
         return packed_inputs(batch)
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
-        """Return the summed losses of all labels."""
+        """Return the summed losses of all labels. Raise `UserError` if the outputs are not the losses of tokens."""
+        if not isinstance(outputs, Tensor) or outputs.numel() != batch["labels"].numel():
+            raise UserError(
+                f"the model returned {_describe(outputs)}; expected a tensor of shape {tuple(batch['labels'].shape)}, "
+                f"the loss of each token. {_REMEDY}"
+            )
         return next_token_loss(outputs, batch["labels"])
 
     def metrics(self) -> Mapping[str, Metric]:
@@ -171,7 +176,7 @@ class RewardTask(PackedTask):
     def __init__(self, loss: RewardLoss = BRADLEY_TERRY) -> None:
         self._loss = loss
 
-    def token_mask(self, batch: PackedBatch) -> Tensor | None:
+    def token_mask(self, batch: PackedBatch) -> Tensor:
         """Return the mask of tokens [B, L]: those of documents of a pair. A key `token_mask` replaces it."""
         return batch["token_mask"] if "token_mask" in batch else is_in_pair(batch["documents"])
 
@@ -182,6 +187,11 @@ class RewardTask(PackedTask):
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
         """Return the summed losses of the pairs. Raise `UserError` if the outputs are not scores of positions."""
         expected = batch["input_ids"].shape
+        if not isinstance(outputs, Tensor):
+            raise UserError(
+                f"the model returned {_describe(outputs)}; expected a tensor of shape {tuple(expected)}, one score for "
+                "each position. Return the scores from the forward of a module that contains the model."
+            )
         if outputs.shape not in {expected, (*expected, 1)}:
             raise UserError(
                 f"the model returned scores of shape {tuple(outputs.shape)}; expected {tuple(expected)}, one score "
@@ -216,7 +226,7 @@ class DistillationTask(PackedTask):
     def loss(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Loss:
         """Return the summed losses of all positions with a label."""
         return self._loss(
-            outputs["log_probs"],
+            checked_scores(outputs)["log_probs"],
             teacher_log_probs_BLK=batch["teacher_log_probs"],
             mask_BL=trained(batch),
             auxiliary_losses_BL=outputs.get("auxiliary_losses"),
@@ -245,13 +255,36 @@ def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: b
 def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[str, Any]:
     """Return the arguments that preference and policy losses share, for a decoder called with `scores`."""
     return {
-        "log_probs_BL": outputs["log_probs"],
+        "log_probs_BL": checked_scores(outputs)["log_probs"],
         "auxiliary_losses_BL": outputs.get("auxiliary_losses"),
         "reference_log_probs_BL": batch.get("reference_log_probs"),
         "mask_BL": trained(batch),
         "document_ids_BL": batch["documents"],
         "cp": batch.get("cp"),
     }
+
+
+_REMEDY = (
+    "Use a decoder of d9d, such as pretrained_model(folder) for a folder of transformers, or a module that computes "
+    "them and whose forward names the arguments of packed_inputs."
+)
+
+
+def checked_scores(outputs: Any) -> Mapping[str, Tensor]:
+    """Return the outputs of a model that was called with `scores`; raise `UserError` if it ignored the argument."""
+    if not isinstance(outputs, Mapping) or "log_probs" not in outputs:
+        raise UserError(
+            f"the model was called with scores='log_probs', and returned {_describe(outputs)}; expected a mapping with "
+            f"log_probs [B, L], the log-probability of each label. {_REMEDY}"
+        )
+    return outputs
+
+
+def _describe(outputs: Any) -> str:
+    if isinstance(outputs, Tensor):
+        return f"a tensor of shape {tuple(outputs.shape)}"
+    keys = f" with the keys {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
+    return f"a {type(outputs).__name__}{keys}"
 
 
 def trained(batch: PackedBatch) -> Tensor:
