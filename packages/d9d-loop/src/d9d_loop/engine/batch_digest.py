@@ -5,6 +5,7 @@ token ids, labels, masks. Floating-point values may have been computed on each r
 Large tensors are sampled.
 """
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 _MAX_SAMPLES = 1 << 17
+_FACTOR = 0x9E3779B97F4A7C1
 _MODULUS = (1 << 50) - 1  # exact as float64
 TOLERANCE = 1e-2
 """Largest difference of a digest of floating-point values: of values that are different, almost all digests differ."""
@@ -38,7 +40,9 @@ def digest_batches(batches: Sequence[Any]) -> list[float]:
             if leaf.is_floating_point() or leaf.is_complex():
                 close = [sum(pair) for pair in zip(close, _project(values, number), strict=True)]
             else:
-                exact = zlib.crc32(values.view(torch.uint8).numpy(), exact)
+                # Wraps around. An order of magnitude faster than a checksum of the bytes.
+                dot = int(torch.dot(values.to(torch.int64), _factors(len(values))))
+                exact = zlib.crc32(dot.to_bytes(8, "little", signed=True), exact)
         elif isinstance(leaf, str | int | bool | None):
             exact = zlib.crc32(repr(leaf).encode(), exact)
     return [exact, *close]
@@ -59,7 +63,7 @@ def digest_on_device(batches: Iterable[Any], previous: Tensor | None) -> Tensor 
 def mix(integers: Tensor, previous: Tensor | None) -> Tensor:
     """Return a digest of integers and of an earlier digest."""
     values = integers.flatten().to(torch.int64)
-    factors = torch.arange(1, len(values) + 1, device=values.device) * 0x9E3779B97F4A7C1 + 1
+    factors = torch.arange(1, len(values) + 1, device=values.device) * _FACTOR + 1
     found = (values * factors).sum()  # wraps around
     found = found ^ (found >> 29)
     return (found if previous is None else found + previous * 31) & _MODULUS
@@ -77,10 +81,16 @@ def _samples(tensor: Tensor) -> Tensor:
 
 def _project(values: Tensor, number: int) -> tuple[float, float]:
     """Return the projection of a vector on one direction, and the logarithm of its length."""
-    finite = values.to(torch.float32).nan_to_num_(nan=0.5, posinf=2.0, neginf=-2.0)
-    length = finite.norm()
-    along = (finite @ _direction(len(finite))) / length.clamp(min=1e-30)
-    return float(along) * (1 + number % 7), float(length.log1p())
+    wide = values.to(torch.float32)
+    length, along = float(wide.norm()), float(wide @ _direction(len(wide)))
+    if not (math.isfinite(length) and math.isfinite(along)):
+        return _project(wide.nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0).clamp(-1e9, 1e9), number)
+    return along / max(length, 1e-30) * (1 + number % 7), math.log1p(length)
+
+
+@lru_cache(maxsize=16)
+def _factors(size: int) -> Tensor:
+    return torch.arange(1, size + 1) * _FACTOR + 1
 
 
 @lru_cache(maxsize=16)
