@@ -65,9 +65,9 @@ def agree_on_data(data: Mapping[str, Samples | SampleStream | None]) -> None:
 
 
 def _identity_of(data: Samples | SampleStream | None) -> JsonValue:
-    if data is None or isinstance(data, SampleStream):
-        return data and data.identity()
-    return [len(data), contents_of(data)]
+    if data is None:
+        return None
+    return data.identity() if isinstance(data, SampleStream) else [len(data), contents_of(data)]
 
 
 def check_repeatable(read: Callable[[], Any]) -> None:
