@@ -641,3 +641,43 @@ def test_a_job_of_epochs_reads_all_samples_in_each(job: str, packing: bool, fold
     count = {"embed": 20, "classify": 40, "sft": 40}.get(job, sum(sizes) // 3)
     if not packing:
         assert sizes == [*[8] * (count // 8), *([count % 8] if count % 8 else [])] * 3
+
+
+@pytest.mark.parametrize(("job", "packing"), [*((job, False) for job in JOBS), ("sft", True), ("pretrain", True)])
+@pytest.mark.sample("sft-False")
+def test_a_job_notices_other_data_other_tokens_and_another_template(
+    job: str,
+    packing: bool,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    if packing:
+        pytest.importorskip("d9d_modules")
+    shutil.copytree(folder / "model", tmp_path / "model")
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    lines = (folder / FILES[job]).read_text().splitlines()
+    more: dict[str, Any] = {"embedding": {"group": 2}} if job == "embed" else {}
+
+    def identity(lines: list[str]) -> Any:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"  # the name does not matter
+        file.write_text("\n".join(lines))
+        data = {"files": [file], "length": 48, "packing": packing}
+        model = {"folder": tmp_path / "model"}
+        config = _config(folder, tmp_path / "runs", job, model=model, dataset=data, pipeline={"draw": False}, **more)
+        return text_trainer(config).plan_for(read_launch()).stream.identity()
+
+    before = identity(lines)
+    assert identity(lines) == before
+    assert identity([*lines[:7], lines[7].replace(" ", "  ", 2).replace("7", "8"), *lines[8:]]) != before
+    assert identity([lines[1], lines[0], *lines[2:]]) != before
+    if job == "sft":
+        template = tmp_path / "model" / "chat_template.jinja"
+        text = template.read_text()
+        template.write_text(text.replace("<|end|>", "<|end|> "))
+        assert identity(lines) != before
+        template.write_text(text)
+    reordered = json.loads(tokenizer.read_text())
+    vocab = reordered["model"]["vocab"]
+    reordered["model"]["vocab"] = dict(zip(vocab, reversed(vocab.values()), strict=True))
+    tokenizer.write_text(json.dumps(reordered))
+    assert identity(lines) != before
