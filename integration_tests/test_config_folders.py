@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import KeepFloat64
 from d9d_modules import from_pretrained_config, known_families
-from d9d_state import load_model_state
+from d9d_modules.models.pretrained import PretrainedHead
+from d9d_state import load_model_state, save_model_state
 
 Config: TypeAlias = dict[str, Any]
 
@@ -105,6 +106,7 @@ EXTRAS: Config = {
     "unknown": 3,
 }
 KINDS = ("full_attention", "sliding_attention")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 IDS = torch.randint(0, 10, (1, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -125,6 +127,11 @@ def _written(model_type: str) -> tuple[Config, Config]:
     sizes: Config = {name: value for name, value in SIZES.items() if name in names}
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    # By default so few layers would all be of one kind.
+    if model_type == "gemma3_text":
+        sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    if model_type in HYBRIDS:
+        sizes["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
     if model_type == "qwen3_moe":  # its head_dim is read although the class does not declare it
         sizes["head_dim"] = SIZES["head_dim"]
     config = made(**sizes)
@@ -374,3 +381,47 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
     ours: Config = {entry.key: entry.default for entry in family.entries if isinstance(entry.default, int | float)}
     ours |= dict(family.fixed)
     assert not {key: (value, defaults[key]) for key, value in ours.items() if defaults.get(key, value) != value}
+
+
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in VISION])
+def test_exports_name_the_classes_of_transformers(model_type: str) -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    config = {**_written(model_type)[0], "pad_token_id": 3}
+    language = "MASKED_LM" if model_type == "modernbert" else "CAUSAL_LM"
+    heads: dict[PretrainedHead, str] = {
+        "language_model": f"FOR_{language}_",
+        "classification": "FOR_SEQUENCE_CLASSIFICATION_",
+        "embedding": "",
+    }
+    for head, name in heads.items():
+        found = from_pretrained_config(config, head=head, num_classes=2 if head == "classification" else None)
+        written: Any = found.export_files()["config.json"]
+        expected = getattr(auto, f"MODEL_{name}MAPPING_NAMES").get(model_type)
+        assert written["architectures"] == ([] if expected is None else [expected])
+        assert written["pad_token_id"] == 3
+
+
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in VISION])
+@pytest.mark.sample("gemma3_text", "qwen3_5_text")
+def test_the_class_that_an_export_names_loads_it(model_type: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = {**_written(model_type)[0], "pad_token_id": None}
+    heads: tuple[PretrainedHead, ...] = ("language_model", "classification", "embedding")
+    for head in heads:
+        found = from_pretrained_config(config, head=head, num_classes=2 if head == "classification" else None)
+        ours: Any = found.build(StageInfo()).eval()
+        folder = tmp_path / head
+        save_model_state(ours, folder, found.state_mapper().inverse(), extra_files=found.export_files())
+        names = json.loads((folder / "config.json").read_text())["architectures"]
+        for name in names:
+            built = getattr(transformers, name)
+            loaded, report = built.from_pretrained(folder, experts_implementation="eager", output_loading_info=True)
+            assert not report["missing_keys"]
+            assert not report["unexpected_keys"]
+            with torch.no_grad():
+                theirs = loaded.eval()(IDS)
+                expected = theirs.last_hidden_state if head == "embedding" else theirs.logits
+                got = ours.backbone(IDS) if head == "embedding" else ours(IDS)
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)

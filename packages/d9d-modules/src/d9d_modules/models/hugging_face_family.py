@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Generic, final
+from typing import Any, Generic, Literal, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
@@ -155,6 +155,7 @@ class HuggingFaceFamily(Generic[P]):
         other_mappers: Functions that build the mappers of other layouts of a checkpoint, which are only read.
         classifier: Function that returns the names of a classification head's weights in the model, by their names in
             a `...ForSequenceClassification` checkpoint.
+        has_classifier: False if `transformers` has no such class; the export of a classifier then names none.
     """
 
     params: type[P]
@@ -178,6 +179,18 @@ class HuggingFaceFamily(Generic[P]):
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
     other_mappers: tuple[Callable[[P], StateMapper], ...] = ()
     classifier: Callable[[P], Mapping[str, str]] = lambda params: {"score.weight": "head.score.weight"}
+
+    has_classifier: bool = True
+
+    def architectures(self, head: Literal["language_model", "classification", "embedding"]) -> list[JsonValue]:
+        """Return the names of the classes of `transformers` for a model with this head; the list may be empty."""
+        if head == "language_model":
+            return [self.architecture]
+        # Multimodal models have the shorter name, except for language models.
+        name = self.architecture.rpartition("For")[0] + ("" if self.nested_type is None else "Text")
+        if head == "embedding":
+            return [f"{name}Model"]
+        return [f"{name}ForSequenceClassification"] if self.has_classifier else []
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -227,7 +240,7 @@ class HuggingFaceFamily(Generic[P]):
         if self.rotary_factor is not None:
             factor = math.nextafter(values["rotary_dim"] / values["head_dim"], 2.0)
         written: dict[str, JsonValue] = {
-            "architectures": [self.architecture],
+            "architectures": self.architectures("language_model"),
             "model_type": self.model_type,
             **{
                 name: values[each.field] for each in self.entries for name in (each.key, each.alias) if name is not None

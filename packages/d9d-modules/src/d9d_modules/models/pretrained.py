@@ -206,18 +206,20 @@ class PretrainedDecoder:
         return parallel(mapper, drop(*unused))
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        """Return the `config.json` of an export, with the folder's special tokens and the names of the classes."""
+        """Return the `config.json` of an export, with special tokens and the names of classes as in the folder.
+
+        `architectures` names the class of `transformers` that loads the export.
+        """
         read = self.family.prepare(self.config)
         config: dict[str, Any] = {
             **{key: read[key] for key in SPECIAL_TOKENS if key in read},
             **self.family.write(self.params),
+            "architectures": self.family.architectures(self.head),
         }
         if self.num_classes is not None:
             names = self.config.get("id2label")
             if not isinstance(names, Mapping) or len(names) != self.num_classes:
                 names = {str(index): f"LABEL_{index}" for index in range(self.num_classes)}
-            architecture = self.family.architecture.rpartition("For")[0]
-            config["architectures"] = [f"{architecture}ForSequenceClassification"]
             config["id2label"] = {str(index): str(name) for index, name in names.items()}
             config["label2id"] = {str(name): int(index) for index, name in names.items()}
         return {"config.json": config}

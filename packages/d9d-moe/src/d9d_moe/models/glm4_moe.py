@@ -53,5 +53,6 @@ GLM4_MOE = hf.HuggingFaceFamily(
     irrelevant=DEEPSEEK_MOE_IRRELEVANT,
     unused=DEEPSEEK_MOE_UNUSED,
     rotary_factor=0.5,
+    has_classifier=False,
 )
 """`config.json` of GLM-4.5, 4.6 and 4.7 with experts."""

@@ -55,5 +55,6 @@ GLM4_MOE_LITE = replace(
     own=(*DEEPSEEK_V3.own, "mlp_layer_types"),
     read_own=_read_own,
     write_own=_written,
+    has_classifier=False,
 )
 """`config.json` of GLM-4.7-Flash."""

@@ -114,5 +114,6 @@ QWEN3_5_MOE: hf.HuggingFaceFamily[Any] = replace(
     read_own=_read_own,
     write_own=_written_own,
     irrelevant={**QWEN3_5.irrelevant, "intermediate_size": "no layer is dense"},
+    has_classifier=False,
 )
 """`config.json` of sparse Qwen3.5 models, at the top level or as `text_config`."""
