@@ -9,9 +9,10 @@ from text_job_cases import GROUPED, IDS, SIZES, byte_tokenizer, job_config, labe
 
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop import GradientsReady, StepDone
+from d9d_loop import GradientsReady, ModelReady, StepDone
 from d9d_loop.data.text_tokens import train_tokenizer
 from d9d_loop.jobs import text_trainer
+from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_metrics import read_metrics
 
 QWEN3: dict[str, Any] = {**IDS, **GROUPED}
@@ -157,6 +158,42 @@ def test_a_target_without_layers_is_an_error(tmp_path: Path) -> None:
         text_trainer(config).train()
 
 
+def test_adapters_that_no_file_can_hold_are_an_error_before_the_start(tmp_path: Path) -> None:
+    """GLM-4 joins two matrices that d9d's own model has as two layers."""
+    import transformers
+
+    pytest.importorskip("d9d_peft")
+    model = save_folder(tmp_path / "model", transformers.Glm4Config(**IDS, **GROUPED), "Glm4ForCausalLM")
+    file = write_lines(tmp_path / "t.jsonl", [{"text": "some text of many bytes" * 40}])
+    dataset = {"files": [file], "length": 16, "packing": True}
+    config = job_config("pretrain", {"folder": model}, file, tmp_path, adapter={"rank": 2}, dataset=dataset)
+    with pytest.raises(
+        UserError, match=r"\[adapter\]: .*gate_up_proj.* narrow adapter\.target, or set dataset\.packing"
+    ):
+        text_trainer(config).train()
+    assert not (tmp_path / "pretrain").exists()
+
+
+@pytest.mark.full
+def test_packed_and_unpacked_jobs_adapt_the_same_parameters(tmp_path: Path) -> None:
+    import transformers
+
+    pytest.importorskip("d9d_moe")
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.Qwen3MoeConfig(**IDS, **GROUPED, **experts, mlp_only_layers=[0])
+    model = save_folder(tmp_path / "model", config, "Qwen3MoeForCausalLM")
+    file = write_lines(tmp_path / "t.jsonl", [{"text": "some text of many bytes" * 40}])
+    shapes = []
+    for packing in (False, True):
+        dataset = {"files": [file], "length": 16, "packing": packing}
+        runs = tmp_path / str(packing)
+        run = train(job_config("pretrain", {"folder": model}, file, runs, adapter={"rank": 2}, dataset=dataset))
+        tensors = load_file(run / "adapters" / "adapter_model.safetensors")
+        shapes.append({name: tensor.shape for name, tensor in tensors.items()})
+    assert shapes[0] == shapes[1]
+    assert len(shapes[0]) == 2 * (2 * 4 + 3)
+
+
 def test_what_adapters_cover_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("d9d_peft")
     model, file = _qwen3(tmp_path / "model"), labeled(tmp_path / "l.jsonl", [0, 1])
@@ -271,6 +308,25 @@ def test_a_folder_in_16_bits_is_trained_in_float32_and_exported_in_its_dtype(
     assert {each.dtype for each in exported.values()} == {dtype}
     assert all(each.isfinite().all() for each in exported.values())
     assert json.loads((run / "export" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_value_beyond_float16_is_not_exported(tmp_path: Path) -> None:
+    """A float32 parameter may be finite although its value in the dtype of the folder is not."""
+    model = _qwen3(tmp_path / "model", dtype=torch.float16)
+    config = job_config("classify", {"folder": model}, labeled(tmp_path / "l.jsonl", [0, 1]), tmp_path)
+    trainer = text_trainer(config)
+
+    @torch.no_grad()
+    def enlarge(done: StepDone) -> None:
+        del done
+        models[0].get_parameter("model.norm.weight").fill_(1e5)
+
+    models: list[Any] = []
+    trainer.events.on(ModelReady, lambda ready: models.append(ready.model))
+    trainer.events.on(StepDone, enlarge)
+    with pytest.raises(BadStepError, match=r"after step 1, model\.norm\.weight are not finite, or beyond the range"):
+        trainer.train()
+    assert not (tmp_path / "classify" / "export").exists()
 
 
 def test_an_explicit_dtype_is_used_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,5 +29,6 @@ if TYPE_CHECKING:
     from d9d_peft.quantized_base import QuantizedWeight as QuantizedWeight
     from d9d_peft.quantized_base import quantize_base as quantize_base
     from d9d_peft.stack import Stack as Stack
+    from d9d_peft.stored_adapters import stored_tensor_names as stored_tensor_names
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

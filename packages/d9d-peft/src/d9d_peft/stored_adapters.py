@@ -115,6 +115,16 @@ def agreed_adapters(
     return stored, kinds == {"DoRA"}
 
 
+def stored_tensor_names(
+    model: nn.Module, base_mapper: StateMapper | None = None, *, adapter: str = DEFAULT_ADAPTER
+) -> list[str]:
+    """Return the names of the tensors that `save_adapters` would write for a whole model, on any device.
+
+    Arguments and errors are those of `save_adapters`, so a job can check before its start that its adapters fit a file.
+    """
+    return sorted(stored_adapters(model, base_mapper, adapter).shapes())
+
+
 def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: str) -> StoredAdapters:
     """Collect this rank's tensors to save in the adapter files.
 

@@ -274,7 +274,8 @@ def _finish(job: Job) -> TrainResult:
     # The export and the handlers of `Finished` may take longer than a step.
     job.ctx.set_timeout(limit + job.watchdog.margin)
     with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
-        check_finite(job.engine.model, step=job.record.step, ctx=job.ctx)
+        dtype_of = job.plan.model.provider.export_dtype
+        check_finite(job.engine.model, step=job.record.step, ctx=job.ctx, dtype_of=dtype_of)
         result = _result_of(job, export_dir=_export(job) if job.plan.config.export else None)
         forward = job.engine.pipeline.callable()
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))

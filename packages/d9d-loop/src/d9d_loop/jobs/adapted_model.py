@@ -55,6 +55,8 @@ class AdaptedModel(ModelProvider):
         if not is_part:  # the whole model is built first
             self._choose(model)
         changes = self._peft.inject(self._method(), model, is_part=is_part)
+        if not is_part:
+            self._check_files(model, base_mapper)
         for module in model.modules():
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
                 module.to_empty(device=torch.device("cpu"))
@@ -129,6 +131,16 @@ class AdaptedModel(ModelProvider):
         if self._tied:
             tied = ", ".join(self._tied)
             self._summary += f" The weight of {tied} is tied, so the adapters are saved, but not merged into export/."
+
+    def _check_files(self, model: nn.Module, base_mapper: StateMapper | None) -> None:
+        """Raise `UserError` if files of adapters, which have the names of the folder, cannot hold the adapters."""
+        try:
+            self._peft.stored_tensor_names(model, base_mapper)
+        except UserError as error:
+            raise UserError(
+                f"[adapter]: {error} In a job, narrow adapter.target, or set dataset.packing = false, so that the "
+                "layers are those of the folder."
+            ) from None
 
     def _method(self) -> Any:
         chosen, peft = self._adapter, self._peft

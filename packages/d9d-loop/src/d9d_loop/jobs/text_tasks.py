@@ -5,7 +5,7 @@ documents of a group, R = K + C: texts of a group, D: width.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, assert_never, final
 
 import torch
 from torch import Tensor
@@ -138,10 +138,14 @@ class Embed(Task):
 
 def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Return the embeddings [..., D] of token outputs [..., L, D]; `mask` [..., L] is 0 for padding on the right."""
-    if pooling == "first":
-        return states[..., 0, :]
-    if pooling == "mean":
-        weights = (mask / mask.sum(-1, keepdim=True)).to(states.dtype)
-        return (states * weights[..., None]).sum(-2)
-    last = (mask.sum(-1) - 1)[..., None, None].expand(*mask.shape[:-1], 1, states.shape[-1])
-    return states.gather(-2, last)[..., 0, :]
+    match pooling:
+        case "first":
+            return states[..., 0, :]
+        case "mean":
+            weights = (mask / mask.sum(-1, keepdim=True)).to(states.dtype)
+            return (states * weights[..., None]).sum(-2)
+        case "last":
+            last = (mask.sum(-1) - 1)[..., None, None].expand(*mask.shape[:-1], 1, states.shape[-1])
+            return states.gather(-2, last)[..., 0, :]
+        case _:
+            assert_never(pooling)

@@ -3,6 +3,8 @@
 A bad step is recognized by its loss and gradients, so the results of the last update are seen only by the next step.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -13,8 +15,17 @@ _SHOWN = 8
 
 
 @torch.no_grad()
-def check_finite(model: nn.Module, *, step: int, ctx: DistributedContext) -> None:
+def check_finite(
+    model: nn.Module,
+    *,
+    step: int,
+    ctx: DistributedContext,
+    dtype_of: Callable[[str], torch.dtype | None] = lambda _: None,
+) -> None:
     """Check that all trained parameters are finite. Collective: an all-gather of names. One host-device sync.
+
+    `dtype_of` returns the dtype of a parameter in an export by its name, `None` for its own; the values must be finite
+    in this dtype too.
 
     Raises:
         BadStepError: On all ranks, if a parameter is not finite on any rank. The message names the parameters.
@@ -24,13 +35,14 @@ def check_finite(model: nn.Module, *, step: int, ctx: DistributedContext) -> Non
     bad: list[str] = []
     if trained:
         largest = torch._foreach_norm(list(trained.values()), torch.inf)
-        is_finite = torch.stack([each.float() for each in largest]).isfinite().tolist()
-        bad = [name for name, finite in zip(trained, is_finite, strict=True) if not finite]
+        limits = [torch.finfo(dtype_of(name) or each.dtype).max for name, each in trained.items()]
+        values = torch.stack([each.float() for each in largest]).tolist()
+        bad = [name for name, value, limit in zip(trained, values, limits, strict=True) if not value <= limit]
     names = sorted({name for each in gather_json(bad, alone=ctx.world_size == 1) for name in each})
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise BadStepError(
-            f"after step {step}, {', '.join(names[:_SHOWN])}{more} are not finite, so the model is neither saved nor "
-            "exported; earlier checkpoints are kept. Its loss and gradients were finite: lower "
-            "optimizer.learning_rate, or raise optimizer.eps."
+            f"after step {step}, {', '.join(names[:_SHOWN])}{more} are not finite, or beyond the range of their dtype, "
+            "so the model is neither saved nor exported; earlier checkpoints are kept. The loss and the gradients were "
+            "finite: lower optimizer.learning_rate, or raise optimizer.eps."
         )
