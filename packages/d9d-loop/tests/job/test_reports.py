@@ -1,3 +1,4 @@
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +165,20 @@ def test_nothing_is_written_before_entering(tmp_path: Path, ctx: DistributedCont
     with mock.patch("d9d_loop.job.reports.build_trackers", side_effect=UserError), pytest.raises(UserError):
         run.reports.__enter__()
     assert threading.active_count() == before
+
+
+def test_a_failed_job_has_a_report_and_an_entry_for_each_life(
+    tmp_path: Path, ctx: DistributedContext, time: _Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--hub.token", "canary"])
+    for _ in range(2):
+        run = _Run(_config(tmp_path), ctx, time)
+        with pytest.raises(RuntimeError, match="lost"), run.reports:
+            raise RuntimeError("lost")
+    lives = json.loads((tmp_path / "run" / "environment.json").read_text())["lives"]
+    assert [life["command"] for life in lives] == [["train.py", "--hub.token", "<redacted>"]] * 2
+    assert {"started", "ended", "host", "commit", "torch"} <= lives[0].keys()
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_job(

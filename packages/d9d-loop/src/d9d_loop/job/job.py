@@ -1,5 +1,6 @@
 """Parts of a training job on one rank. The caller starts the process group and locks the run folder before."""
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, seed_everything
+from d9d_dist import DistributedContext, gather_json, seed_everything
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
@@ -99,7 +100,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
     engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events)
-    journal = Journal(config.run.dir, ctx)
+    hosts = sorted(set(gather_json(socket.gethostname(), alone=ctx.world_size == 1)))
+    journal = Journal(config.run.dir, ctx, steps=plan.steps, hosts=hosts)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
     events.watch(watchdog.phase)
     stop = config.resilience.stop

@@ -8,13 +8,14 @@ resumed run.
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, final
 
 from d9d_dist import DistributedContext
 from d9d_loop.report.run_history import JOURNAL
+from d9d_loop.report.run_status import write_status
 from d9d_metrics import redact_text
 
 _SECONDS = 10.0  # interval of progress records in seconds
@@ -23,10 +24,16 @@ _LONGEST = 1000  # maximum length of a recorded cause, in characters
 
 @final
 class Journal:
-    """Journal in a run folder. I/O errors are ignored, because training does not depend on the journal."""
+    """Journal in a run folder. I/O errors are ignored, because training does not depend on the journal.
 
-    def __init__(self, folder: Path, ctx: DistributedContext) -> None:
+    With each record, the main process replaces the status file, `status.json`, with `steps` and `hosts` of the job.
+    """
+
+    def __init__(
+        self, folder: Path, ctx: DistributedContext, *, steps: int | None = None, hosts: Sequence[str] = ()
+    ) -> None:
         self._file, self._ctx, self._next, self._saved = folder / JOURNAL, ctx, 0.0, 0
+        self._status: dict[str, Any] = {"steps": steps, "hosts": list(hosts)}
 
     def started(self, step: int, run_id: str) -> None:
         """Record that the job starts, or resumes after `step` completed steps, with the run id of its checkpoints."""
@@ -63,3 +70,15 @@ class Journal:
         # A single write in append mode, because several ranks may write to the file.
         with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
             file.write(line)
+        if self._ctx.is_main_process:
+            self._write_status(event, values)
+
+    def _write_status(self, event: str, values: Mapping[str, Any]) -> None:
+        now, status = round(time.time(), 3), self._status
+        if values.get("saved", 0) > status.get("saved", 0):
+            status["saved_at"] = now
+        status |= {name: values[name] for name in ("step", "saved", "run_id") if name in values}
+        status |= {"time": now, "state": {"failed": "failed", "ended": values.get("how")}.get(event, "running")}
+        status["error"] = values.get("cause") if event == "failed" else status.get("error")
+        with suppress(OSError):
+            write_status(self._file.parent, status)

@@ -69,9 +69,9 @@ class Reports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Deliver the pending values, close progress bar and trackers, and write the report unless the job failed."""
+        """Deliver the pending values, close progress bar and trackers, and write the report, also of a failed job."""
         self._open.__exit__(kind, error, at)
-        if kind is None and self._ctx.is_main_process and self._config.logging.report:
+        if self._ctx.is_main_process and self._config.logging.report:
             self._write_report(self._config.run.dir)
 
     def _write_report(self, folder: Path) -> None:

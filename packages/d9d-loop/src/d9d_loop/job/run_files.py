@@ -2,6 +2,9 @@
 
 import json
 import platform
+import socket
+import subprocess
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,11 +20,13 @@ from pydantic import JsonValue
 
 from d9d_dist import DistributedContext, agree
 from d9d_loop.report.run_history import read_history
-from d9d_metrics import peak_bytes, redact_secrets
+from d9d_metrics import peak_bytes, redact_command, redact_secrets
 from d9d_pipeline import Program, Timeline, plot_program, plot_simulation, simulate
 from d9d_state import StateError
 
 _PACKAGES = ("d9d-loop", "d9d-dist", "d9d-modules", "d9d-moe", "d9d-peft", "transformers", "numpy")
+_MOST_LIVES = 100
+_GIT_SECONDS = 5.0
 
 
 @contextmanager
@@ -64,7 +69,10 @@ def draw_measured(timeline: Timeline, folder: Path, *, title: str) -> None:
 
 
 def write_environment(folder: Path, ctx: DistributedContext, *, started: datetime) -> None:
-    """Write versions, device, number of ranks, times and the peak memory of this process to `environment.json`."""
+    """Write versions, device, number of ranks, times and the peak memory of this process to `environment.json`.
+
+    `lives` has an entry for each start of the run: times, host, command line without secrets, commit and versions.
+    """
     is_accelerator = ctx.device.type != "cpu"
     described: dict[str, Any] = {
         "started": started.isoformat(timespec="seconds"),
@@ -78,9 +86,36 @@ def write_environment(folder: Path, ctx: DistributedContext, *, started: datetim
         "torch": torch.__version__,
         **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
     }
+    path = folder / "environment.json"
+    names = ("started", "ended", "ranks", "torch", "d9d-loop")
+    life = {
+        **{name: described[name] for name in names if name in described},
+        "host": socket.gethostname(),
+        "command": redact_command(sys.argv),
+        "commit": _commit(),
+    }
+    described["lives"] = [*_earlier_lives(path), life][-_MOST_LIVES:]
     if (history := read_history(folder)) is not None:
         described["history"] = asdict(history)
-    (folder / "environment.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _earlier_lives(path: Path) -> list[Any]:
+    try:
+        lives = json.loads(path.read_text(encoding="utf-8"))["lives"]
+    except (OSError, ValueError, KeyError, TypeError):  # the first life, or a file that a killed process did not finish
+        return []
+    return lives if isinstance(lives, list) else []
+
+
+def _commit() -> str | None:
+    """Return the commit of the current folder, with "+" if files differ from it; `None` outside of a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)  # noqa: S603 - a fixed command
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
 
 
 @cache
