@@ -196,3 +196,37 @@ def test_a_forward_that_makes_a_parameter_is_refused_after_the_first_step(tmp_pa
         pytest.raises(UserError, match="the first step created, replaced or deleted the parameters gain"),
     ):
         take_step(engine)
+
+
+def test_a_parameter_that_is_unfrozen_after_the_start_is_an_error(tmp_path: Path) -> None:
+    def build(_stage: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[0].requires_grad_(False)
+        return model
+
+    with Engine.open(config_of(tmp_path), model=build, task=TASK) as engine:
+        take_step(engine)
+        engine.model.get_parameter("0.bias").requires_grad_(True)
+        with pytest.raises(
+            UserError, match=r"^0\.bias require gradients, but did not at the start of the training, so"
+        ):
+            engine.forward_backward(BATCHES, TASK.loss)
+        engine.model.get_parameter("0.bias").requires_grad_(False)
+        take_step(engine)
+
+
+class _Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return self.used(input)
+
+
+def test_parameters_without_a_gradient_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine.open(config_of(tmp_path), model=lambda stage: _Unused(), task=TASK) as engine:
+        take_step(engine)
+        take_step(engine)
+    text = capsys.readouterr().out
+    assert text.count("d9d: unused.bias, unused.weight got no gradient in the first step, so the loss does not") == 1

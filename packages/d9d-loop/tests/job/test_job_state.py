@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
@@ -50,6 +51,20 @@ class _Job:
         self.optimizer.step()
         self.mean.update(0.1 + rank, 3)
         self.largest.update(float(rank))
+
+
+def test_optimizer_state_without_memory_of_its_own_is_an_error(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Job(tmp_path, ctx)
+    job.work()
+    job.state.check_tensors()
+    average = job.optimizer.state[job.model.weight]["exp_avg"]
+    job.optimizer.state[job.model.weight]["exp_avg"] = TwoTensor(average, average)
+    message = r"optimizer\.weight\.exp_avg is a TwoTensor, .* cannot be saved; .* use another optimizer"
+    with pytest.raises(UserError, match=message):
+        job.state.check_tensors()
+    with pytest.raises(ValueError, match=message):
+        job.state.save(Record(1))
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_a_new_job_starts_at_step_zero(tmp_path: Path, ctx: DistributedContext) -> None:

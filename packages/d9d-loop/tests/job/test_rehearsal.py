@@ -93,3 +93,33 @@ def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
         return model
 
     _rehearse(tmp_path, build, num_ranks=1)
+
+
+class _Labeled(Task):
+    def inputs(self, batch: Any) -> dict[str, Tensor]:
+        return {"input": batch["x"]}
+
+    def loss(self, outputs: Tensor, batch: Any) -> Loss:
+        return Loss((outputs - batch["y"]).square().sum(), weight=len(outputs))
+
+
+def _labeled(folder: Path, evaluation: list[dict[str, Tensor]] | None) -> Trainer:
+    values = {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": folder}, "trackers": (), "export": False}
+    config = TrainerConfig.model_validate({**values, "evaluation": {"every": 4}})
+    data = [{"x": torch.ones(3), "y": torch.ones(1)}] * 4
+    model = lambda stage: nn.Linear(3, 1)  # noqa: E731
+    return Trainer(config, model=model, data=data, evaluation_data=evaluation, task=_Labeled())
+
+
+def test_the_first_evaluation_batch_is_rehearsed(tmp_path: Path) -> None:
+    rehearse(_labeled(tmp_path, [{"x": torch.ones(3), "y": torch.ones(1)}] * 2).plan_for(Launch()))
+    message = (
+        r"the first evaluation batch fails in _Labeled.loss: KeyError: 'y'\.(.|\n)*The batch is {x: float32\[2, 3\]}"
+    )
+    with pytest.raises(UserError, match=message):
+        rehearse(_labeled(tmp_path, [{"x": torch.ones(3)}] * 2).plan_for(Launch()))
+
+
+def test_an_interval_of_evaluations_needs_evaluation_data(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"evaluation.every = 4, but there are no evaluation data; expected some"):
+        _labeled(tmp_path, None).plan_for(Launch())

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         set_non_tensor_optimizer_state as set_non_tensor_optimizer_state,
     )
     from d9d_state.checkpoint.retention import Retention as Retention
+    from d9d_state.checkpoint.save_plan import check_saveable as check_saveable
     from d9d_state.checkpoint.store import CheckpointStore as CheckpointStore
     from d9d_state.checkpoint.tensors import check_same_model as check_same_model
     from d9d_state.checkpoint.tensors import model_tensors as model_tensors

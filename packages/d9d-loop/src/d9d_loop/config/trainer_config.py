@@ -195,7 +195,7 @@ class CheckpointConfig(LocalTierConfig):
 
 
 class EvaluationConfig(Section):
-    """Interval and number of samples of evaluations. Has no effect without evaluation data."""
+    """Interval and number of samples of evaluations."""
 
     every: PositiveInt = Field(default=100, description="Steps between evaluations; the last step is always evaluated.")
     num_samples: PositiveInt | None = Field(

@@ -12,7 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from d9d_dist import BufferValues, DistributedContext, GradientSync, UserError, clip_grad_norm_, grad_dtype_of
+from d9d_dist import (
+    BufferValues,
+    DistributedContext,
+    GradientSync,
+    UserError,
+    canonical_name,
+    clip_grad_norm_,
+    gather_json,
+    grad_dtype_of,
+)
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
@@ -87,6 +96,7 @@ class TrainStep:
         self._buffers: BufferValues | None = None  # at the start of the step, to undo it
         self._first_buffers: BufferValues | None = None  # those that checkpoints omit, before the first step
         self._has_failed = False
+        self._is_first = True
 
     @property
     def is_pending(self) -> bool:
@@ -132,6 +142,7 @@ class TrainStep:
                 `loss` is not a `Loss` of 0-dim values; or if an earlier call failed.
         """
         self._refuse_partial_gradients()
+        self._refuse_unfrozen()
         if num_own < len(batches):
             self._refuse_batch_norm()
         if self._totals is None:
@@ -184,6 +195,34 @@ class TrainStep:
                 "no further training. Build the engine again, and load() a checkpoint."
             )
 
+    def _refuse_unfrozen(self) -> None:
+        known = set(map(id, self._parameters))
+        new = [
+            canonical_name(name)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in known
+        ]
+        if new:
+            raise UserError(
+                f"{_some(new)} require gradients, but did not at the start of the training, so the optimizer does not "
+                "have them; expected the trainable parameters of the start. Unfreeze them in the function or provider "
+                "that builds the model, or build another Engine."
+            )
+
+    def _name_unused(self) -> None:
+        """Print the trainable parameters that got no gradient on any rank, in the first step. Collective."""
+        self._is_first = False
+        grads = {canonical_name(name): each.grad for name, each in self._model.named_parameters() if each.requires_grad}
+        found = [[name for name, grad in grads.items() if (grad is None) == is_unused] for is_unused in (True, False)]
+        gathered = gather_json(found, alone=self._ctx.world_size == 1)
+        unused = {name for names, _ in gathered for name in names}.difference(*(used for _, used in gathered))
+        if unused and self._ctx.is_main_process:
+            print(
+                f"d9d: {_some(sorted(unused))} got no gradient in the first step, so the loss does not depend on it. "
+                "Use it in forward, or freeze it.",
+                flush=True,
+            )
+
     def _refuse_batch_norm(self) -> None:
         if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
             raise UserError(
@@ -202,6 +241,8 @@ class TrainStep:
         totals.start_reduction(self._losses_group)
         self._gradient_sync.finish()
         self._shared.add_gradients()
+        if self._is_first:
+            self._name_unused()
         loss, weight, per_weight = totals.finish()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
@@ -253,6 +294,11 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:  # also those without an optimizer, whose gradients would accumulate
             parameter.grad = None
+
+
+def _some(names: list[str]) -> str:
+    """Return up to 8 names as text, and the number of the others."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def _checked(loss: object) -> Loss:

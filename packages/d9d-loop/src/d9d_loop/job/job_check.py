@@ -40,8 +40,14 @@ def check_trainable(model: nn.Module) -> None:
         )
 
 
-def check_evaluation_only(config: TrainerConfig, *, evaluates: bool) -> None:
-    """Raise `UserError` if a job only evaluates, but has no evaluation data."""
+def check_evaluation(config: TrainerConfig, *, evaluates: bool) -> None:
+    """Raise `UserError` if a job is to evaluate, but has no evaluation data."""
+    every = config.evaluation.every
+    if not evaluates and every != type(config.evaluation).model_fields["every"].default:
+        raise UserError(
+            f"evaluation.every = {every}, but there are no evaluation data; expected some. Pass evaluation_data to the "
+            "Trainer, return them from DataProvider.evaluation, or remove evaluation.every."
+        )
     if config.evaluation.only and not evaluates:
         raise UserError(
             "evaluation.only = true, but there are no evaluation data; expected some. Pass evaluation_data to the "

@@ -140,6 +140,7 @@ def _end_startup(job: Job, result: StepResult) -> None:
             f"the loss weight of step {job.record.step} is 0 over all samples, so there is no gradient; expected the "
             f"number of summed items. Check {type(job.plan.task).__name__}.loss, and check that labels are unmasked."
         )
+    job.state.check_tensors()
     check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
     if job.plan.config.compile is not None and job.ctx.is_main_process and (breaks := describe_graph_breaks()):
         print("d9d: torch.compile runs these lines of the model eagerly:", *breaks, sep="\n")

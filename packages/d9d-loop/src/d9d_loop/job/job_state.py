@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, UserError, rank_role, refuse_later_writes, seed_everything
+from d9d_dist import DistributedContext, UserError, agree, rank_role, refuse_later_writes, seed_everything
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
 from d9d_loop.model.frozen_digest import frozen_digest
@@ -21,6 +21,7 @@ from d9d_state import (
     CheckpointInfo,
     CheckpointStore,
     StateError,
+    check_saveable,
     group_values,
     model_tensors,
     non_tensor_optimizer_state,
@@ -204,6 +205,18 @@ class JobState:
         """Set values of the optimizer's groups to the initial ones; without keys, all values."""
         for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
             group.update({key: values[key] for key in keys or values})
+
+    def check_tensors(self) -> None:
+        """Raise `UserError` on every rank if the model or the optimizer has a tensor that cannot be saved. Collective.
+
+        Call it after the first optimizer step, which creates the state of the optimizer.
+        """
+        problem: UserError | None = None
+        try:
+            check_saveable(self._tensors(trainable_only=self._trainable_only))
+        except ValueError as error:
+            problem = UserError(str(error))
+        agree(problem)
 
     def prepare(self) -> None:
         """Allocate the host buffer of background saves, after the first optimizer step. Collective.

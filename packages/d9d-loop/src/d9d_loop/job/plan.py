@@ -16,7 +16,7 @@ from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.code_digests import code_digests
 from d9d_loop.job.job_check import (
-    check_evaluation_only,
+    check_evaluation,
     check_learning_rates,
     check_metric_names,
     check_num_samples,
@@ -204,7 +204,7 @@ def _plan_data(
     """Check the data; return the training samples and the evaluation data."""
     check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
-    check_evaluation_only(config, evaluates=evaluation_data is not None)
+    check_evaluation(config, evaluates=evaluation_data is not None)
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     check_retention(config, task, evaluates=evaluation_data is not None)

@@ -25,6 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import UserError, refuse_lost_writes
 from d9d_loop.data.data_random import seed_data_random
+from d9d_loop.data.evaluation_pass import SubsetStream
+from d9d_loop.data.sample_stream import Entry, SampleStream
+from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.sum_check import check_sum
@@ -45,7 +48,9 @@ _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "num
 
 
 def rehearse(plan: JobPlan) -> None:
-    """Run the first microbatch of a planned job with fake tensors, in a forked process. No collectives.
+    """Run the first microbatches of a planned job and of its evaluation with fake tensors, in a forked process.
+
+    No collectives.
 
     Resumed jobs, pipelines and context parallelism are not rehearsed: resumed jobs have run before, and inputs under
     pipelines and context parallelism depend on process groups. Only rank 0 rehearses; if rank 0 raises, the launcher
@@ -103,38 +108,50 @@ def _run_and_exit(function: Callable[[], str], sender: "Connection") -> None:
 
 @final
 class _Rehearsal:
-    """One microbatch: read, collated, passed to the model and to the loss."""
+    """One microbatch, and one of the evaluation: read, collated, passed to the model and to the loss."""
 
     def __init__(self, plan: JobPlan) -> None:
         self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
         self._name, self._batch = type(plan.task).__name__, ""  # the description of the batch, when it is read
         self._outputs: Any = None
+        self._which = "batch"
 
     def message(self) -> str:
         """Run the microbatch and return the message about its first mistake; empty if there is none."""
         try:
-            batch = self._read()
+            batch = self._read(self._plan.stream, self._plan.first_entries())
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, _SameDtypes(), _eager():
-                message = self._run(mode, pytree.tree_map_only(Tensor, mode.from_tensor, batch))
-            if self._outputs is not None:
-                check_sum(self._task, self._outputs, batch)
-            return message
+                if not _make_fake(self._model):
+                    return ""
+                self._run(pytree.tree_map_only(Tensor, mode.from_tensor, batch))
+            check_sum(self._task, self._outputs, batch)
+            if self._plan.evaluation_data is not None:
+                self._evaluate(mode, self._plan.evaluation_data)
+            return ""
         except UserError as error:
             return str(error)
         except _UserCodeError as failure:
             return "" if _is_limit(failure.error) else self._describe(failure)
 
-    def _read(self) -> Any:
+    def _evaluate(self, mode: FakeTensorMode, data: Samples | SampleStream) -> None:
+        """Run the first batch of the evaluation, after the microbatch."""
+        self._which = "evaluation batch"
+        stream = data if isinstance(data, SampleStream) else SubsetStream(data, self._plan.config.evaluation.num_samples)
+        batch = self._read(stream, stream.cursor().take(self._plan.microbatch_size))
+        self._model.eval()
+        with mode, _SameDtypes(), _eager(), torch.no_grad():
+            self._run(pytree.tree_map_only(Tensor, mode.from_tensor, batch))
+
+    def _read(self, stream: SampleStream, entries: list[Entry]) -> Any:
         plan = self._plan
         seed_data_random(plan.config.seed, position=0)
-        samples = [_call(f"reading sample {entry!r:.60}", plan.stream.read, entry) for entry in plan.first_entries()]
+        samples = [_call(f"reading sample {entry!r:.60}", stream.read, entry) for entry in entries]
         batch = _call("collating the first samples", plan.data.collate, samples)
         self._batch = _describe_tree(batch)
         return batch
 
-    def _run(self, mode: FakeTensorMode, batch: Any) -> str:
-        if not _make_fake(self._model):
-            return ""
+    def _run(self, batch: Any) -> None:
+        """Pass a batch of fake tensors to the model, the loss and the metrics."""
         given = _call(f"{self._name}.inputs", self._task.inputs, batch)
         if not isinstance(given, Inputs | Mapping):
             first = next(iter(inspect.signature(self._model.forward).parameters), "x")
@@ -148,13 +165,13 @@ class _Rehearsal:
             outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
         self._outputs = outputs
         loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
-        check_loss(self._task, loss, outputs)
+        if torch.is_grad_enabled():
+            check_loss(self._task, loss, outputs)
         metrics = _call(f"{self._name}.metrics", self._task.metrics)
         _call(
             f"{self._name}.update_metrics",
             lambda: self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss),
         )
-        return ""
 
     def _check_arguments(self, inputs: Inputs) -> None:
         try:
@@ -174,7 +191,7 @@ class _Rehearsal:
     def _describe(self, failure: "_UserCodeError") -> str:
         error = failure.error
         what = f"{type(error).__name__}: {error}".rstrip(". \n")
-        lines = [f"the first batch fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
+        lines = [f"the first {self._which} fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
         remedy = f"The batch is {self._batch}. {self._remedy(failure)}" if self._batch else _remedy_of_data(failure)
         return "\n".join([*lines, remedy])
 

@@ -116,6 +116,8 @@ def _describe_start(job: Job) -> None:
 def _print_resume(job: Job) -> None:
     """Print what has changed since the checkpoint from which a job resumes, and whether the job is complete."""
     plan, record = job.plan, job.record
+    if record.step == 0:  # a checkpoint of step 0
+        return
     rate = job.engine.peak_learning_rate * plan.lr_schedule(record.step - 1)
     for line in resume_messages(plan.config, record, plan.changes, steps=plan.steps, rate=rate):
         print(line, flush=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, Region, agree, gather_json, local_region, local_tensor
+from d9d_state._tensor_bytes import check_memory
 from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json
@@ -68,6 +69,12 @@ class SavePlanner:
         return self._plan
 
 
+def check_saveable(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` if a value is no tensor, or a tensor that a checkpoint cannot store."""
+    for name, tensor in tensors.items():
+        _key(name, tensor)
+
+
 def local_parts(tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
     """Return views of the tensor parts that a rank writes, by `part_key`."""
     return {part_key(name, region): local_tensor(tensors[name]).detach() for name, region in plan.parts[rank]}
@@ -82,6 +89,7 @@ def _key(name: str, tensor: Tensor) -> object:
     """Return the values that determine a tensor's description. Comparing them is faster than a description (50 µs)."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is of type {type(tensor).__name__}; expected a tensor. Pass other values in state=.")
+    check_memory(name, local_tensor(tensor))
     layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return name, tensor.shape, tensor.dtype, layout
 
