@@ -115,7 +115,6 @@ def _config(folder: Path, **sections: Any) -> TrainerConfig:
         "steps": 6,
         "batch": {"global_size": 8, "microbatch_size": 4},
         "run": {"folder": folder},
-        "evaluation": {"every": 2},
         "checkpoint": {"every": 3},
         "logging": {"every": 4, "progress": False},
         "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
@@ -125,8 +124,9 @@ def _config(folder: Path, **sections: Any) -> TrainerConfig:
 
 
 def _trainer(folder: Path, *, evaluate: bool = False, **sections: Any) -> Trainer:
+    every = {"evaluation": {"every": 2}} if evaluate else {}
     return Trainer(
-        _config(folder, **sections),
+        _config(folder, **{**every, **sections}),
         model=lambda stage: _Net(),
         data=_data(),
         task=_Regression(),
@@ -163,7 +163,7 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
     ]
     assert sorted(path.name for path in run.iterdir()) == files
     assert [info.step for info in CheckpointStore(run / "checkpoints").complete()] == [6, 3]
-    assert TrainerConfig.from_cli(run / "config.json", []) == _config(tmp_path)
+    assert TrainerConfig.from_cli(run / "config.json", []) == _config(tmp_path, evaluation={"every": 2})
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 4, 6]
     assert [line["samples"] for line in lines if "loss" in line] == [8, 24, 16]
