@@ -136,7 +136,9 @@ class _Rehearsal:
     def _evaluate(self, mode: FakeTensorMode, data: Samples | SampleStream) -> None:
         """Run the first batch of the evaluation, after the microbatch."""
         self._which = "evaluation batch"
-        stream = data if isinstance(data, SampleStream) else SubsetStream(data, self._plan.config.evaluation.num_samples)
+        stream = (
+            data if isinstance(data, SampleStream) else SubsetStream(data, self._plan.config.evaluation.num_samples)
+        )
         batch = self._read(stream, stream.cursor().take(self._plan.microbatch_size))
         self._model.eval()
         with mode, _SameDtypes(), _eager(), torch.no_grad():
