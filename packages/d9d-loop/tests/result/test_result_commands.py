@@ -197,3 +197,13 @@ def test_mistakes_in_an_evaluation_get_one_message(
     Path("b.jsonl").write_text('{"text": "to be"}\n\n{"txt": "or"}\n')
     with pytest.raises(UserError, match=message):
         eval_command.main(arguments)
+
+
+@pytest.mark.parametrize("length", [3, 1024])
+@pytest.mark.parametrize("text", ["plain text", "é" * 9, "漢字かな" * 5])
+def test_bits_per_byte_count_the_bytes_of_the_text(text: str, length: int, byte_run: Path) -> None:
+    result = load_result(byte_run, device=CPU)
+    score = eval_command.score_texts(result, [text], length=length)
+    num_bytes = len(text.encode()) - 1  # a token is a byte, and the first one is not predicted
+    assert score.num_tokens == num_bytes
+    assert score.bits_per_byte == pytest.approx(score.loss * score.num_tokens / math.log(2) / num_bytes)

@@ -1,0 +1,140 @@
+"""Cuts, dates, tokenizers of exports and vocabularies of jobs on text."""
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from d9d_dist import UserError
+from d9d_loop.data import read_chat_tokenizer, read_conversation, read_text_tokenizer
+from d9d_loop.jobs import TextJobConfig, text_trainer
+from d9d_loop.jobs.text_data import chat_rows, labeled_rows, text_windows
+
+SPECIAL = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def _tokenizer(folder: Path, *, template: str = TEMPLATE, closing: bool = False, reverse: bool = False) -> Path:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
+    backend = Tokenizer(models.BPE(vocab={each: n for n, each in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    if closing:
+        backend.post_processor = processors.TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", 257)])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def _config(job: str, tokenizer: Path | None, rows: list[Any], folder: Path, **more: Any) -> TextJobConfig:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = {"files": [folder / "rows.jsonl"], "length": 16, **more.pop("dataset", {})}
+    values = {
+        "job": job,
+        "steps": 1,
+        "model": {"family": "qwen3", "tokenizer": tokenizer, **SIZES, **more.pop("model", {})},
+        "run": {"folder": folder / "runs", "name": "run"},
+        "batch": {"global_size": 2, "microbatch_size": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "logging": {"progress": False},
+        "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},
+    }
+    return TextJobConfig.model_validate({**values, "dataset": dataset, **more})
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_conversations_that_the_length_cuts_are_counted(packing: bool, tmp_path: Path) -> None:
+    rows = [{"prompt": "q" * (20 if n % 4 else 2), "completion": "a" * (30 if n == 8 else 3)} for n in range(12)]
+    said: list[str] = []
+    folder = _tokenizer(tmp_path / "model")
+    data = chat_rows(_config("sft", folder, rows, tmp_path, dataset={"packing": packing}), said.append)
+    assert said == [
+        "of 12 conversations, 9 are dropped, because they have no label within 16 tokens, and 1 are truncated. "
+        "Increase dataset.length to keep them."
+    ]
+    stream = data.training(seed=0)
+    samples = [stream.read(entry) for entry in stream.cursor().take(3)]
+    assert all((sample["labels"] != -100).any() for sample in samples)
+    assert packing or max(len(sample["input_ids"]) for sample in samples) == 15  # 16 tokens: 15 inputs, 15 labels
+    long = _config("sft", folder, [rows[1]] * 4, tmp_path, dataset={"packing": packing})
+    with pytest.raises(UserError, match="all 4 conversations are dropped: none has a label within its first 16 tokens"):
+        chat_rows(long)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(16, 16), (5, 5)])
+def test_a_cut_keeps_the_closing_token(length: int, expected: int, tmp_path: Path) -> None:
+    folder = _tokenizer(tmp_path / "model", closing=True)
+    rows = [{"text": "x" * 40, "label": n % 2} for n in range(2)]
+    data, _ = labeled_rows(_config("classify", folder, rows, tmp_path, dataset={"length": length}))
+    stream = data.training(seed=0)
+    ids = stream.read(stream.cursor().take(1)[0])["input_ids"].tolist()
+    assert len(ids) == expected
+    assert ids[-1] == 257
+
+
+def test_a_template_prints_the_date_of_the_job(tmp_path: Path) -> None:
+    folder = _tokenizer(tmp_path / "model", template="{{ strftime_now('%d %B %Y') }}" + TEMPLATE)
+    rows = [{"prompt": "q", "completion": "a"}] * 2
+    said: list[str] = []
+    chat_rows(_config("sft", folder, rows, tmp_path, dataset={"length": 64, "date": "2026-05-01"}), said.append)
+    assert said == ["the chat template prints 2026-05-01 as the date of today (dataset.date)."]
+    default, dated = read_chat_tokenizer(folder), read_chat_tokenizer(folder, today=date(2026, 5, 1))
+    assert default(read_conversation(rows[0])).text.startswith("26 July 2024")
+    assert dated(read_conversation(rows[0])).text.startswith("01 May 2026")
+    assert default.identity() != dated.identity()
+
+
+def test_the_cache_holds_the_tokens_of_each_tokenizer(tmp_path: Path) -> None:
+    rows = [{"text": "to be or not to be"}] * 4
+    first = []
+    for name, reverse in (("one", False), ("two", True)):
+        folder = _tokenizer(tmp_path / name, reverse=reverse)
+        first.append(text_windows(_config("pretrain", folder, rows, tmp_path)).training(seed=0).read(0))
+        ids = read_text_tokenizer(folder).encode(rows[0]["text"])
+        assert first[-1]["input_ids"].tolist() == ids[:16]
+    ended = text_windows(_config("pretrain", folder, rows, tmp_path, dataset={"end_token": "<|end|>"}))
+    assert ended.training(seed=0).read(1)["input_ids"][2] == 257
+    with pytest.raises(UserError, match=r"the tokenizer has no end token '</s>'; .* with dataset.end_token"):
+        text_windows(_config("pretrain", folder, rows, tmp_path, dataset={"end_token": "</s>"}))
+
+
+@pytest.mark.parametrize("job", ["pretrain", "sft"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_tokenizer_larger_than_the_embedding_is_an_error(job: str, packing: bool, tmp_path: Path) -> None:
+    rows = [{"text": "to be or not to be", "prompt": "q", "completion": "a"}] * 4
+    folder = _tokenizer(tmp_path / "model")
+    config = _config(job, folder, rows, tmp_path, dataset={"packing": packing}, model={"vocab_size": 258})
+    with pytest.raises(UserError, match="the tokenizer has 260 tokens, but the embedding of the model has 258"):
+        text_trainer(config)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_the_export_has_the_tokenizer_of_the_job(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    source = None
+    if kind == "file":
+        source = _tokenizer(tmp_path / "model", reverse=True) / "bpe.json"
+        (tmp_path / "model" / "tokenizer.json").rename(source)
+    rows = [{"text": "to be or not to be"}] * 4
+    run = text_trainer(_config("pretrain", source, rows, tmp_path)).train().run_dir
+    auto: Any = transformers.AutoTokenizer.from_pretrained(run / "export")
+    expected = list(b"Gr\xc3\xb6\xc3\x9fe") if source is None else read_text_tokenizer(source).encode("Größe")
+    assert auto("Größe").input_ids == expected
