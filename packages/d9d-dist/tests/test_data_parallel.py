@@ -550,3 +550,43 @@ def test_outputs_that_are_views_may_be_changed_in_place_and_do_not_warn() -> Non
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=0)
             assert alone[name].shape == parameter.shape
         assert not [message for message in messages if "view" in message]
+
+
+def _values_that_differ() -> list[str]:
+    messages = []
+    with MeshConfig(data_parallel_shard=2, data_parallel_replicate=2).build() as ctx:
+        dense = ctx.mesh_for("dense")
+        both = dense["dp_replicate", "dp_cp_shard"]
+        for seed, parallelize in (
+            (ctx.rank, lambda model: parallelize_replicate(model, dense["dp_cp_shard"])),
+            (ctx.rank % 2, lambda model: parallelize_hsdp(model, both, shard_axis="dp_cp_shard")),
+            (ctx.rank // 2, lambda model: parallelize_hsdp(model, both, shard_axis="dp_cp_shard")),
+        ):
+            torch.manual_seed(seed)
+            with pytest.raises(UserError) as caught:
+                parallelize(nn.Linear(2, 2))
+            messages.append(str(caught.value))
+        with torch.device("meta"):
+            parallelize_replicate(nn.Linear(2, 2), dense["dp_cp_shard"])  # nothing to compare
+        return messages
+
+
+def test_values_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
+    for messages in run_ranks(_values_that_differ, world_size=4):
+        for message in messages:
+            assert message.startswith("the values of weight, bias differ between the 2 ranks that would share them; ")
+            assert "Call torch.manual_seed with the same seed on all ranks before the model is built" in message
+
+
+def _sparse_rows() -> str:
+    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+        model = nn.Embedding(10, 4, sparse=True, _weight=torch.ones(10, 4))
+        parallelize_replicate(model, ctx.mesh_for("dense")["dp_replicate"])
+        with pytest.raises(UserError) as caught:
+            model(torch.tensor([1, 2])).sum().backward()
+        return str(caught.value)
+
+
+def test_a_sparse_gradient_of_a_replicated_embedding_is_an_error() -> None:
+    expected = "the gradient of a parameter, of shape (10, 4), is sparse; expected a dense gradient"
+    assert all(each.startswith(expected) for each in run_ranks(_sparse_rows, world_size=2))

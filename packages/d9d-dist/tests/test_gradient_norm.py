@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from d9d_dist import DistributedContext, MeshConfig, UserError, parallelize_hsdp, parallelize_replicate
@@ -217,3 +218,35 @@ def test_complex_gradients_count_by_their_absolute_values(norm_type: float) -> N
     with MeshConfig().build() as ctx:
         norm = global_grad_norm(parameters, ctx=ctx, norm_type=norm_type)
     torch.testing.assert_close(norm, torch.linalg.vector_norm(gradients, norm_type))
+
+
+def _norm_of_fully_shard(norm_type: float) -> tuple[float, set[str]]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+        for module in (model[0], model):
+            fully_shard(module)
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        parts = grad_norm_parts(model.parameters(), ctx=ctx, norm_type=norm_type)
+        return clip_grad_norm_(model.parameters(), 1.0, ctx=ctx, norm_type=norm_type).item(), set(parts)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_model_of_fully_shard_on_a_mesh_without_axis_names(norm_type: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type).item()
+    for norm, parts in run_ranks(_norm_of_fully_shard, norm_type, world_size=2):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert parts == {"ranks 0, 1"}
+
+
+def test_a_sparse_gradient_is_an_error() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with (
+        MeshConfig().build() as ctx,
+        pytest.raises(UserError, match=r"the gradient of a parameter, of shape \(10, 4\), is sparse; expected a dense"),
+    ):
+        clip_grad_norm_(embedding.parameters(), 1.0, ctx=ctx)

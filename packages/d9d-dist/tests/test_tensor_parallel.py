@@ -338,6 +338,7 @@ def _applied_again() -> list[str]:
     messages = []
     with MeshConfig(tensor_parallel=2, data_parallel_shard=2).build() as ctx:
         dense = ctx.mesh_for("dense")
+        torch.manual_seed(0)
         model = _Model()
         parallelize_tensor(model, dense["tp"], {"blocks.*.up": ColumnParallel(), "blocks.*.down": RowParallel()})
         with pytest.raises(UserError) as caught:
@@ -431,3 +432,21 @@ def _inference() -> bool:
 
 def test_the_first_forward_may_run_in_inference_mode() -> None:
     assert run_ranks(_inference) == [True, True]
+
+
+def _computed_weights() -> list[str]:
+    messages = []
+    with MeshConfig(tensor_parallel=2).build() as ctx:
+        for style in (ColumnParallel(), RowParallel()):
+            model = nn.ModuleDict({"up": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))})
+            with pytest.raises(UserError) as caught:
+                parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"up": style})
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_a_parametrized_layer_is_not_split() -> None:
+    for messages in run_ranks(_computed_weights, world_size=2):
+        for message, style in zip(messages, ("ColumnParallel", "RowParallel"), strict=True):
+            assert message.startswith("up is a ParametrizedLinear that computes its weight from other parameters")
+            assert f"expected parameters of its own, which {style} shards. Remove the parametrization" in message

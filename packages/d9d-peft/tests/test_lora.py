@@ -306,3 +306,11 @@ def test_refuses_an_invalid_regular_expression() -> None:
 def test_refuses_an_invalid_target(target: object) -> None:
     with pytest.raises(UserError, match=r"LoRA got the target .*; expected a regular expression or module types"):
         LoRA(target)  # ty: ignore[invalid-argument-type]  (on purpose)
+
+
+@pytest.mark.parametrize("method", [LoRA(nn.Linear), DoRA(nn.Linear)])
+def test_a_layer_that_computes_its_weight_is_an_error(method: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    message = r"got a target that matches 1 \(ParametrizedLinear\), which computes its weight from other parameters"
+    with pytest.raises(UserError, match=message):
+        inject(method, model)

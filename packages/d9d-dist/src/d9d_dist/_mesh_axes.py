@@ -1,16 +1,19 @@
 """Axis names of meshes and parameters."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from d9d_dist.consensus import name_ranks
 from d9d_dist.errors import UserError
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axis names of a mesh. All meshes of a `DistributedContext` have names."""
-    assert mesh.mesh_dim_names is not None, "expected a mesh with named axes"
-    return mesh.mesh_dim_names
+    """Return the axis names of a mesh. Axes of a mesh without names, as torch creates, get the names of their ranks."""
+    if mesh.mesh_dim_names is not None:
+        return mesh.mesh_dim_names
+    return tuple(name_ranks(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in range(mesh.ndim))
 
 
 def axes_of(parameter: torch.Tensor) -> tuple[str, ...]:

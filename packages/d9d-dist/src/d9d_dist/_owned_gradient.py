@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from d9d_dist.errors import UserError
+
 
 def own_gradient(x: torch.Tensor) -> torch.Tensor:
     """Return `x` with a gradient that is contiguous and owns its memory."""
@@ -22,4 +24,14 @@ class _OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        refuse_sparse(gradients[0])
         return gradients[0].clone(memory_format=torch.contiguous_format)
+
+
+def refuse_sparse(gradient: torch.Tensor, owner: str = "a parameter") -> None:
+    """Raise `UserError` if a gradient is sparse."""
+    if gradient.layout != torch.strided:
+        raise UserError(
+            f"the gradient of {owner}, of shape {tuple(gradient.shape)}, is sparse; expected a dense gradient, which "
+            "norms, reductions and optimizers need. Set sparse=False in nn.Embedding or F.embedding."
+        )

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from d9d_dist._initial_values import agree_on_values
 from d9d_dist._local_parameters import (
     compute_locally,
     distribute_parameters,
@@ -26,7 +27,7 @@ from d9d_dist._local_parameters import (
     parameters_beside_fsdp,
     replicate_beside_fsdp,
 )
-from d9d_dist._mesh_axes import axis_names, only_axis
+from d9d_dist._mesh_axes import axes_of, axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.gathered_parameters import mark_as_kept_gathered
@@ -56,7 +57,9 @@ def parallelize_hsdp(
     not the most common one. To shard parameters of another dtype, call this function on their inner modules first.
     Sharded parameters become contiguous. Outputs that are parameters, or views of them, are copied.
 
-    The first call that merges several axes is collective over all ranks of the job: it creates their process group.
+    Parameters have values that are equal on all ranks of the mesh, or are on `meta`. The ranks compare the first values
+    of each parameter with values: collective over each axis. The first call that merges several axes is collective over
+    all ranks of the job: it creates their process group.
 
     Args:
         module: The module to parallelize. Parameters that an inner call has sharded are skipped, as are experts
@@ -71,8 +74,8 @@ def parallelize_hsdp(
             dim is not 0, the number of ranks must divide its size.
 
     Raises:
-        UserError: If the mesh lacks the axis. In backward with `create_graph=True`: FSDP frees the tensors that second
-            derivatives need.
+        UserError: If the mesh lacks the axis, or values differ between ranks. In backward with `create_graph=True`:
+            FSDP frees the tensors that second derivatives need.
     """
     names = mesh.mesh_dim_names or ()
     if shard_axis not in names:
@@ -80,6 +83,7 @@ def parallelize_hsdp(
     if mesh.size() == 1 and precision is None:
         return
     dtypes = precision or Precision()
+    agree_on_values(module, mesh, _managed_by_fsdp(module))
     replicate_beside_fsdp(
         module,
         mesh[tuple(name for name in names if name == shard_axis or mesh[name].size() > 1)],
@@ -163,12 +167,13 @@ def refuse_lost_writes(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:
-    """Replicate a module's parameters over all ranks of a one-axis mesh, in place. No collectives.
+    """Replicate a module's parameters over all ranks of a one-axis mesh, in place.
 
     Parameters become DTensors, `Replicate()` on the axis; tensor-parallel parameters become DTensors on both axes.
     Forward computes with plain tensors. Gradients are `Partial()` on the axis: microbatches are accumulated without
     communication, and `GradientSync` sums them over ranks, in the dtype of `precision.reduce`. On a mesh of one rank
-    without `precision` the module is not changed.
+    without `precision` the module is not changed. The ranks compare the first values of each parameter that is not on
+    `meta`: collective.
 
     Args:
         module: A whole model, on `meta` or equal on all ranks of the axis. Tied parameters stay tied.
@@ -176,7 +181,8 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
         precision: dtypes of computation and reduction.
 
     Raises:
-        UserError: If the mesh does not have exactly one named axis, or FSDP already manages the module.
+        UserError: If the mesh does not have exactly one named axis, or FSDP already manages the module. Also if values
+            differ between ranks.
     """
     axis = only_axis(mesh, example="dp_replicate")
     for name, submodule in module.named_modules():
@@ -189,6 +195,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
     if mesh.size() == 1 and precision is None:
         return
     dtypes = precision or Precision()
+    agree_on_values(module, mesh, [each for each in module.parameters() if axis not in axes_of(each)])
     apart = set(modules_apart(module))
     distribute_parameters(module, mesh, {}, default=Replicate(), leave=apart)
     for submodule in module.modules():

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from d9d_dist._mesh_axes import axis_names
+from d9d_dist._owned_gradient import refuse_sparse
 from d9d_dist.context import DistributedContext
 from d9d_dist.errors import UserError
 
@@ -40,7 +41,7 @@ def global_grad_norm(
         pipeline stages; else float32.
 
     Raises:
-        UserError: If a gradient is not reduced yet, or its placements differ from those of its parameter.
+        UserError: If a gradient is not reduced yet, its placements differ from those of its parameter, or it is sparse.
     """
     norms = list(_stage_norms(parameters, ctx, norm_type).values())
     if len(norms) == 1:
@@ -64,7 +65,8 @@ def grad_norm_parts(
     `global_grad_norm`.
 
     Returns:
-        0-dim tensors by the axes larger than 1 that shard the gradients, e.g. `"dp_cp_shard x tp"`;
+        0-dim tensors by the axes larger than 1 that shard the gradients, e.g. `"dp_cp_shard x tp"`, or by the ranks of
+        axes without names;
         `"replicated"` for gradients that are equal on every rank of a stage.
     """
     return _stage_norms(parameters, ctx, norm_type)
@@ -113,6 +115,7 @@ def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
         gradient = parameter.grad
         if not isinstance(parameter, DTensor):
             if gradient is not None:
+                refuse_sparse(gradient)
                 plain.append(gradient)
             continue
         place = (parameter.device_mesh, parameter.placements)

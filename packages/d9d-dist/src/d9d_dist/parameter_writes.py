@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from d9d_dist._model_tensors import canonical_name
+from d9d_dist._owned_gradient import refuse_sparse
 from d9d_dist.errors import UserError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,7 +99,7 @@ def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
             if each.requires_grad:
                 refuse_sparse_gradient(name, each)
             has_values = not (each.is_meta or isinstance(each, FakeTensor))
-            before[name] = each, _state(each), _checksum(each) if has_values else None
+            before[name] = each, _state(each), checksum(each) if has_values else None
 
     def compare(_module: nn.Module, _args: Any, _output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -110,7 +111,7 @@ def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
         kept = {name: found for name, found in before.items() if name in now}
         names = [name for name, (each, state, _) in kept.items() if now[name] is not each or _state(each) != state]
         pairs = {
-            name: torch.stack([total, _checksum(each)])
+            name: torch.stack([total, checksum(each)])
             for name, (each, _, total) in kept.items()
             if name not in names and total is not None
         }
@@ -147,11 +148,7 @@ def refuse_sparse_gradient(name: str, parameter: torch.Tensor) -> None:
 
     def check(gradient: torch.Tensor) -> None:
         handle.remove()
-        if gradient.layout != torch.strided:
-            raise UserError(
-                f"the gradient of {canonical_name(name)} is sparse; expected a dense gradient, which norms, reductions "
-                "and optimizers need. Set sparse=False in nn.Embedding or F.embedding."
-            )
+        refuse_sparse(gradient, canonical_name(name))
 
     handle = parameter.register_hook(check)
 
@@ -210,7 +207,7 @@ def _state(parameter: torch.Tensor) -> tuple[int, int, bool]:
     return parameter.data_ptr(), parameter._version, parameter.requires_grad
 
 
-def _checksum(parameter: torch.Tensor) -> torch.Tensor:
+def checksum(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bit patterns of all elements, 0-dim int64."""
     values = parameter.detach()
     values = torch.view_as_real(values) if values.is_complex() else values

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -86,8 +86,17 @@ def _match(module: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Tens
 
 
 def _check_splits(name: str, module: nn.Module, style: TensorStyle) -> None:
-    """Reject a style that would split no parameter, and a second style on one submodule."""
+    """Reject a style that would split no parameter or a computed one, and a second style on one submodule."""
     split = style.placements()
+    computed = [
+        each for each in split if each not in module._parameters and isinstance(getattr(module, each, None), Tensor)
+    ]
+    if computed:
+        raise UserError(
+            f"{name} is a {type(module).__name__} that computes its {' and '.join(computed)} from other parameters, "
+            "such as with torch.nn.utils.parametrizations; expected parameters of its own, which "
+            f"{type(style).__name__} shards. Remove the parametrization, or remove the layer from the plan."
+        )
     if split and not any(module._parameters.get(parameter) is not None for parameter in split):
         raise UserError(
             f"{name} is a {type(module).__name__} without its own parameter {' or '.join(split)}, which "

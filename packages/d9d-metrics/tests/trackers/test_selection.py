@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from d9d_dist import UserError
 from d9d_metrics import (
+    AimTracker,
     ConsoleTrackerConfig,
     JsonlTrackerConfig,
+    TensorBoardTracker,
+    Tracker,
     TrackerConfig,
+    WandbTracker,
     build_trackers,
     check_trackers,
     read_metrics,
@@ -39,6 +44,22 @@ def test_rejects_an_unknown_kind() -> None:
 def test_rejects_an_unknown_field() -> None:
     with pytest.raises(ValidationError, match=r"jsonl\.path\n  Extra inputs are not permitted"):
         TRACKERS.validate_python([{"kind": "jsonl", "path": "a.jsonl"}])
+
+
+@pytest.mark.parametrize(
+    ("package", "build"),
+    [
+        ("wandb", lambda folder: WandbTracker(folder, project="p")),
+        ("aim", lambda folder: AimTracker(str(folder))),
+        ("tensorboard", TensorBoardTracker),
+    ],
+)
+def test_a_missing_package_is_an_error_at_construction(
+    package: str, build: Callable[[Path], Tracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
+    with pytest.raises(UserError, match=rf"the {package} tracker needs .* Install it: pip install '{package}"):
+        build(tmp_path)
 
 
 def test_no_tracker_is_open_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,19 @@ def is_target(target: Target, name: str, module: nn.Module) -> bool:
     return isinstance(module, target)
 
 
-def refuse_layers_not_called(layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], method: str) -> None:
-    """Raise `UserError` if torch uses a layer's weight without calling the layer: an adapter would have no effect."""
-    for name in layers:
+def refuse_layers(layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], method: str) -> None:
+    """Raise `UserError` for a layer that cannot have an adapter.
+
+    Either torch uses the layer's weight without calling the layer, so that an adapter would have no effect, or the
+    layer computes its weight from other parameters.
+    """
+    for name, layer in layers.items():
+        if layer._parameters.get("weight") is None:
+            raise UserError(
+                f"{method} got a target that matches {name} ({type(layer).__name__}), which computes its weight from "
+                "other parameters, such as with torch.nn.utils.parametrizations; expected a layer with a weight of its "
+                "own. Narrow the target, or remove the parametrization."
+            )
         owner, _, child = name.rpartition(".")
         for kind, (children, outcome) in _NOT_CALLED.items():
             if owner != name and isinstance(modules[owner], kind) and child in children:

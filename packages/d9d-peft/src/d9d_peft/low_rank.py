@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from d9d_dist import UserError, full_tensor, local_region
-from d9d_peft._targets import Target, check_target, describe, is_target, refuse_layers_not_called, shorten
+from d9d_peft._targets import Target, check_target, describe, is_target, refuse_layers, shorten
 from d9d_peft.adapter import Adapter
 from d9d_peft.method import Plan, first_names
 
@@ -145,7 +145,7 @@ class LowRankMethod(ABC):
         method, modules, first = type(self).__name__, dict(model.named_modules()), first_names(model)
         found = {name: module for name, module in modules.items() if is_target(self.target, name, module)}
         layers = {name: module for name, module in found.items() if self._supports(module)}
-        refuse_layers_not_called(layers, modules, method)
+        refuse_layers(layers, modules, method)
         others = shorten([f"{name} ({type(module).__name__})" for name, module in found.items()])
         fitting = shorten([name for name, module in modules.items() if self._supports(module)])
         message = (

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,22 @@ def test_a_transform_without_an_inverse_cannot_be_inverted() -> None:
 def test_transform_must_give_one_tensor_per_name() -> None:
     with pytest.raises(ValueError, match=r"transform\(.*_swap.*\) on a, b returned 2 tensors; expected 1"):
         transform(["a", "b"], ["c"], _swap).apply({"a": torch.ones(1), "b": torch.ones(1)})
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_a_transform_to_one_name_may_return_the_tensor_alone(elementwise: bool) -> None:
+    x = torch.arange(6.0).view(3, 2)
+    mapper = transform(["x"], ["y"], lambda tensor: tensor + 1, elementwise=elementwise)
+    assert torch.equal(mapper.apply({"x": x})["y"], x + 1)
+    two = transform(["x"], ["y", "z"], lambda tensor: tensor[:2], elementwise=False)
+    with pytest.raises(ValueError, match=r"returned 1 tensors; expected 2\."):
+        two.apply({"x": x})
+
+
+@pytest.mark.parametrize("returned", [None, 3, [3], {"y": 1}])
+def test_a_transform_returns_tensors(returned: Any) -> None:
+    with pytest.raises(ValueError, match=r"it returned a value of type \w+; expected tensors, one for each name"):
+        transform(["x"], ["y"], lambda _: returned).apply({"x": torch.ones(2)})
 
 
 def test_an_elementwise_function_keeps_the_shape() -> None:

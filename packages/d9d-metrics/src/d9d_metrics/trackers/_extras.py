@@ -22,11 +22,7 @@ class ExtraTrackerConfig(BaseModel, ABC):
 
     def check(self) -> None:
         """Raise a `UserError` with the command that installs the package if it is missing; do not import it."""
-        if find_spec(self.kind) is None:
-            raise UserError(
-                f"the {self.kind} tracker needs the package {self.kind}, which is not installed. Install it: "
-                f"{install_hint('d9d-metrics', self.kind)}"
-            )
+        require_package(self.kind)
 
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Create the tracker, with a spool in the run folder; raise a `UserError` if the package is missing."""
@@ -36,3 +32,12 @@ class ExtraTrackerConfig(BaseModel, ABC):
     @abstractmethod
     def _opener(self, run_dir: Path) -> Callable[[], Tracker]:
         """Return a function that opens the tracker."""
+
+
+def require_package(name: str) -> None:
+    """Raise a `UserError` with the command that installs a tracker's package if it is missing; do not import it."""
+    if find_spec(name) is None:
+        raise UserError(
+            f"the {name} tracker needs the package {name}, which is not installed. Install it: "
+            f"{install_hint('d9d-metrics', name)}"
+        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from pydantic import JsonValue
 
-from d9d_metrics.trackers._extras import ExtraTrackerConfig
+from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
@@ -29,8 +29,10 @@ class AimTracker(Tracker):
     def __init__(self, repository: str, *, experiment: str | None = None, name: str | None = None) -> None:
         """Configure a new run; it is not opened yet.
 
-        `repository` is a folder, created if needed, or the address of a server, `aim://host:port`.
+        `repository` is a folder, created if needed, or the address of a server, `aim://host:port`. Raises `UserError`
+        if the package aim is missing.
         """
+        require_package("aim")
         self._repository, self._experiment, self._name = repository, experiment, name
         self._hash: str | None = None
         self._run: aim.Run | None = None

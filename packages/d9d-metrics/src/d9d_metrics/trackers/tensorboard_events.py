@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from pydantic import JsonValue
 
-from d9d_metrics.trackers._extras import ExtraTrackerConfig
+from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers._files import make_folder, sync
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
@@ -24,7 +24,11 @@ class TensorBoardTracker(Tracker):
     """Tracker that writes event files to a folder. After a resume, TensorBoard discards old values of later steps."""
 
     def __init__(self, folder: Path) -> None:
-        """Set the folder of the event files of this run; no file is opened yet."""
+        """Set the folder of the event files of this run; no file is opened yet.
+
+        Raises `UserError` if the package tensorboard is missing.
+        """
+        require_package("tensorboard")
         self._folder = folder
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None

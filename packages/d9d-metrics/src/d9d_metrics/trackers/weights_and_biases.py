@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from pydantic import Field, JsonValue
 
-from d9d_metrics.trackers._extras import ExtraTrackerConfig
+from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
@@ -38,7 +38,11 @@ class WandbTracker(Tracker):
         tags: tuple[str, ...] = (),
         mode: Literal["online", "offline"] = "online",
     ) -> None:
-        """Configure a new run, with files in `run_dir/wandb`; see `WandbTrackerConfig` for the other arguments."""
+        """Configure a new run, with files in `run_dir/wandb`; see `WandbTrackerConfig` for the other arguments.
+
+        Raises `UserError` if the package wandb is missing.
+        """
+        require_package("wandb")
         self._run_dir, self._mode = run_dir, mode
         self._options: dict[str, Any] = {"project": project, "entity": entity, "name": name, "group": group}
         self._options["tags"] = list(tags)

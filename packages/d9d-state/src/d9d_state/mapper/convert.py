@@ -91,7 +91,7 @@ class _Cast:
         return f"cast({str(self.dtype).removeprefix('torch.')})"
 
 
-TensorFunction: TypeAlias = Callable[..., Sequence[Tensor]]
+TensorFunction: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Function(_AnyFunction):
     suffix = ""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.forward(*tensors))
+        return _results(self.forward(*tensors))
 
 
 @final
@@ -133,7 +133,7 @@ class _ElementwiseFunction(_AnyFunction):
     suffix = ", elementwise"
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = tuple(self.forward(*tensors))
+        outputs = _results(self.forward(*tensors))
         shape = same_shapes(infos_of(tensors))
         other = next((tensor.shape for tensor in outputs if tensor.shape != shape), None)
         if other is not None:
@@ -145,6 +145,16 @@ class _ElementwiseFunction(_AnyFunction):
 
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> tuple[Region, ...]:
         return (region,) * len(inputs)
+
+
+def _results(returned: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the results of a user function; a tensor is one result, not a sequence of its rows."""
+    results = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    tensors = tuple(each for each in results if isinstance(each, Tensor))
+    if len(tensors) < len(results):
+        wrong = next(type(each).__name__ for each in results if not isinstance(each, Tensor))
+        raise ValueError(f"it returned a value of type {wrong}; expected tensors, one for each name in dsts.")
+    return tensors
 
 
 def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1) -> StateMapper:
@@ -189,8 +199,8 @@ def transform(
     Args:
         srcs: Names of the function's arguments, in order.
         dsts: Names of the function's results, in order.
-        function: Takes one tensor per name in `srcs`, without changing it, and returns one tensor per name in `dsts`.
-            For shape inference, the function must also work on meta tensors.
+        function: Takes one tensor per name in `srcs`, without changing it, and returns one tensor per name in `dsts`,
+            in a sequence or, for one name, alone. For shape inference, the function must also work on meta tensors.
         inverse: Function that restores the inputs bit for bit; without it, the mapper has no inverse.
         elementwise: True if all tensors have the same shape and each output element depends only on the input elements
             at the same index. A rank then reads and computes only its shard.

@@ -1,0 +1,46 @@
+"""Comparison of a module's values between ranks, before its parameters become shards or replicas of one tensor."""
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from d9d_dist._model_tensors import canonical_name
+from d9d_dist.consensus import gather_json
+from d9d_dist.errors import UserError
+from d9d_dist.parameter_writes import checksum
+from d9d_dist.shards import local_tensor
+
+_SHOWN = 3
+
+
+@torch.no_grad()
+def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[nn.Parameter]) -> None:
+    """Raise `UserError` on all ranks of a mesh axis unless they have the same values of the parameters.
+
+    Collective over each axis, unless all parameters are on `meta`. Synchronizes the host with the device once.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    sums = {
+        canonical_name(name): checksum(local)
+        for name, parameter in module.named_parameters()
+        if id(parameter) in chosen
+        and not (
+            (local := local_tensor(parameter)).is_meta or isinstance(local, FakeTensor) or nn.parameter.is_lazy(local)
+        )
+    }
+    if not sums:
+        return
+    found = torch.stack(list(sums.values())).tolist()
+    for axis in range(mesh.ndim):
+        of_ranks = gather_json(found, mesh.get_group(axis))
+        names = [name for name, *values in zip(sums, *of_ranks, strict=True) if len(set(values)) > 1]
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+            raise UserError(
+                f"the values of {', '.join(names[:_SHOWN])}{more} differ between the {len(of_ranks)} ranks that would "
+                "share them; expected equal values. Call torch.manual_seed with the same seed on all ranks before the "
+                "model is built, or build it on `meta`."
+            )
