@@ -317,6 +317,7 @@ REGRESSIONS = {
     "gpt_oss": ("outer: {'rope_theta': 500.0}", "experts_per_token alone", "num_experts alone"),
     "gemma3_text": (
         "rope_scaling: linear as type",
+        "rope_scaling: yarn with truncate",
         "full_attention: yarn with truncate",
         "sliding_attention: linear as type",
     ),

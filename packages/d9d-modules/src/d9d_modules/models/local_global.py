@@ -33,13 +33,15 @@ def read_global_rope(
 ) -> tuple[float, RopeScaling | None]:
     """Read RoPE base and scaling of the global layers: in the format of `transformers` 5, else the entry `key`."""
     full = _of_kind(config, "full_attention")
-    if full.get("truncate", True) is not True:
-        raise UserError(
-            f"config.json has truncate = {full['truncate']!r} in rope_parameters of full_attention; expected True, or "
-            "no entry: transformers truncates in any case if each kind of layer has RoPE parameters of its own."
-        )
     scaling = config.get("rope_scaling")
-    if isinstance(scaling, Mapping) and "type" in scaling and "rope_type" not in scaling:
+    scaling = scaling if isinstance(scaling, Mapping) else {}
+    for place, entries in (("rope_parameters of full_attention", full), ("rope_scaling", scaling)):
+        if entries.get("truncate", True) is not True:
+            raise UserError(
+                f"config.json has truncate = {entries['truncate']!r} in {place}; expected True, or no entry: "
+                "transformers truncates in any case if kinds of layers have RoPE parameters of their own."
+            )
+    if "type" in scaling and "rope_type" not in scaling:
         raise UserError(
             f"config.json has rope_scaling = {dict(scaling)!r}; expected the entry rope_type: transformers ignores "
             "type in models with local and global layers. Rename it, or remove rope_scaling to train without scaling."
