@@ -188,6 +188,32 @@ def test_digests_depend_on_each_integer_its_place_and_the_order_of_batches() -> 
     assert all(0 <= each < 2**50 for each in digests)
 
 
+def _call_alone(call: str, folder: Path) -> str:
+    calls: dict[str, Callable[[Engine], object]] = {
+        "weights()": lambda engine: list(engine.weights()),
+        "save()": lambda engine: engine.save(),
+        "load()": lambda engine: engine.load(),
+        "score()": lambda engine: engine.score(_batches(0, ""), lambda outputs, batch: {"outputs": outputs}),
+    }
+    with _engine({"data_parallel_shard": 1, "data_parallel_replicate": 2}, folder) as engine:
+        if engine.ctx.rank == 0:
+            with pytest.raises(UserError) as error:
+                calls[call](engine)
+        else:
+            with pytest.raises(UserError) as error:
+                engine.forward_backward(_batches(0, ""), TASK.loss)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("call", ["weights()", "save()", "load()", "score()"])
+@pytest.mark.sample("weights()")
+def test_a_call_of_one_rank_is_an_error(call: str, tmp_path: Path) -> None:
+    for message in run_ranks(_call_alone, call, tmp_path, world_size=2):
+        assert message.startswith(
+            f"rank 1 called forward_backward() of the engine while rank 0 called {call}; expected"
+        )
+
+
 def _compare_nothing() -> AbstractContextManager[object]:
     return mock.patch.object(microbatches, "are_close", return_value=True)
 

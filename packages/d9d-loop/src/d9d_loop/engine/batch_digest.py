@@ -7,7 +7,7 @@ Large tensors are sampled.
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,23 +28,22 @@ def digest_batches(batches: Sequence[Any]) -> list[float]:
 
     Of tensors on an accelerator only dtypes and shapes are included; see `digest_on_device`.
     """
-    close = [0.0, 0.0]
-    leaves, structure = pytree.tree_flatten(list(batches))
-    exact = zlib.crc32(str(structure).encode())
-    for number, leaf in enumerate(leaves):
+    exact, close = len(batches), [0.0, 0.0]
+    for number, (path, leaf) in enumerate(_leaves(batches, "")):
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-            exact = zlib.crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode(), exact)
+            exact = zlib.crc32(f"{path}{leaf.dtype}{leaf.shape}".encode(), exact)
             if leaf.device.type != "cpu" or not leaf.numel():
                 continue
             values = _samples(leaf.detach())
-            if leaf.is_floating_point() or leaf.is_complex():
-                close = [sum(pair) for pair in zip(close, _project(values, number), strict=True)]
+            if values.is_floating_point():
+                along, length = _project(values, number)
+                close[0], close[1] = close[0] + along, close[1] + length
             else:
                 # Wraps around. An order of magnitude faster than a checksum of the bytes.
                 dot = int(torch.dot(values.to(torch.int64), _factors(len(values))))
                 exact = zlib.crc32(dot.to_bytes(8, "little", signed=True), exact)
         elif isinstance(leaf, str | int | bool | None):
-            exact = zlib.crc32(repr(leaf).encode(), exact)
+            exact = zlib.crc32(f"{path}{leaf!r}".encode(), exact)
     return [exact, *close]
 
 
@@ -72,6 +71,21 @@ def mix(integers: Tensor, previous: Tensor | None) -> Tensor:
 def are_close(digest: Sequence[float], other: Sequence[float]) -> bool:
     """Return True if two results of `digest_batches` are those of the same batches."""
     return digest[:1] == other[:1] and all(abs(a - b) <= TOLERANCE for a, b in zip(digest[1:], other[1:], strict=True))
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a tree with their paths; faster than `pytree` for dicts, lists and tuples."""
+    if isinstance(tree, dict):
+        for key in sorted(tree, key=str):
+            yield from _leaves(tree[key], f"{path}.{key}")
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{path}.{index}")
+    elif isinstance(tree, Tensor | str | int | float | None):
+        yield path, tree
+    else:
+        for index, value in enumerate(pytree.tree_leaves(tree)):
+            yield f"{path}.{index}", value
 
 
 def _samples(tensor: Tensor) -> Tensor:

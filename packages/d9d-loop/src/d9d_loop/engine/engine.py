@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError, refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
-from d9d_loop.engine.microbatches import MicrobatchAgreement
+from d9d_loop.engine.microbatches import MicrobatchAgreement, same_call
 from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.reference import Reference, reference_context
 from d9d_loop.engine.scores import ReadTokens, RecordLayers, score
@@ -198,7 +198,7 @@ class Engine:
             UserError: If the model has no argument `scores` and there is no `read`. Also as for `forward_backward`.
         """
         self._require_onloaded("score()")
-        placed = self._agree(batches, lambda number: number)
+        placed = self._agree(batches, lambda number: number, call="score()")
         return score(placed, len(batches), pipeline=self.pipeline, task=self._task, read=read, experts=experts)
 
     @contextmanager
@@ -257,6 +257,8 @@ class Engine:
                 if a step, `load`, `offload` or `reference` occurs during the iteration.
         """
         self._require_onloaded("weights()")
+        if not shards:
+            same_call("weights()")
         free_gathered_parameters(self._whole)
         mapper = disk_mapper(self._state_mapper, self.model, base_only=base_only)
         if shards:
@@ -406,6 +408,7 @@ class Engine:
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
         checkpoints = self._settle_for("save()")
+        same_call("save()")
         checkpoints.save(self.num_steps, state, background=background)
 
     def save_local(self, state: JsonValue = None) -> None:
@@ -448,6 +451,7 @@ class Engine:
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         self._require_training("load()")
+        same_call("load()")
         self._step.discard()
         free_gathered_parameters(self._whole)
         found = self._require_checkpoints().load()

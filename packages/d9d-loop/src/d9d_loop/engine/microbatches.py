@@ -27,12 +27,18 @@ class MicrobatchAgreement:
         self._has_example = False
 
     def __call__(
-        self, batches: Sequence[Any], supported: Callable[[int], int], rates: tuple[float, float] = (0.0, 0.0)
+        self,
+        batches: Sequence[Any],
+        supported: Callable[[int], int],
+        rates: tuple[float, float] = (0.0, 0.0),
+        *,
+        call: str = "forward_backward()",
     ) -> list[Any]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
 
         For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
-        that is at least its argument. `rates` are those of `Same`, for engines without a guard.
+        that is at least its argument. `rates` are those of `Same`, for engines without a guard. `call` is the
+        method of the engine, for messages.
 
         Raises:
             UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different
@@ -47,7 +53,7 @@ class MicrobatchAgreement:
             self._example, self._has_example = batches[-1], True
         digest = digest_batches(batches) if self._has_copies else []
         mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates]
-        counts = gather_json(mine)
+        counts = same_call(call, mine)
         self._check(counts)
         if self._has_copies:
             self._digest = digest_on_device(batches, self._digest)
@@ -94,3 +100,19 @@ class MicrobatchAgreement:
                     f"{dp_rank}; expected the same batches on all pipeline-, context- and tensor-parallel ranks of a "
                     "coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp'), and seed random data by it."
                 )
+
+
+def same_call(call: str, value: Any = None) -> list[Any]:
+    """Return the JSON values of all ranks, which make the same call of an engine. Collective: one all-gather.
+
+    Raises:
+        UserError: On every rank, if a rank makes another call.
+    """
+    found = gather_json([call, value])
+    for rank, (other, _) in enumerate(found):
+        if other != found[0][0]:
+            raise UserError(
+                f"rank {rank} called {other} of the engine while rank 0 called {found[0][0]}; expected the same calls "
+                "in the same order on all ranks. Do not call the engine on one rank only: use its result there."
+            )
+    return [each for _, each in found]
