@@ -230,3 +230,16 @@ def test_parameters_without_a_gradient_are_named_once(tmp_path: Path, capsys: py
         take_step(engine)
     text = capsys.readouterr().out
     assert text.count("d9d: unused.bias, unused.weight got no gradient in the first step, so the loss does not") == 1
+
+
+def test_active_dropout_beside_a_reference_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for probability, expected in ((0.5, 1), (0.0, 0)):
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(probability), nn.Linear(8, 2))
+        options: Any = {"model": lambda stage, model=model: model, "task": TASK, "reference": "initial"}
+        with Engine.open(config_of(tmp_path), **options) as engine:
+            for _ in range(2):
+                with engine.reference():
+                    engine.score(BATCHES, _read)
+        assert (
+            capsys.readouterr().out.count("d9d: 1 drops values in forward_backward(), but not in score()") == expected
+        )

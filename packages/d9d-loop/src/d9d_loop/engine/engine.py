@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar, final, overload
 import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError, refuse_later_writes
@@ -111,7 +112,7 @@ class Engine:
         offloader = ModuleOffloader(self._whole, optimizer, others=self._step.copies_of_buffers)
         self._offloader, self._is_offloaded = offloader, False
         self._reference, self._in_reference = reference_context(reference, self.model, whole=self._whole), False
-        self._first_steps = FirstSteps(self.model, ctx)
+        self._first_steps, self._has_warned = FirstSteps(self.model, ctx), False
 
     @classmethod
     def open(
@@ -214,12 +215,24 @@ class Engine:
                 'this engine has no reference; expected one. Pass reference=d9d_peft.adapters_off, or "initial" for a '
                 "copy of the initial weights."
             )
+        self._warn_of_dropout()
         with self._reference():
             self._in_reference = True
             try:
                 yield
             finally:
                 self._in_reference = False
+
+    def _warn_of_dropout(self) -> None:
+        """Print once that the reference is computed without the dropout of the training forward."""
+        names = [name for name, module in self.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
+        active = [name for name in names if self.model.get_submodule(name).training]
+        if active and not self._has_warned and self.ctx.is_main_process:
+            print(
+                f"d9d: {active[0]} drops values in forward_backward(), but not in score(), as for the reference: "
+                "ratios and KL terms include this noise. Set its probability to 0 for preference and policy losses."
+            )
+        self._has_warned = True
 
     def for_generation(self) -> nn.Module | WholeRows:
         """Return the model for `d9d_modules.generate`, in any layout: whole rows of token ids to whole logits.
