@@ -15,6 +15,7 @@ from d9d_dist.testing import assert_rounds_like, in_float64
 from d9d_loop.result import LoadedResult, load_result
 from d9d_loop.result import chat as chat_command
 from d9d_loop.result import evaluate as eval_command
+from d9d_loop.result.loaded_result import find_export
 
 CPU = torch.device("cpu")
 WORDS = ["<end>", "<user>", "<answer>", "to", "be", "or", "not"]
@@ -207,3 +208,16 @@ def test_bits_per_byte_count_the_bytes_of_the_text(text: str, length: int, byte_
     num_bytes = len(text.encode()) - 1  # a token is a byte, and the first one is not predicted
     assert score.num_tokens == num_bytes
     assert score.bits_per_byte == pytest.approx(score.loss * score.num_tokens / math.log(2) / num_bytes)
+
+
+def test_the_export_of_a_run_is_found_beside_the_configuration_of_the_job(byte_run: Path) -> None:
+    (byte_run / "config.json").write_text('{"steps": 2}')
+    (byte_run / "checkpoints").mkdir()
+    assert find_export(byte_run) == byte_run / "export"
+    (byte_run / "export").rename(byte_run / "elsewhere")
+    with pytest.raises(UserError, match="is a run without an export"):
+        find_export(byte_run)
+    (byte_run / "adapters").mkdir()
+    with pytest.raises(UserError, match=r"exported only adapters, .* Load .*adapters into the base model with peft"):
+        find_export(byte_run)
+    assert find_export(byte_run / "elsewhere") == byte_run / "elsewhere"

@@ -15,7 +15,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.job.job_check import check_writable
 from d9d_loop.job.local_tiers import check_local_tiers
 from d9d_loop.model.model_build import build_pipeline
-from d9d_loop.model.model_check import check_trained_dtypes
+from d9d_loop.model.model_check import check_trained_dtypes, describe_modes
 from d9d_loop.model.model_plan import plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -69,6 +69,8 @@ def opened_engine(
         health = check_health(config.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
+        if (modes := describe_modes(plan.built.module)) is not None and ctx.is_main_process:
+            print(modes)
         pipeline = build_pipeline(plan, ctx, progress=config.progress)
         pipeline.set_gradients(config.gradients)
         seed_everything(config.seed, ctx)

@@ -24,6 +24,7 @@ from d9d_loop.job.reports import Reports
 from d9d_loop.job.resume_check import Progress
 from d9d_loop.model.compiled_model import compile_stages
 from d9d_loop.model.model_build import build_pipeline
+from d9d_loop.model.model_check import describe_modes
 from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
 from d9d_loop.task import Loss, LossFunction, Task
 from d9d_metrics import Metric, redact_secrets
@@ -71,6 +72,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         StateError: On every rank, if there are checkpoints, but none is valid.
     """
     config, task = plan.config, plan.task
+    if (modes := describe_modes(plan.model.built.module)) is not None and ctx.is_main_process:
+        print(modes)
     pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
     pipeline.set_gradients(config.gradients)
     if config.compile is not None:

@@ -25,6 +25,7 @@ from d9d_loop.model.model_check import (
     check_unchanged,
     describe_precision,
     describe_tensors,
+    sum_gradients,
 )
 from d9d_loop.model.model_plan import ModelPlan
 from d9d_loop.model.model_provider import ModelProvider
@@ -94,6 +95,7 @@ def parallelize_stages(plan: ModelPlan, ctx: DistributedContext) -> dict[int, nn
                 vars(each).setdefault(key, value)
         check_unchanged(stage, built)
         check_parallelized(stage, ctx)
+        sum_gradients(stage)
         stages[index] = stage
     check_experts_are_shared_out(stages.values(), ctx)
     return stages

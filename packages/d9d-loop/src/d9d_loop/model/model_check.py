@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json, writes_to_rows
@@ -60,6 +61,26 @@ def describe_precision(model: nn.Module, *, computes_in_bfloat16: bool) -> str |
         "d9d: forward and backward compute in bfloat16; parameters and sums of gradients stay in float32. "
         'precision = "parameters" computes in the dtype of the parameters.'
     )
+
+
+def describe_modes(model: nn.Module) -> str | None:
+    """Return a warning if modules are in evaluation mode, as after `from_pretrained`; `None` if none is."""
+    names = [name for name, module in model.named_modules() if not module.training]
+    if not names:
+        return None
+    return (
+        f"d9d: {len(names)} of {sum(1 for _ in model.modules())} modules are in evaluation mode "
+        f"({names[0] or 'the whole model'}): they train without dropout and without gradient checkpointing. "
+        "from_pretrained returns a model in this mode; call model.train() where the model is built."
+    )
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make torch's `fully_shard`, if `parallelize` called it, sum gradients over ranks instead of averaging them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
 
 
 def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:

@@ -1,5 +1,6 @@
 """Language model of a run's export or of a Hugging Face folder, with its tokenizer, loaded by `transformers`."""
 
+import json
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
@@ -64,14 +65,23 @@ def load_result(path: str | Path, *, device: torch.device) -> LoadedResult:
 
 
 def find_export(path: Path) -> Path:
-    """Return the folder with `config.json`: the path itself, or the export of a run folder.
+    """Return the folder of a model in Hugging Face layout: the export of a run folder, or the path itself.
+
+    The `config.json` of a run folder is the configuration of the job; that of a model names its `model_type`.
 
     Raises:
         UserError: If there is no such folder, or the path holds only adapters.
     """
-    for folder in (path, path / "export"):
-        if (folder / "config.json").is_file():
+    is_run = (path / "checkpoints").is_dir() or (path / "export" / "config.json").is_file()
+    for folder in (path / "export", path):
+        if (folder / "config.json").is_file() and not (is_run and folder == path and not _is_model(path)):
             return folder
+    if is_run and (path / "adapters").is_dir():
+        raise UserError(
+            f"{path} is a run that exported only adapters, because merging would change a quantized or tied base; "
+            f"expected a whole model. Load {path / 'adapters'} into the base model with peft, or train with "
+            "adapter.base = dense, whose export is merged."
+        )
     if (path / "adapter_config.json").is_file():
         raise UserError(
             f"{path} contains adapters without their base model; expected a whole model. Merge them "
@@ -79,7 +89,7 @@ def find_export(path: Path) -> Path:
         )
     if not path.is_dir():
         raise UserError(f"{path} does not exist; expected the folder of a run or of a model.")
-    if (path / "checkpoints").is_dir():
+    if is_run:
         raise UserError(
             f"{path} is a run without an export; expected {path / 'export' / 'config.json'}. Finish the run with "
             "export enabled and a model that writes config.json (ModelProvider.export_files)."
@@ -87,6 +97,14 @@ def find_export(path: Path) -> Path:
     raise UserError(
         f"{path} has no config.json; expected a folder in Hugging Face layout, or a run folder with such an export."
     )
+
+
+def _is_model(folder: Path) -> bool:
+    """Return True if `config.json` names a `model_type`."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return False
 
 
 def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, ChatTemplate | None, list[int]]:
