@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.data import IndexedStream, IteratedStream, SampleStream, TokenizedStream
-from d9d_loop.data.contents import agree_on_data, contents_of, digest_of, digest_of_files
+from d9d_loop.data.contents import agree_on_data, contents_of, digest_of, digest_of_files, identity_of
 
 
 @dataclass
@@ -49,6 +49,8 @@ def _makers() -> list[Callable[[], Any]]:
     return [
         lambda: torch.arange(6).reshape(2, 3).t(),
         lambda: np.array([{"a": 1}], dtype=object),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: torch.eye(3).to_sparse(),
         lambda: _Point(torch.ones(1)),
         object,  # only the type is compared
     ]
@@ -75,6 +77,24 @@ def test_contents_of_a_dataset_are_its_samples_under_equal_random_numbers() -> N
     assert contents_of(ConcatDataset([whole, whole])) != contents_of(ConcatDataset([whole, _Noisy(numbers[::-1])]))
     assert contents_of(numbers[::2]) != contents_of(numbers[1::2])
     assert contents_of([]) == contents_of([])
+
+
+class _Counting(_Noisy):
+    num_reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        type(self).num_reads += 1
+        return super().__getitem__(index)
+
+
+def test_the_price_of_a_comparison_does_not_depend_on_the_number_of_datasets_and_indices() -> None:
+    parts = [_Counting([number] * 20) for number in range(100)]
+    other = [*parts[:-1], _Counting([7] * 20)]
+    assert contents_of(ConcatDataset(parts)) != contents_of(ConcatDataset(other))
+    assert _Counting.num_reads <= 32
+    whole = _Noisy(list(range(100)))
+    for indices in (torch.arange(0, 100, 2), np.arange(0, 100, 2)):
+        assert contents_of(Subset(whole, indices)) == contents_of(Subset(whole, range(0, 100, 2)))  # type: ignore[arg-type]
 
 
 class _Unstable(_Noisy):
@@ -130,7 +150,7 @@ def _message_on_ranks(kind: str) -> str:
         torch.rand(ctx.rank)  # the states of the ranks differ
         stream = IndexedStream(data[kind], seed=0)
         try:
-            agree_on_data({"the training data": stream, "the evaluation data": None})
+            agree_on_data({"the training data": identity_of(stream), "the evaluation data": identity_of(None)})
         except UserError as error:
             return str(error)
         return ""

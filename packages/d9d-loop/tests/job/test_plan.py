@@ -453,3 +453,27 @@ def test_draws_of_a_generator_that_no_position_seeds_are_refused(kind: str, tmp_
         plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=provider)
     whole = DatasetProvider(_OwnGenerator("global"))
     plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=whole)
+
+
+class _OpenedAtFirstRead(torch.utils.data.Dataset[torch.Tensor]):
+    is_open = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.is_open = True
+        return torch.full((3,), float(index))
+
+
+def test_with_workers_the_checks_leave_the_files_of_a_dataset_closed(tmp_path: Path) -> None:
+    """Forked workers would share the position of an open file, and read each other's samples."""
+    identities = []
+    for num_workers in (0, 1):
+        data, held_out = _OpenedAtFirstRead(), _OpenedAtFirstRead()
+        config = _config(tmp_path, data={"num_workers": num_workers})
+        trainer = Trainer(config, model=_linear, data=data, evaluation_data=held_out, task=_Nothing())
+        plan = trainer.plan_for(Launch())
+        identities.append([plan.data_identity(), plan.evaluation_identity()])
+        assert data.is_open == held_out.is_open == (num_workers == 0)
+    assert identities[0] == identities[1] != [None, None]

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from d9d_dist import UserError, agree
 from d9d_loop.data.data_random import position_random
+from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Samples
@@ -41,22 +42,23 @@ class HasContentsDigest(Protocol):
 def contents_of(samples: Any) -> JsonValue:
     """Return a JSON value that identifies the contents of a map-style dataset.
 
-    Datasets with a method `contents_digest` identify themselves; subsets and concatenations are their datasets and
-    indices. Of any other dataset, at most 16 samples are read, with random numbers that are seeded by the index.
+    Datasets with a method `contents_digest` identify themselves; subsets are their datasets and indices, and
+    concatenations of at most 16 datasets are these. Of any other dataset, at most 16 samples are read, with random
+    numbers that are seeded by the index.
     """
     if isinstance(samples, HasContentsDigest):
         return samples.contents_digest()
     if isinstance(samples, Subset):
-        return {"of": contents_of(samples.dataset), "indices": digest_of(torch.tensor(list(samples.indices)))}
-    if isinstance(samples, ConcatDataset):
+        return {"of": contents_of(samples.dataset), "indices": digest_of(torch.as_tensor(samples.indices))}
+    if isinstance(samples, ConcatDataset) and len(samples.datasets) <= NUM_COMPARED:
         return [contents_of(each) for each in samples.datasets]
     return sampled_digest(samples)
 
 
-def agree_on_data(data: Mapping[str, Samples | SampleStream | None]) -> None:
-    """Raise `UserError` on all ranks if data, by their names in the message, differ. Collective over all ranks."""
+def agree_on_data(identities: Mapping[str, JsonValue]) -> None:
+    """Raise `UserError` on all ranks if identities of data, by their names in the message, differ. Collective."""
     try:
-        agree(same={name: json.dumps(_identity_of(each), sort_keys=True) for name, each in data.items()})
+        agree(same={name: json.dumps(each, sort_keys=True) for name, each in identities.items()})
     except UserError as error:
         raise UserError(
             f"{error} Each rank must pass the whole data, not a part such as data[rank::world_size], because the job "
@@ -64,28 +66,33 @@ def agree_on_data(data: Mapping[str, Samples | SampleStream | None]) -> None:
         ) from None
 
 
-def _identity_of(data: Samples | SampleStream | None) -> JsonValue:
+def identity_of(data: Samples | SampleStream | None) -> JsonValue:
+    """Return the identity of a stream, or the length and the contents of a dataset. Reads samples."""
     if data is None:
         return None
     return data.identity() if isinstance(data, SampleStream) else [len(data), contents_of(data)]
 
 
-def check_repeatable(read: Callable[[], Any]) -> None:
+def check_repeatable(read: Callable[[], Any], *, num_workers: int = 0) -> None:
     """Raise `UserError` if `read`, which reads and collates samples, gives other values the second time.
 
-    The global generators have equal states both times. If `read` raises, nothing is checked.
+    The global generators have equal states both times. If `read` raises, nothing is checked. See `read_apart` for
+    `num_workers`.
     """
-    try:
-        digests = {_digest_of_seeded(read) for _ in range(2)}
-    except Exception:
-        return
-    if len(digests) > 1:
+    if not read_apart(lambda: _is_repeatable(read), num_workers=num_workers):
         raise UserError(
             "reading and collating the first samples twice gave different values, although the generators of Python, "
             "NumPy and torch had equal states; expected equal values, because others differ between ranks and after a "
             "resume. Draw from random, numpy.random or torch, which are seeded by the position of the sample, and not "
             "from a generator of the dataset or the collator, such as numpy.random.default_rng() or a seed= of it."
         )
+
+
+def _is_repeatable(read: Callable[[], Any]) -> bool:
+    try:
+        return len({_digest_of_seeded(read) for _ in range(2)}) == 1
+    except Exception:
+        return True
 
 
 def _digest_of_seeded(read: Callable[[], Any]) -> str:
@@ -154,6 +161,9 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _parts_of_tensor(tensor: Tensor) -> Iterator[bytes]:
+    if tensor.is_nested:
+        yield from _parts(tensor.unbind())
+        return
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     data = dense.cpu().contiguous()
     yield f"{data.dtype} {tuple(data.shape)}".encode()

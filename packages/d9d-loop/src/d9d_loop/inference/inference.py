@@ -17,9 +17,10 @@ from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.contents import agree_on_data
+from d9d_loop.data.contents import agree_on_data, identity_of
 from d9d_loop.data.data_provider import as_samples
 from d9d_loop.data.evaluation_pass import SubsetStream
+from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
@@ -110,7 +111,8 @@ class Inference:
             self.events.watch(watchdog.phase)
             resolved = self._config.model_dump(mode="json")
             agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
-            agree_on_data({"the data": self._data})
+            num_workers = self._config.data.num_workers
+            agree_on_data({"the data": read_apart(partial(identity_of, self._data), num_workers=num_workers)})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx, wait_seconds=hangs.timeouts.lock_seconds):
                 self._complete(plan, ctx, watchdog)

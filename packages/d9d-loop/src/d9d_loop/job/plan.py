@@ -10,8 +10,9 @@ from pydantic import JsonValue
 from d9d_dist import Launch, parameter_roles, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
-from d9d_loop.data.contents import check_repeatable
+from d9d_loop.data.contents import check_repeatable, identity_of
 from d9d_loop.data.evaluation_pass import check_evaluation_data
+from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.code_digests import code_digests
@@ -66,6 +67,8 @@ class JobPlan:
         stream: Training samples in the order of training.
         first_entries: Function that returns the entries of the first microbatch, planned at the first call.
         evaluation_data: Held-out samples; `None` without evaluation.
+        data_identity: Function that returns the identity of the training data, read at the first call.
+        evaluation_identity: The same of the evaluation data.
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.
         changes: A line for each change since the checkpoint from which the job resumes.
@@ -86,6 +89,8 @@ class JobPlan:
     stream: SampleStream
     first_entries: Callable[[], list[Entry]]
     evaluation_data: Samples | SampleStream | None
+    data_identity: Callable[[], JsonValue]
+    evaluation_identity: Callable[[], JsonValue]
     export_mapper: StateMapper | None
     changes: list[str]
     code: dict[str, str]
@@ -142,8 +147,12 @@ def plan_job(
     check_writable(config.run.dir)
     info = find_checkpoint(config)
     stream, evaluation_data = _plan_data(config, data, task)
+    data_identity, evaluation_identity = (
+        cache(partial(read_apart, partial(identity_of, each), num_workers=config.data.num_workers))
+        for each in (stream, evaluation_data)
+    )
     if info is not None:
-        check_data(info, stream.identity(), config)
+        check_data(info, data_identity(), config)
     steps = num_steps_of(config, stream, progress_of(info))
     check_trackers(config.trackers)
     if config.compile is not None:
@@ -166,7 +175,10 @@ def plan_job(
     check_trainable(whole)
     check_trained_dtypes(whole)
     if data.draws:
-        check_repeatable(lambda: data.collate([stream.read(entry) for entry in first_entries()[:_NUM_REPEATED]]))
+        check_repeatable(
+            lambda: data.collate([stream.read(entry) for entry in first_entries()[:_NUM_REPEATED]]),
+            num_workers=config.data.num_workers,
+        )
     if optimizer is None:
         config.optimizer.check(whole)
     needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None)
@@ -192,6 +204,8 @@ def plan_job(
         stream=stream,
         first_entries=first_entries,
         evaluation_data=evaluation_data,
+        data_identity=data_identity,
+        evaluation_identity=evaluation_identity,
         export_mapper=export_mapper,
         changes=changes,
         code=code_digests(),

@@ -5,17 +5,13 @@ and computes nothing. Caches, counters and random states that the user's code ch
 Code that depends on values, such as `.item()`, cannot be rehearsed; its errors appear in the first step.
 """
 
-import gc
 import inspect
 import math
-import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from multiprocessing import Pipe
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d9d_dist import UserError, refuse_lost_writes
 from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.evaluation_pass import SubsetStream
+from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.samples import Samples
 from d9d_loop.job.job_check import checkpoint_folder
@@ -35,9 +32,6 @@ from d9d_loop.task import Loss, Task, to_inputs
 from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_pipeline import Inputs
 from d9d_state import CheckpointStore
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 _SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
@@ -66,44 +60,9 @@ def rehearse(plan: JobPlan) -> None:
     num_parts = mesh.pipeline_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
     if num_parts > 1 or plan.model.program.num_stages > 1 or CheckpointStore(checkpoint_folder(plan.config)).complete():
         return
-    message = _in_fork(lambda: _Rehearsal(plan).message())
+    message = in_fork(lambda: _Rehearsal(plan).message(), seconds=_SECONDS)
     if message:
         raise UserError(message)
-
-
-def _in_fork(function: Callable[[], str]) -> str:
-    """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
-    receiver, sender = Pipe(duplex=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork of a multi-threaded process
-        child = os.fork()
-    if child == 0:
-        _run_and_exit(function, sender)
-    sender.close()
-    try:
-        return receiver.recv_bytes().decode() if receiver.poll(_SECONDS) else ""
-    except EOFError:  # the process crashed
-        return ""
-    finally:
-        receiver.close()
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def _run_and_exit(function: Callable[[], str], sender: "Connection") -> None:
-    """Send the result of a function, and end this process without any clean-up."""
-    gc.disable()  # never destroy the parent's process groups here: their threads were not forked
-    torch.set_num_threads(1)  # a thread pool does not survive a fork
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the process ends
-        sender.send_bytes(function().encode())
-    finally:
-        os._exit(0)
 
 
 @final

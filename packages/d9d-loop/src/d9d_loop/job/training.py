@@ -86,7 +86,7 @@ def _agree_on_plan(plan: JobPlan, ctx: DistributedContext) -> None:
     """Raise `UserError` on all ranks if a rank has other code, another configuration or other data. Collective."""
     code = describe_code(plan) if ctx.world_size > 1 else {}
     agree(same={**code, "the configuration": dict(flatten(plan.resolved))})
-    agree_on_data({"the training data": plan.stream, "the evaluation data": plan.evaluation_data})
+    agree_on_data({"the training data": plan.data_identity(), "the evaluation data": plan.evaluation_identity()})
 
 
 def _describe_start(job: Job) -> None:
