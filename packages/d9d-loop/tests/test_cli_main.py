@@ -1,5 +1,7 @@
 import subprocess
 import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -90,21 +92,36 @@ def test_invalid_data_found_by_a_running_job_are_a_user_error(capsys: pytest.Cap
 
 _HELP = """
 import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 sys.modules["torch"] = None
-from d9d_loop.__main__ import main as train
-from d9d_loop.inference.__main__ import main as infer
-from d9d_loop.report.__main__ import main as report
-for main in (train, infer, report):
+from importlib.metadata import entry_points
+for command in entry_points(group="console_scripts"):
+    if not command.module.startswith("d9d_") or command.name == "d9d-torchrun":
+        continue
+    main = command.load()
     sys.argv = ["command", "--help"]
     try:
         main()
     except SystemExit as end:
-        assert end.code == 0, end
+        assert end.code == 0, command.name
 """
 
 
 def test_the_help_of_commands_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", _HELP], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_d9d_tokenize_prints_user_errors_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["d9d-tokenize", "text.txt", "--output", str(tmp_path / "tokens"), "--tokenizer", "missing.json"]
+    monkeypatch.setattr("sys.argv", words)
+    (command,) = entry_points(group="console_scripts", name="d9d-tokenize")
+    with pytest.raises(SystemExit) as stop:
+        command.load()()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("d9d: the tokenizer missing.json does not exist; expected")
 
 
 @pytest.mark.parametrize("kind", [dist.DistNetworkError, StateError, RuntimeError])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from d9d_dist import DistributedContext, Launch, StageInfo, parallelize_hsdp
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
 from d9d_loop.events import BackwardDone, OptimizerDone, StepStarted
-from d9d_loop.planning.dry_run import dry_run, optimizer_bytes, representatives
+from d9d_loop.planning.dry_runs import dry_run, optimizer_bytes, representatives
 from d9d_loop.planning.job_plan import shown_microbatches
 from d9d_loop.planning.layer_repeats import Repeats, repeats_of, without_repeats
 from d9d_loop.planning.short_run import short_runs

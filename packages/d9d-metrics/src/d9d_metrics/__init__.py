@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from d9d_metrics.trackers.jsonl import JsonlTrackerConfig as JsonlTrackerConfig
     from d9d_metrics.trackers.jsonl import read_metrics as read_metrics
     from d9d_metrics.trackers.multi import MultiTracker as MultiTracker
+    from d9d_metrics.trackers.prometheus_endpoint import PrometheusTracker as PrometheusTracker
+    from d9d_metrics.trackers.prometheus_endpoint import PrometheusTrackerConfig as PrometheusTrackerConfig
     from d9d_metrics.trackers.redaction import redact_command as redact_command
     from d9d_metrics.trackers.redaction import redact_secrets as redact_secrets
     from d9d_metrics.trackers.redaction import redact_text as redact_text

@@ -10,6 +10,7 @@ from d9d_metrics import (
     AimTracker,
     ConsoleTrackerConfig,
     JsonlTrackerConfig,
+    PrometheusTracker,
     TensorBoardTracker,
     Tracker,
     TrackerConfig,
@@ -36,7 +37,7 @@ def test_kind_selects_the_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_rejects_an_unknown_kind() -> None:
     with pytest.raises(
         ValidationError,
-        match=r"tag 'csv' found using 'kind' does not match.*'jsonl', 'console', 'wandb', 'aim', 'tensorboard'",
+        match=r"tag 'csv' found using 'kind' does not match.*'jsonl', 'console', 'wandb', .*, 'prometheus'",
     ):
         TRACKERS.validate_python([{"kind": "csv"}])
 
@@ -52,6 +53,7 @@ def test_rejects_an_unknown_field() -> None:
         ("wandb", lambda folder: WandbTracker(folder, project="p")),
         ("aim", lambda folder: AimTracker(str(folder))),
         ("tensorboard", TensorBoardTracker),
+        ("prometheus", lambda folder: PrometheusTracker(run=folder.name, port=0)),
     ],
 )
 def test_a_missing_package_is_an_error_at_construction(

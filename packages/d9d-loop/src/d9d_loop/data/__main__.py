@@ -10,24 +10,24 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_loop import data
 from d9d_loop.cli_main import cli_main
-from d9d_loop.data.chat_stream import tokenize_chats
 from d9d_loop.data.chat_template import TRAINING_DATE
 from d9d_loop.data.chat_tokenizer import mark_spans, read_chat_tokenizer
 from d9d_loop.data.conversation import TooLong, read_conversation
-from d9d_loop.data.sample_files import open_samples
 from d9d_loop.data.text_tokenizer import END_TOKEN
-from d9d_loop.data.text_tokens import TextFiles, is_held_out, tokenize_text, train_tokenizer
-from d9d_loop.data.token_file import TokenFile
+
+if TYPE_CHECKING:
+    from d9d_loop.data import TextFiles, TokenFile
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, and print one line of JSON for each token file."""
+    """Run the command, and print one line of JSON for each token file. Help is printed without importing torch."""
     parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Write text as a token file.")
     parser.add_argument(
         "paths", type=Path, nargs="+", help="files .jsonl, .json, .parquet, .csv or text, and folders of these"
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.chat:
         _tokenize_chats(options)
         return
-    documents = TextFiles(options.paths, pattern=options.pattern, field=options.field)
+    documents = data.TextFiles(options.paths, pattern=options.pattern, field=options.field)
     part: float = options.held_out
     if not 0 <= part < 1:
         raise UserError(f"--held-out {part}; expected a fraction of at least 0 and less than 1.")
@@ -82,15 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _train(documents, options.tokenizer, vocab_size=options.train_vocab_size, end_token=options.end_token)
     kinds = {"train": False, "held_out": True} if part else {"": False}
     for name, wanted in kinds.items():
-        chosen = (text for text in documents if is_held_out(text, part) == wanted)
+        chosen = (text for text in documents if data.is_held_out(text, part) == wanted)
         folder = Path(options.output, name)
-        file = tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
+        file = data.tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
         _report(folder, file)
 
 
 def _tokenize_chats(options: argparse.Namespace) -> None:
     tokenizer = read_chat_tokenizer(options.tokenizer, today=options.date)
-    samples = open_samples(options.paths, key="paths")
+    samples = data.open_samples(options.paths, key="paths")
     for number in range(min(options.show, len(samples))):
         print(f"--- conversation {number}")
         chat = tokenizer(read_conversation(samples[number]))
@@ -98,27 +98,34 @@ def _tokenize_chats(options: argparse.Namespace) -> None:
     if options.output is None:
         return
     longest = None if options.max_length is None else options.max_length - 1
-    file = tokenize_chats(samples, options.output, tokenizer=tokenizer, max_length=longest, too_long=options.too_long)
+    file = data.tokenize_chats(
+        samples, options.output, tokenizer=tokenizer, max_length=longest, too_long=options.too_long
+    )
     about = file.manifest.about
     _report(options.output, file, dropped=about["dropped"], cut=about["cut"])
 
 
-def _report(folder: Path, file: TokenFile, **counts: JsonValue) -> None:
+def _report(folder: Path, file: "TokenFile", **counts: JsonValue) -> None:
     given = file.manifest
     sizes = {"documents": given.num_documents, "tokens": given.num_tokens, **counts, "dtype": given.dtype}
     print(json.dumps({"folder": str(folder), **sizes}))
 
 
-def _train(documents: TextFiles, path: Path, *, vocab_size: int, end_token: str | None) -> None:
+def _train(documents: "TextFiles", path: Path, *, vocab_size: int, end_token: str | None) -> None:
     if path.exists():
         raise UserError(
             f"the tokenizer {path} already exists; omit --train-vocab-size to use it, or name another path."
         )
-    trained = train_tokenizer(documents, vocab_size=vocab_size, end_token=end_token or END_TOKEN)
+    trained = data.train_tokenizer(documents, vocab_size=vocab_size, end_token=end_token or END_TOKEN)
     path.parent.mkdir(parents=True, exist_ok=True)
     trained.save(str(path))
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the command, and print user errors without a traceback; entry point of `d9d-tokenize`."""
     with cli_main():
         main()
+
+
+if __name__ == "__main__":
+    run()

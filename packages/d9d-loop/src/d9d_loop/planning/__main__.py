@@ -6,25 +6,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import d9d_loop
 from d9d_dist import UserError
+from d9d_loop import planning
 from d9d_loop.cli_main import cli_main
 from d9d_loop.config.preset import PresetConfig, look_beside_preset
-from d9d_loop.job.preset_job import preset_trainer
-from d9d_loop.planning.calibration import calibrate
 from d9d_loop.planning.hardware_spec import Hardware, hardware_names
-from d9d_loop.planning.html_report import write_html
-from d9d_loop.planning.plan_report import report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `d9d-plan PRESET.toml --world-size N --hardware NAME [--search] [--html FILE] [--json] [--key VALUE ...]`.
 
-    Configuration keys on the command line override the file, as in `d9d-train`.
+    Configuration keys on the command line override the file, as in `d9d-train`. Help does not import torch.
     """
     with cli_main():
         words = list(sys.argv[1:] if arguments is None else arguments)
         options, rest = _parser().parse_known_args(words)
         if options.calibrate is not None:
+            from d9d_loop.planning.calibration import calibrate  # noqa: PLC0415 - imports torch
+
             print(f"d9d: wrote {calibrate(options.calibrate)}")
             return
         if options.world_size is None or options.hardware is None:
@@ -35,10 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hardware = Hardware.load(options.hardware)
         config = PresetConfig.from_cli(arguments=rest)
         look_beside_preset(rest)
-        plan = preset_trainer(config).plan(world_size=options.world_size, hardware=hardware, search=options.search)
+        plan = d9d_loop.preset_trainer(config).plan(
+            world_size=options.world_size, hardware=hardware, search=options.search
+        )
         if options.html is not None:
+            from d9d_loop.planning.html_report import write_html  # noqa: PLC0415 - imports torch
+
             write_html(plan, options.html)
-        print(json.dumps(plan.to_json(), indent=2) if options.json else report(plan))
+        print(json.dumps(plan.to_json(), indent=2) if options.json else planning.report(plan))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ from typing import Any, final
 from d9d_dist import Launch, MeshConfig, UserError, planned_accelerator
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.dry_run import DryRun, representatives
-from d9d_loop.planning.goodput import Goodput, goodput
+from d9d_loop.planning.dry_runs import DryRun, representatives
+from d9d_loop.planning.goodput_model import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.job_traits import layout_of, logit_tokens, unmodeled_traits
 from d9d_loop.planning.layout_search import (

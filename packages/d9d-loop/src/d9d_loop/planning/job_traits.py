@@ -7,7 +7,7 @@ import torch
 
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.dry_run import DryRun
+from d9d_loop.planning.dry_runs import DryRun
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
 from d9d_pipeline import Overlap
 

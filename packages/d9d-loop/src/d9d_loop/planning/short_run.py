@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from d9d_dist import DistributedContext, PrecisionName, StageInfo
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.built_model import build_model
-from d9d_loop.planning.dry_run import DryRun, fake_batch, placed, run_rank, stages_on_fake
 from d9d_loop.planning.dry_run_mode import DryRunMode
+from d9d_loop.planning.dry_runs import DryRun, fake_batch, placed, run_rank, stages_on_fake
 from d9d_loop.planning.layer_repeats import ShortProvider, layer_list, repeats_of
 from d9d_loop.planning.step_record import RepeatMarks, answered
 from d9d_loop.task import to_inputs

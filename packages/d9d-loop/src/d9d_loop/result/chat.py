@@ -3,12 +3,16 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from d9d_dist import UserError
+from d9d_loop import result as results
 from d9d_loop.cli_main import cli_main
-from d9d_loop.result.loaded_result import LoadedResult, load_result
+
+if TYPE_CHECKING:
+    import torch
+
+    from d9d_loop.result import LoadedResult
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     _check(options)
     if options.seed is not None:
+        import torch  # noqa: PLC0415 - help is printed without torch
+
         torch.manual_seed(options.seed)
-    result = load_result(options.path, device=choose_device(options.device))
+    result = results.load_result(options.path, device=choose_device(options.device))
     if options.system is not None and (result.chat is None or options.plain):
         raise UserError(
             f"--system needs a chat template, but the tokenizer of {result.folder} has none, or --plain disables it. "
@@ -70,12 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def stream_tokens(
-    result: LoadedResult, input_ids: Sequence[int], *, max_new_tokens: int, temperature: float, top_p: float
+    result: "LoadedResult", input_ids: Sequence[int], *, max_new_tokens: int, temperature: float, top_p: float
 ) -> Iterator[int]:
     """Yield the tokens of one continuation, with the key/value cache of `transformers`, until a stop token.
 
     Tokens are sampled as in `d9d_modules.generate`; temperature 0 selects greedy decoding.
     """
+    import torch  # noqa: PLC0415 - help is printed without torch
+
     device = result.model.device
     ids, cache = torch.tensor([list(input_ids)], device=device), None
     for _ in range(max_new_tokens):
@@ -89,8 +97,10 @@ def stream_tokens(
         ids = torch.tensor([[token]], device=device)
 
 
-def choose_device(name: str | None) -> torch.device:
+def choose_device(name: str | None) -> "torch.device":
     """Return a device by name; `None` selects the accelerator, or the CPU without one."""
+    import torch  # noqa: PLC0415 - help is printed without torch
+
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if accelerator is None else accelerator
@@ -106,7 +116,7 @@ def _next_line() -> str:
     return sys.stdin.readline()
 
 
-def _answer(result: LoadedResult, turns: list[dict[str, str]], line: str, options: argparse.Namespace) -> None:
+def _answer(result: "LoadedResult", turns: list[dict[str, str]], line: str, options: argparse.Namespace) -> None:
     """Stream the answer to a line, and add both to the turns."""
     is_chat = result.chat is not None and not options.plain
     if is_chat:
@@ -143,7 +153,9 @@ def _answer(result: LoadedResult, turns: list[dict[str, str]], line: str, option
         turns.append({"role": "assistant", "content": shown})
 
 
-def _choose(logits_V: torch.Tensor, *, temperature: float, top_p: float) -> int:
+def _choose(logits_V: "torch.Tensor", *, temperature: float, top_p: float) -> int:
+    import torch  # noqa: PLC0415 - help is printed without torch
+
     if temperature == 0:
         return int(logits_V.argmax())
     descending_V, order_V = (logits_V / temperature).softmax(dim=-1).sort(descending=True)

@@ -9,16 +9,18 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
-
-import torch
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, Any, final
 
 from d9d_dist import UserError
+from d9d_loop import data
+from d9d_loop import result as results
 from d9d_loop.cli_main import cli_main
-from d9d_loop.data.text_tokens import TextFiles
 from d9d_loop.result.chat import choose_device
-from d9d_loop.result.loaded_result import LoadedResult, find_export, load_result
+
+if TYPE_CHECKING:
+    import torch
+
+    from d9d_loop.result import LoadedResult
 
 
 @final
@@ -45,7 +47,7 @@ class TextScore:
         return math.exp(self.loss)
 
 
-def score_texts(result: LoadedResult, texts: Iterable[str], *, length: int) -> TextScore:
+def score_texts(result: "LoadedResult", texts: Iterable[str], *, length: int) -> TextScore:
     """Score the tokens of each text, in windows of at most `length` predicted tokens.
 
     Each window starts with the last token of the previous window, so each token except the first token of a text is
@@ -54,6 +56,9 @@ def score_texts(result: LoadedResult, texts: Iterable[str], *, length: int) -> T
     Raises:
         UserError: If no text has two tokens.
     """
+    import torch  # noqa: PLC0415 - help is printed without torch
+    from torch.nn import functional as F  # noqa: PLC0415 - as torch
+
     loss = num_right = num_tokens = num_bytes = 0.0
     for text in texts:
         tokens = result.tokenizer.encode_with_offsets(text)
@@ -127,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.tasks is not None:
         print(json.dumps(_run_tasks(options, device), default=str))
         return
-    texts = list(islice(TextFiles([options.data], field=options.field), options.limit))
+    texts = list(islice(data.TextFiles([options.data], field=options.field), options.limit))
     if not texts:
         raise UserError(f"{options.data} contains no text; expected at least one document.")
-    result = load_result(options.path, device=device)
+    result = results.load_result(options.path, device=device)
     length = min(options.length, result.max_context or options.length)
     score = score_texts(result, texts, length=length)
     figures = {
@@ -147,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(figures))
 
 
-def _run_tasks(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
+def _run_tasks(options: argparse.Namespace, device: "torch.device") -> dict[str, object]:
+    from d9d_loop.result.loaded_result import find_export  # noqa: PLC0415 - imports torch
+
     folder = find_export(Path(options.path))
     if find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval, which is not installed. Install it: pip install lm-eval.")

@@ -34,10 +34,13 @@ class ExtraTrackerConfig(BaseModel, ABC):
         """Return a function that opens the tracker."""
 
 
-def require_package(name: str) -> None:
-    """Raise a `UserError` with the command that installs a tracker's package if it is missing; do not import it."""
+def require_package(name: str, *, extra: str | None = None) -> None:
+    """Raise a `UserError` with the command that installs a tracker's package if it is missing; do not import it.
+
+    The name of the extra, which is also the tracker's kind, is that of the package by default.
+    """
     if find_spec(name) is None:
         raise UserError(
-            f"the {name} tracker needs the package {name}, which is not installed. Install it: "
-            f"{install_hint('d9d-metrics', name)}"
+            f"the {extra or name} tracker needs the package {name}, which is not installed. Install it: "
+            f"{install_hint('d9d-metrics', extra or name)}"
         )

@@ -14,12 +14,18 @@ from d9d_metrics.trackers.aim_repository import AimTrackerConfig
 from d9d_metrics.trackers.console import ConsoleTrackerConfig
 from d9d_metrics.trackers.jsonl import JsonlTrackerConfig
 from d9d_metrics.trackers.multi import MultiTracker
+from d9d_metrics.trackers.prometheus_endpoint import PrometheusTrackerConfig
 from d9d_metrics.trackers.tensorboard_events import TensorBoardTrackerConfig
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.weights_and_biases import WandbTrackerConfig
 
 TrackerConfig = Annotated[
-    JsonlTrackerConfig | ConsoleTrackerConfig | WandbTrackerConfig | AimTrackerConfig | TensorBoardTrackerConfig,
+    JsonlTrackerConfig
+    | ConsoleTrackerConfig
+    | WandbTrackerConfig
+    | AimTrackerConfig
+    | TensorBoardTrackerConfig
+    | PrometheusTrackerConfig,
     Field(discriminator="kind"),
 ]
 """Configuration of a tracker; its `kind` selects the type."""
@@ -32,7 +38,7 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
         UserError: If a package is missing, or two trackers would write to the same file or folder.
     """
     for config in configs:
-        if isinstance(config, ExtraTrackerConfig):
+        if isinstance(config, ExtraTrackerConfig | PrometheusTrackerConfig):
             config.check()
     for first, second in combinations(configs, 2):
         if first.kind == second.kind and (first.kind != "jsonl" or first == second):

@@ -1,0 +1,98 @@
+"""Prometheus tracker: the latest values of a run as text over HTTP, for a Prometheus server to scrape."""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from d9d_metrics.trackers._extras import require_package
+from d9d_metrics.trackers.background import BackgroundTracker
+from d9d_metrics.trackers.tracker import Tracker
+from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
+
+_INVALID = re.compile(r"[^a-zA-Z0-9_]")
+
+
+@final
+class PrometheusTracker(Tracker):
+    """Tracker that serves the latest value of each name at `http://HOST:PORT/metrics`.
+
+    Each number is a gauge `d9d_<name>` with the label `run`; other characters than letters, digits and `_` become `_`.
+    `d9d_step` is the last logged step, and `d9d_updated_seconds` the Unix time at which it was logged. Histograms, text
+    and images are skipped.
+    """
+
+    def __init__(self, *, run: str, port: int, host: str = "0.0.0.0") -> None:  # noqa: S104 - scraped from elsewhere
+        """Start the server. Port 0 selects a free port.
+
+        Raises `UserError` if the package prometheus_client is missing, and `OSError` if the port is in use.
+        """
+        require_package("prometheus_client", extra="prometheus")
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run, self._registry = run, CollectorRegistry()
+        self._gauges: dict[str, Callable[[float], None]] = {}
+        self._server, self._thread = start_http_server(port, host, self._registry)
+
+    @property
+    def port(self) -> int:
+        """Port of the server."""
+        return self._server.server_port
+
+    def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
+        """Set `d9d_step` to the step that the run resumes from."""
+        self._set("step", max(step, 0))
+
+    def log(self, step: int, values: Mapping[str, Tracked]) -> None:
+        """Replace the values of the names."""
+        for name, value in values.items():
+            if not isinstance(value, Histogram | Text | Image):
+                self._set(name, value)
+        self._set("step", step)
+        self._set("updated_seconds", time.time())
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _set(self, name: str, value: float) -> None:
+        name = f"d9d_{_INVALID.sub('_', name)}"
+        if name not in self._gauges:
+            from prometheus_client import Gauge
+
+            gauge = Gauge(name, "Latest value of the run.", ["run"], registry=self._registry)
+            self._gauges[name] = gauge.labels(self._run).set
+        self._gauges[name](value)
+
+
+@final
+class PrometheusTrackerConfig(BaseModel):
+    """Configuration of a text endpoint for Prometheus on the host of rank 0; needs the extra `prometheus`.
+
+    Attributes:
+        host: Address to listen on; by default all addresses of the host.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["prometheus"] = "prometheus"
+    port: int = Field(default=9400, ge=1, le=65535)
+    host: str = "0.0.0.0"  # noqa: S104 - scraped from elsewhere
+
+    def check(self) -> None:
+        """Raise a `UserError` with the command that installs the package if it is missing; do not import it."""
+        require_package("prometheus_client", extra="prometheus")
+
+    def build(self, run_dir: Path) -> BackgroundTracker:
+        """Create the tracker. Values are stored nowhere, so there is no spool.
+
+        If the port is in use, the tracker tries again, and the job trains on.
+        """
+        self.check()
+        run = run_dir.resolve().name
+        return BackgroundTracker(lambda: PrometheusTracker(run=run, port=self.port, host=self.host), name=self.kind)
