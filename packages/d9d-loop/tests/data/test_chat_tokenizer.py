@@ -122,6 +122,17 @@ def test_a_token_that_spans_prompt_and_answer_is_refused() -> None:
         ChatTokenizer(tokenizer, ChatTemplate(SPLITS))(read_conversation(chat("a", "b")))
 
 
+def test_spaces_at_the_start_of_an_answer_contribute_to_the_loss_if_the_tokenizer_trims_offsets() -> None:
+    from tokenizers import processors  # noqa: PLC0415 - optional
+
+    backend = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    trims = processors.ByteLevel(trim_offsets=True)
+    for processor in (trims, processors.Sequence([trims]), processors.RobertaProcessing(("e", 0), ("b", 0))):
+        backend.post_processor = processor
+        tokens = ChatTokenizer(backend, ChatTemplate(CHATML))(read_conversation(chat("Hi", "  a")))
+        assert _trained(backend, tokens) == "  a<|im_end|>"
+
+
 def test_a_stop_token_that_is_not_special_must_be_listed() -> None:
     no_special = ChatTemplate(CHATML.replace("<|im_end|>", "!"))
     with pytest.raises(UserError, match="which is not a special token"):

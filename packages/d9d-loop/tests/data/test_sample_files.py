@@ -82,3 +82,9 @@ def test_values_of_csv_and_json_files_are_those_of_the_file(tmp_path: Path) -> N
     path.write_text("[{}, 1]", encoding="utf-8")
     with pytest.raises(UserError, match=r"a.json, item 1: got a int; expected a JSON object"):
         open_samples([path], key="files")
+
+
+def test_a_byte_order_mark_is_not_a_part_of_a_text(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "hi"), ("a.json", '[{"text": "hi"}]'), ("a.jsonl", '{"text": "hi"}\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert list(open_samples([tmp_path / name], key="files")) == [{"text": "hi"}]

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like, in_float64
+from d9d_loop.data import TextTokenizer
 from d9d_loop.result import LoadedResult, load_result
 from d9d_loop.result import chat as chat_command
 from d9d_loop.result import evaluate as eval_command
@@ -208,6 +210,14 @@ def test_bits_per_byte_count_the_bytes_of_the_text(text: str, length: int, byte_
     num_bytes = len(text.encode()) - 1  # a token is a byte, and the first one is not predicted
     assert score.num_tokens == num_bytes
     assert score.bits_per_byte == pytest.approx(score.loss * score.num_tokens / math.log(2) / num_bytes)
+
+
+def test_a_space_that_the_tokenizer_adds_is_no_byte_of_the_text(byte_run: Path) -> None:
+    result = load_result(byte_run, device=CPU)
+    backend = Tokenizer(models.BPE(vocab={"Ġ": 0, "h": 1, "i": 2}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    score = eval_command.score_texts(replace(result, tokenizer=TextTokenizer(backend)), ["hi"], length=8)
+    assert score.bits_per_byte == pytest.approx(score.loss * 2 / math.log(2) / 2)
 
 
 def test_the_export_of_a_run_is_found_beside_the_configuration_of_the_job(byte_run: Path) -> None:

@@ -109,7 +109,7 @@ class _PlainText:
 
     def __getitem__(self, index: int) -> dict[str, str]:
         try:
-            return {self._field: self._path.read_text(encoding="utf-8")}
+            return {self._field: self._path.read_text(encoding="utf-8-sig")}
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self._path} is not UTF-8 text (byte {error.start}); expected text. Convert it, or choose other "
@@ -212,7 +212,8 @@ def _open(kind: FileKind, path: Path, *, key: str, text_field: str) -> Samples:
 
 def _open_json(path: Path) -> Samples:
     with path.open("rb") as file:
-        is_list = next((line.lstrip() for line in file if line.strip()), b"").startswith(b"[")
+        first = next((line for line in file if line.strip()), b"")
+    is_list = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if not is_list:
         return JsonLines(path)
     objects = json.loads(path.read_bytes())

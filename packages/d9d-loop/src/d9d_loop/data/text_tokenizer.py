@@ -230,13 +230,20 @@ def _byte_vocabulary() -> dict[str, int]:
 
 
 def _normalize(backend: "Tokenizer") -> None:
-    """Remove settings of a call. Replace a missing post-processor, as transformers does, so that digests are equal."""
+    """Remove settings of a call, and the trimming of offsets: a token of spaces covers these spaces.
+
+    Replace a missing post-processor, as transformers does, so that digests are equal.
+    """
     from tokenizers import processors  # noqa: PLC0415 - optional
 
     backend.no_truncation()
     backend.no_padding()
     if backend.post_processor is None:
         backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+    found: Any = backend.post_processor
+    for each in found if isinstance(found, processors.Sequence) else [found]:
+        if hasattr(each, "trim_offsets"):
+            each.trim_offsets = False
 
 
 def read_text_tokenizer(path: str | Path, *, key: str = "model.tokenizer") -> TextTokenizer:

@@ -101,7 +101,8 @@ def _bytes_before_labels(text: str, tokens: Any) -> float:
         return len(text[:stop].encode())
     num_bytes, lengths = len(text[start:end].encode()), [len(token) for token in shared]
     own = lengths[0] if sum(lengths) == num_bytes else num_bytes / len(shared)
-    return len(text[:start].encode()) + own
+    is_added = shared[0] in ("Ġ", "▁") and not text[start:].startswith(" ")  # a space that the tokenizer adds
+    return len(text[:start].encode()) + (0 if is_added else own)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
