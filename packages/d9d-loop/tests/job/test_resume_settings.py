@@ -61,6 +61,7 @@ CHANGED: dict[str, Any] = {
     "profile.first_step": 5,
     "resilience.timeouts.step_seconds": 100.0,
     "resilience.timeouts.startup_seconds": 100.0,
+    "resilience.timeouts.lock_seconds": 100.0,
     "resilience.watchdog.enabled": True,
     "resilience.health.enabled": True,
     "resilience.stop.every": 2,

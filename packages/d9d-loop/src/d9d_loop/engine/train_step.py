@@ -213,9 +213,12 @@ class TrainStep:
         """Print the trainable parameters that got no gradient on any rank, in the first step. Collective."""
         self._is_first = False
         grads = {canonical_name(name): each.grad for name, each in self._model.named_parameters() if each.requires_grad}
-        found = [[name for name, grad in grads.items() if (grad is None) == is_unused] for is_unused in (True, False)]
-        gathered = gather_json(found, alone=self._ctx.world_size == 1)
-        unused = {name for names, _ in gathered for name in names}.difference(*(used for _, used in gathered))
+        is_alone = self._ctx.world_size == 1
+        candidates = _names(gather_json([name for name, grad in grads.items() if grad is None], alone=is_alone))
+        if not candidates:
+            return
+        used = gather_json([name for name in candidates if grads.get(name) is not None], alone=is_alone)
+        unused = candidates - _names(used)
         if unused and self._ctx.is_main_process:
             print(
                 f"d9d: {_some(sorted(unused))} got no gradient in the first step, so the loss does not depend on it. "
@@ -294,6 +297,11 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:  # also those without an optimizer, whose gradients would accumulate
             parameter.grad = None
+
+
+def _names(of_ranks: list[Any]) -> set[str]:
+    """Return the union of the names of all ranks; the simulated ranks of a dry run send none."""
+    return {name for names in of_ranks for name in names or ()}
 
 
 def _some(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
-from d9d_loop.job.code_digests import code_digests
+from d9d_loop.job.source_digests import source_digests
 from d9d_loop.job.job_check import (
     check_evaluation,
     check_learning_rates,
@@ -208,7 +208,7 @@ def plan_job(
         evaluation_identity=evaluation_identity,
         export_mapper=export_mapper,
         changes=changes,
-        code=code_digests(),
+        code=source_digests(),
     )
 
 

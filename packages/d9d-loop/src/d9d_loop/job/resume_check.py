@@ -10,7 +10,7 @@ from torch import nn
 from d9d_dist import UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.job.code_digests import code_digests
+from d9d_loop.job.source_digests import source_digests
 from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_state import Record, frozen_digest_of
@@ -169,7 +169,7 @@ def check_checkpoint(
     if not has_optimizer and any(name.startswith("optimizer.") for name, _, _ in found):
         _check_optimizers(before["optimizer"], config.optimizer, model)
     lines = [describe(change) for change in found if effect_of(change[0]) == "reported"]
-    code = changes(state["code"], dict(code_digests()), known_only=True)
+    code = changes(state["code"], dict(source_digests()), known_only=True)
     lines += [f"  the code of {name} has changed" for name, _, _ in code]
     return trainable_only or config.checkpoint.trainable_only, lines
 

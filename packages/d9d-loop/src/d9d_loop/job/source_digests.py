@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 
-def code_digests() -> dict[str, str]:
+def source_digests() -> dict[str, str]:
     """Return a digest of the source of each loaded module that is neither installed nor a part of d9d, by module name.
 
     The script that was started has the name of its file.
