@@ -15,7 +15,6 @@ from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
-from d9d_loop.job.source_digests import source_digests
 from d9d_loop.job.job_check import (
     check_evaluation,
     check_learning_rates,
@@ -37,6 +36,7 @@ from d9d_loop.job.resume_check import (
     num_steps_of,
     progress_of,
 )
+from d9d_loop.job.source_digests import source_digests
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_check import check_trained_dtypes
