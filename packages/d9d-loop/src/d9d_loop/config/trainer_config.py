@@ -73,6 +73,13 @@ class TrainingRunConfig(RunConfig):
         "are renamed. Has no effect if there is a checkpoint.",
     )
     adopt: bool = Field(default=False, description="Continue from a checkpoint of another run.")
+    on_failure: str | None = Field(
+        default=None,
+        description="Shell command that the rank that fails first runs; the status is in variables such as D9D_ERROR.",
+    )
+    on_completion: str | None = Field(
+        default=None, description="Shell command that rank 0 runs after the last step and the export."
+    )
 
 
 class BatchConfig(Section):

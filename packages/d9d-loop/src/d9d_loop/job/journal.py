@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from d9d_dist import DistributedContext
-from d9d_loop.report.run_history import JOURNAL
+from d9d_loop.job.end_command import run_command
+from d9d_loop.report.run_history import JOURNAL, read_journal
 from d9d_loop.report.run_status import write_status
 from d9d_metrics import redact_text
 
@@ -26,19 +27,27 @@ _LONGEST = 1000  # maximum length of a recorded cause, in characters
 class Journal:
     """Journal in a run folder. I/O errors are ignored, because training does not depend on the journal.
 
-    With each record, the main process replaces the status file, `status.json`, with `steps` and `hosts` of the job.
+    With each record, the main process replaces the status file, `status.json`, with `steps` and `hosts` of the job. The
+    rank that records the first failure after a start runs the shell command `on_failure`.
     """
 
     def __init__(
-        self, folder: Path, ctx: DistributedContext, *, steps: int | None = None, hosts: Sequence[str] = ()
+        self,
+        folder: Path,
+        ctx: DistributedContext,
+        *,
+        steps: int | None = None,
+        hosts: Sequence[str] = (),
+        on_failure: str | None = None,
     ) -> None:
+        self._on_failure = on_failure
         self._file, self._ctx, self._next, self._saved = folder / JOURNAL, ctx, 0.0, 0
         self._status: dict[str, Any] = {"steps": steps, "hosts": list(hosts)}
 
     def started(self, step: int, run_id: str) -> None:
         """Record that the job starts, or resumes after `step` completed steps, with the run id of its checkpoints."""
         if self._ctx.is_main_process:
-            self._saved = step
+            self._saved = self._status["saved"] = step
             self._write("started", step=step, ranks=self._ctx.world_size, run_id=run_id)
 
     def progress(self, step: int, *, saved: int | None) -> None:
@@ -63,7 +72,21 @@ class Journal:
 
     def failed(self, cause: str) -> None:
         """Record that this rank failed, and the cause without secrets. Any rank may call this method."""
-        self._write("failed", rank=self._ctx.rank, host=socket.gethostname(), cause=redact_text(cause)[:_LONGEST])
+        rank, host, cause = self._ctx.rank, socket.gethostname(), redact_text(cause)[:_LONGEST]
+        self._write("failed", rank=rank, host=host, cause=cause)
+        if self._on_failure is not None and self._first_failed() == rank:
+            changes = {"state": "failed", "rank": str(rank), "host": host, "error": cause}
+            run_command(self._on_failure, self._file.parent, **changes)
+
+    def _first_failed(self) -> int | None:
+        """Return the rank of the first failure since the last start."""
+        first = None
+        for record in read_journal(self._file.parent):
+            if record["event"] == "started":
+                first = None
+            elif record["event"] == "failed" and first is None:
+                first = record["rank"]
+        return first
 
     def _write(self, event: Literal["started", "progress", "slow", "ended", "failed"], **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"

@@ -11,6 +11,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.code_digest import describe_code, flatten
 from d9d_loop.job.earlier_run import check_progress, keep_earlier_files, read_earlier_run
+from d9d_loop.job.end_command import run_command
 from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_run import evaluate_job, run_job
@@ -20,6 +21,7 @@ from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.resilience.launcher_watch import LauncherWatch
+from d9d_metrics import redact_text
 from d9d_state import CheckpointStore, locked_folder
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
             result = run_job(job)
             if isinstance(result, Stopped):
                 job.journal.ended(result.step, result.cause)
+            elif ctx.is_main_process:
+                run_command(config.run.on_completion, config.run.dir)
             return result
     except BaseException as error:
         if isinstance(error, UserError):
@@ -76,9 +80,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
         if isinstance(error, KeyboardInterrupt):
             error.add_note(_what_is_saved(config))
         _report_failure(error, job, events)
-        if job is not None:
-            notes = getattr(error, "__notes__", ())
-            job.journal.failed("\n".join([f"{type(error).__name__}: {error}", *notes]))
+        _record_failure(error, job, config, ctx)
         raise
 
 
@@ -170,6 +172,15 @@ def _report_failure(error: BaseException, job: Job | None, events: Events) -> No
         events.emit(Failed(0 if job is None else job.record.step, error))
     except Exception as another:
         error.add_note(f"in addition, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
+
+
+def _record_failure(error: BaseException, job: Job | None, config: TrainerConfig, ctx: DistributedContext) -> None:
+    """Record a failure in the journal, which runs `run.on_failure`. Without a journal yet, the main process runs it."""
+    cause = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    if job is not None:
+        job.journal.failed(cause)
+    elif ctx.is_main_process:
+        run_command(config.run.on_failure, config.run.dir, state="failed", error=redact_text(cause))
 
 
 def _what_is_saved(config: TrainerConfig) -> str:
