@@ -32,7 +32,8 @@ def _trainer(folder: Path, /, *, steps: int = 4, run: dict[str, Any] | None = No
         "batch": {"global_size": 4},
         "run": {"folder": folder, **(run or {})},
         "checkpoint": {"every": 2, **checkpoint},
-        "logging": {"every": 1, "progress": False},
+        "logging": {"every": 1, "progress": False, "report": False},
+        "rehearsal": False,
         "resilience": {"health": {"enabled": False}},
     }
     config = TrainerConfig.model_validate(values)
