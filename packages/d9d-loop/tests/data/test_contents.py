@@ -93,8 +93,9 @@ def test_the_price_of_a_comparison_does_not_depend_on_the_number_of_datasets_and
     assert contents_of(ConcatDataset(parts)) != contents_of(ConcatDataset(other))
     assert _Counting.num_reads <= 32
     whole = _Noisy(list(range(100)))
-    for indices in (torch.arange(0, 100, 2), np.arange(0, 100, 2)):
-        assert contents_of(Subset(whole, indices)) == contents_of(Subset(whole, range(0, 100, 2)))  # type: ignore[arg-type]
+    every: list[Any] = [torch.arange(0, 100, 2), np.arange(0, 100, 2)]
+    for indices in every:
+        assert contents_of(Subset(whole, indices)) == contents_of(Subset(whole, range(0, 100, 2)))
 
 
 class _Unstable(_Noisy):

@@ -14,6 +14,11 @@ def test_an_iterated_stream_resumes_at_any_entry_across_epochs() -> None:
     assert [entry[0] for entry in entries] == list(range(40))
 
 
+def test_an_iterable_without_a_state_is_an_error_that_says_what_is_missing() -> None:
+    with pytest.raises(UserError, match="the data 'rows' of epoch 0 are a list; expected an iterable with the methods"):
+        IteratedStream(lambda epoch: [1, 2], name="rows").cursor()  # ty: ignore[invalid-argument-type]
+
+
 class _OneState:
     """Numbers whose state is one dict, which each element changes."""
 

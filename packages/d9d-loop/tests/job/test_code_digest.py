@@ -65,7 +65,8 @@ def test_other_functions_give_another_description(pair: tuple[Any, Any]) -> None
 
 
 class _Regression(Task):
-    def __init__(self, power: int = 2) -> None:
+    def __init__(self, power: int = 2, *, is_main: bool = True) -> None:
+        self.is_main = is_main
         self.distance = (lambda x: x.square()) if power == 2 else (lambda x: x.abs())
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -95,7 +96,7 @@ def _train(folder: Path, what: str) -> str:
         TrainerConfig.model_validate(values),
         model=lambda stage: _Mlp(activation),
         data=[{"x": torch.ones(3)}] * 4,
-        task=_Regression(1 if is_odd and what == "task" else 2),
+        task=_Regression(1 if is_odd and what == "task" else 2, is_main=not is_odd),
     )
     try:
         trainer.train()

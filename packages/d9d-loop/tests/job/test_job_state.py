@@ -116,6 +116,7 @@ def test_a_checkpoint_contains_record_and_configuration_as_json(tmp_path: Path, 
         "config": {"steps": 3},
         "data_identity": {"samples": 8},
         "code": None,
+        "optimizer_class": "AdamW",
         "frozen_digest": None,
         "parts": {},
     }

@@ -78,7 +78,9 @@ def _data(size: int, seed: int) -> list[Batch]:
     ]
 
 
-def _trainer(folder: Path, *, dropout: float = 0.5, task: Task | None = None, **sections: Any) -> Trainer:
+def _trainer(
+    folder: Path, *, dropout: float = 0.5, task: Task | None = None, own_optimizer: Any = None, **sections: Any
+) -> Trainer:
     values = {
         "steps": STEPS,
         "batch": {"global_size": 8, "microbatch_size": 2},
@@ -101,6 +103,7 @@ def _trainer(folder: Path, *, dropout: float = 0.5, task: Task | None = None, **
         data=_data(30, seed=0),
         task=task or _Masked(),
         evaluation_data=_data(5, seed=1),
+        optimizer=own_optimizer,
     )
 
 
@@ -273,6 +276,8 @@ def test_a_finished_run_says_that_it_trains_nothing_and_how_to_continue(
     text = capsys.readouterr().out
     assert f"the run in {tmp_path}/run is complete at step 2: no step is trained. Use --steps 3 or more to" in text
     assert "optimizer.learning_rate was 0.05, and now is 0.1" in text
+    _trainer(tmp_path, steps=2, own_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05)).train()
+    assert ", whose state is loaded, and now is SGD\n" in capsys.readouterr().out
 
 
 def test_a_jump_of_the_learning_rate_is_printed_before_training(

@@ -66,6 +66,17 @@ class IteratedStream(SampleStream):
         """Return a cursor; its position is the epoch and the state of the iterable."""
         return _IteratedCursor(self, state)
 
+    def epoch(self, number: int) -> StatefulIterable:
+        """Return the data of an epoch. Data without a state that can be saved raise `UserError`."""
+        data = self._epoch(number)
+        if not (hasattr(data, "state_dict") and hasattr(data, "load_state_dict")):
+            raise UserError(
+                f"the data {self._name!r} of epoch {number} are a {type(data).__name__}; expected an iterable with the "
+                "methods state_dict() and load_state_dict(state), such as a datasets.IterableDataset, so that a job "
+                "resumes at the next element. Add the methods, or pass list(...) as data= if it fits into memory."
+            )
+        return data
+
     def read(self, entry: Any) -> Any:
         """Return the element, transformed if there is a `transform`."""
         return entry if self._transform is None else self._transform(entry)
@@ -89,7 +100,7 @@ class _IteratedCursor(Cursor):
         self._stream, self._num_epochs = stream, stream._num_epochs
         # An iterable may not report the loaded state before its first element, so `_loaded` keeps it.
         self._epoch, self._loaded = (0, None) if state is None else (state["epoch"], state["data"])
-        self._data = stream._epoch(self._epoch)
+        self._data = stream.epoch(self._epoch)
         self._is_new = self._loaded is None
         if self._loaded is not None:
             self._data.load_state_dict(deepcopy(self._loaded))
@@ -125,6 +136,6 @@ class _IteratedCursor(Cursor):
                 "Check the source of the data."
             )
         self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
-        self._data = self._stream._epoch(self._epoch)
+        self._data = self._stream.epoch(self._epoch)
         self._elements = iter(self._data)
         return True

@@ -27,10 +27,13 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def describe_code(plan: JobPlan) -> dict[str, Parts]:
-    """Return what all ranks must agree on, by the name of each part in an error message."""
+    """Return what all ranks must agree on, by the name of each part in an error message.
+
+    Flags of the task are not compared: a task may print on rank 0 only.
+    """
     user = {
         "the task": type(plan.task),
-        **{f"the task's {name}": value for name, value in vars(plan.task).items()},
+        **{f"the task's {name}": value for name, value in vars(plan.task).items() if not isinstance(value, bool)},
         "collate": plan.data.collate,
         "the optimizer": plan.optimizer,
         "the learning-rate schedule": plan.lr_schedule,

@@ -99,6 +99,7 @@ class JobState:
 
     Attributes:
         restored: Checkpoint of the last `restore`; `None` if there was none.
+        optimizer_before: Class of the optimizer that this checkpoint has state of; `None` if unknown.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class JobState:
         self._being_written: int | None = None
         self._saved: int | None = None
         self.restored_from: str | None = None
+        self.optimizer_before: str | None = None
 
     def restore(self, *, is_rollback: bool = False) -> Record:
         """Load the newest valid checkpoint and return its record; without one, keep the initial values. Collective.
@@ -161,6 +163,7 @@ class JobState:
             self._is_digest_checked = False
         self.restored_from = str(info.root)
         state: Any = info.state
+        self.optimizer_before = state.get("optimizer_class")
         record = _RECORD.validate_python(state["record"])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
@@ -266,6 +269,7 @@ class JobState:
                 "config": self._config,
                 "data_identity": self._data_identity,
                 "code": self._code,
+                "optimizer_class": type(self._optimizer).__qualname__,
                 "frozen_digest": self._frozen_digest if self._trainable_only else None,
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },

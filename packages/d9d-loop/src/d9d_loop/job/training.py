@@ -121,7 +121,9 @@ def _print_resume(job: Job) -> None:
     if record.step == 0:  # a checkpoint of step 0
         return
     rate = job.engine.peak_learning_rate * plan.lr_schedule(record.step - 1)
-    for line in resume_messages(plan.config, record, plan.changes, steps=plan.steps, rate=rate):
+    before, now = job.state.optimizer_before, type(job.engine.optimizer).__qualname__
+    other = [] if before in {None, now} else [f"  the optimizer was {before}, whose state is loaded, and now is {now}"]
+    for line in resume_messages(plan.config, record, [*plan.changes, *other], steps=plan.steps, rate=rate):
         print(line, flush=True)
 
 
